@@ -211,6 +211,13 @@ class FetchCode(Message, frozen=True, kw_only=True, tag="fetch-code"):
     part: int
 
 
+class ImportsLearned(Message, frozen=True, kw_only=True, tag="imports"):
+    """What rank 0 of a script had imported when it trained, for the standbys of nodes that join
+    later. The agent of rank 0 sends it, again after every Welcome. No decision depends on it."""
+
+    modules: tuple[str, ...]
+
+
 # -- controller -> agent ----------------------------------------------------------------------
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """The job as the agent needs it; `spec` is the TrainingJob document."""
@@ -226,6 +233,8 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     submitted_ns: int = 0
     """Wall clock of the job's submission; 0: not known."""
     job_id: str = ""
+    imports: tuple[str, ...] = ()
+    """As ImportsLearned; empty: not known."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):
@@ -413,7 +422,7 @@ class Reply(Message, frozen=True, kw_only=True, tag="reply"):
 FromAgent = (
     Hello | Heartbeat | Launched | WorkerExitReport | Stopped | ShardStaged | StepCopied
     | HostMemoryPlanned | Persisted | ShardPersistFailed | NodeLeaving | AgentEvent | AgentNote
-    | Inspected | StandbyReport
+    | Inspected | StandbyReport | ImportsLearned
 )  # fmt: skip
 ToAgent = (
     Welcome | Refused | LaunchWorkers | StopWorkers | Stage | StageEvery | Persist | CopyStep

@@ -43,6 +43,8 @@ class AgentGateway:
         self._loop, self._submit, self._log = loop, submit, log
         self._answered = answered
         self._evidence = EvidenceBudget()
+        self.imports: tuple[str, ...] = ()
+        """What the script imports, for nodes that join."""
         self._gone: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -77,6 +79,9 @@ class AgentGateway:
     def received(self, node: str, message: wire.Message) -> None:
         if isinstance(message, wire.AgentEvent):
             self._log.info("%s: %s", node, message.text)
+            return
+        if isinstance(message, wire.ImportsLearned):
+            self.imports = message.modules
             return
         if isinstance(message, wire.FetchCode):
             self._send_code(node, message)

@@ -311,6 +311,7 @@ class JobRuntime:
             controller_absence_s=self._absence_s(recovery.controller_absence_s),
             submitted_ns=self.state.submitted_ns,
             job_id=self.state.job_id,
+            imports=self._gateway.imports if self._gateway is not None else (),
         )
 
     def _absence_s(self, chosen: float | str) -> float | None:

@@ -40,7 +40,7 @@ class FakeController:
         self, directory: Path, welcome: m.Welcome, context: ssl.SSLContext | None = None
     ) -> None:
         self._directory = directory
-        self._welcome = welcome
+        self.welcome = welcome
         self._context = context
         self._condition = threading.Condition()
         self.received: list[tuple[float, str, m.Message]] = []
@@ -89,7 +89,7 @@ class FakeController:
                         if isinstance(message, m.Hello):
                             node = message.node
                             self._links[node] = sock
-                            sock.sendall(m.encode(self._welcome))
+                            sock.sendall(m.encode(self.welcome))
                         assert isinstance(message, m.Message)
                         self.received.append((time.monotonic(), node, message))
                         self._condition.notify_all()

@@ -203,7 +203,7 @@ def test_without_a_template_each_standby_imports_by_itself(place: Path, ending: 
         assert made.imported_in("hf_slow") == [pid, standby.pid]
         until(
             lambda: not psutil.pid_exists(pid) and made.template() is None,
-            "the template's end, which nobody waits for",
+            "the template's end, for which no worker waits",
             timeout_s=60,
         )
 

@@ -8,7 +8,9 @@ import signal
 import socket
 from collections.abc import Iterator
 
+import psutil
 import pytest
+from msgspec.structs import replace
 
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.launcher_protocol import StopNode
@@ -172,3 +174,27 @@ def test_shutdown_ends_the_node_with_all_its_processes(rig: Rig, node: str) -> N
     with watched([rig.nodes[node], *pids["server"], *pids["workers"]]) as gone:
         rig.controller.send(node, m.Shutdown(detail="the test is over"))
         gone()
+
+
+def test_standbys_of_a_new_node_import_what_the_script_imports_on_others(
+    rig: Rig, launcher: socket.socket
+) -> None:
+    """One process of the node imports it, and the controller is notified when they have it."""
+    controller, name = rig.controller, next(_names)
+    known, controller.welcome = (
+        controller.welcome,
+        replace(controller.welcome, imports=("hypothesis", "hypothesis.strategies")),
+    )
+    try:
+        agent = psutil.Process(rig.start_node(launcher, name))
+    finally:
+        controller.welcome = known
+    assert controller.wait(m.StandbyReport, name).ready is False
+    controller.wait(m.StandbyReport, name, lambda report: report.ready)
+    names = [process.name() for process in agent.children(recursive=True)]
+    assert sorted(name for name in names if name != "hf-forkserver") == [
+        "hf-imports",
+        "hf-standby",
+        "hf-standby",
+    ]
+    send_to_launcher(launcher, StopNode(node=name))

@@ -105,7 +105,7 @@ def test_a_lost_node_is_replaced_by_one_that_imports() -> None:
     assert [launch.node for launch in job.of(LaunchGroup)] == ["a", "c"]
 
 
-def test_the_wait_ends_with_the_node_and_begins_anew_with_the_next_one() -> None:
+def test_the_wait_ends_with_the_node_and_the_next_one_has_the_whole_time() -> None:
     job = shrunk()
     job.join("c", reports_standbys=True)
     job.wait(GROW_DELAY_S + limits.STANDBYS_WAIT_S - 1)
@@ -118,17 +118,17 @@ def test_the_wait_ends_with_the_node_and_begins_anew_with_the_next_one() -> None
     assert job.of(StopGroup)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_new_controller_keeps_what_it_knows_until_it_is_told_again(told: bool) -> None:
+@pytest.mark.parametrize("report", [True, False])
+def test_a_new_controller_keeps_what_it_knows_until_the_next_report(report: bool) -> None:
     job = shrunk()
     job.join("c", reports_standbys=True)
     job.apply(ControllerStarted(incarnation=2, nodes=("a", "c")))
     job.join("c", reports_standbys=True)
-    ready(job, "c", now=told)
-    assert job.state.nodes["c"].standbys_ready == told
+    ready(job, "c", now=report)
+    assert job.state.nodes["c"].standbys_ready == report
 
 
-def test_what_a_lost_node_tells_is_ignored() -> None:
+def test_what_a_lost_node_reports_is_ignored() -> None:
     job = shrunk()
     ready(job, "b")
     assert "b" not in job.state.nodes

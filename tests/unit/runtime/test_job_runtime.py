@@ -16,6 +16,7 @@ from holdfast.orchestrator.core.actions import RequestNodes
 from holdfast.orchestrator.core.events import CancelRequested
 from holdfast.orchestrator.core.journal import JournalLost
 from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.protocol.facts import StagedShard
 from holdfast.orchestrator.protocol.manifest import directory_name, shard_file_name
 from holdfast.orchestrator.protocol.mesh import Mesh
@@ -29,7 +30,7 @@ from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime, JobRuntimeTiming
 from holdfast.workers.agent.storage import persist
 
-from .harness import BOUND_S, FakeBackend, drive, make_job
+from .harness import BOUND_S, FakeBackend, JobHarness, drive, make_job
 from .test_commits import MemoryJournal
 
 
@@ -315,3 +316,27 @@ def test_agents_learn_how_long_they_may_be_without_a_controller(
             await cluster.close()
 
     asyncio.run(scenario())
+
+
+def test_a_node_that_joins_learns_what_the_script_imports(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        harness = JobHarness(tmp_path, make_job())
+        harness.start()
+        await harness.running()
+        member, lost = harness.members()
+        assert [one.imports for one in member.received if isinstance(one, wire.Welcome)] == [()]
+        member.say(wire.ImportsLearned(modules=("transformers",)))
+        async with asyncio.timeout(BOUND_S):
+            while not harness.service.runtime._welcome().imports:
+                await asyncio.sleep(0)
+        before = set(harness.backend.agents)
+        harness.backend.kill(lost.name)
+        await harness.until(lambda view: set(harness.backend.agents) > before - {lost.name})
+        (name,) = set(harness.backend.agents) - before
+        new = harness.backend.agents[name]
+        await harness.back(new, 1)
+        (welcome,) = [one for one in new.received if isinstance(one, wire.Welcome)]
+        assert welcome.imports == ("transformers",)
+        await harness.kill_controller()
+
+    drive(scenario())

@@ -48,10 +48,11 @@ MESSAGES: tuple[wire.Message, ...] = (
 BUDDY = NodeFacts(hostname="b", address="10.0.0.2", data_port=7001, slots=2)
 
 
-def test_every_message_but_hello_and_the_log_line_is_an_event() -> None:
-    others = {wire.Hello, wire.AgentEvent}
+def test_every_message_is_an_event_if_a_decision_or_a_person_needs_it() -> None:
+    others = {wire.Hello, wire.AgentEvent, wire.ImportsLearned}
     assert {type(message) for message in MESSAGES} | others == set(get_args(wire.FromAgent))
     assert translate.to_event("a", wire.AgentEvent(text="a forkserver was restarted")) is None
+    assert translate.to_event("a", wire.ImportsLearned(modules=("transformers",))) is None
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)

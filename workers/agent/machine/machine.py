@@ -39,6 +39,7 @@ from .standbys import Standbys
 
 RESENT = (
     m.Heartbeat | m.WorkerExitReport | m.Persisted | m.StepCopied | m.Inspected | m.StandbyReport
+    | m.ImportsLearned
 )  # fmt: skip
 """Messages that need not wait for a connection: every Welcome sends their newest state again, or
 they are worth nothing later."""
@@ -399,7 +400,7 @@ class AgentMachine:
                 return self.tiers.finished(group, worker.seat)
             case worker_protocol.ImportsReported():  # it trains: standbys can be made ready for it
                 self._standbys.schedule(now_ns, self._timing.refill_delay_s)
-                return self._standbys.learned(message.modules)
+                return self._standbys.learned(message.modules, by_rank=given.rank)
             case _:
                 return []
 

@@ -1,5 +1,5 @@
 """The standbys of a node: when they are forked, and whether they have imported what the script
-imports. The controller is told, since a launch that comes sooner waits for those imports.
+imports. The controller is notified, since a launch that comes sooner waits for those imports.
 
 Pure: time is an argument.
 """
@@ -22,8 +22,10 @@ class Standbys:
     due_ns: int | None = None
     """When they are forked; None: they are, or shall not be."""
     reported: bool | None = None
-    """Whether they are ready, as the controller was last told; None: not known yet."""
+    """Whether they are ready, as was last reported; None: not known yet."""
 
+    modules: tuple[str, ...] = ()
+    """What rank 0 had imported, if it ran here."""
     leaving: bool = False
     """The node will be taken away, and gets no other launch."""
 
@@ -47,9 +49,15 @@ class Standbys:
         """The job is known, and whether there is something that they have to import."""
         return self._report(ready=not must_import)
 
-    def learned(self, modules: tuple[str, ...]) -> list[Command]:
+    def learned(self, modules: tuple[str, ...], *, by_rank: int) -> list[Command]:
         """A worker has reported what it imported, and standbys for the next launch follow."""
-        return self._report(ready=False) if modules else []
+        if not modules:
+            return []
+        sent: list[Command] = []
+        if by_rank == 0 and modules != self.modules:
+            self.modules = modules
+            sent = [commands.Send(m.ImportsLearned(modules=modules))]
+        return [*sent, *self._report(ready=False)]
 
     def imported(self) -> list[Command]:
         """All that were forked have imported it. Not the answer to a fork that is still to come."""
@@ -57,6 +65,10 @@ class Standbys:
 
     def repeat(self) -> list[Command]:
         """After a Welcome: the controller may be a new one."""
+        learned = m.ImportsLearned(modules=self.modules)
+        return [*([commands.Send(learned)] if self.modules else []), *self._current()]
+
+    def _current(self) -> list[Command]:
         if self.reported is None:
             return []
         return [commands.Send(m.StandbyReport(ready=self.reported))]
@@ -65,4 +77,4 @@ class Standbys:
         if self.reported == ready:
             return []
         self.reported = ready
-        return self.repeat()
+        return self._current()

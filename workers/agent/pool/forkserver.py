@@ -307,7 +307,7 @@ class Forkserver:
             self._fork(request, fds)
 
     def _wait_s(self) -> float | None:
-        """Until somebody has waited long enough for the template; None: no limit."""
+        """Until workers have waited long enough for the template; None: no limit."""
         template, due_s = self._template, self._template_due_s
         if template is None or template.ready:
             return None

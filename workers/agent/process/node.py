@@ -333,6 +333,8 @@ class AgentProcess:
         if self._facts is not None and self._facts.cache_directory:
             self._starts.cache = self._facts.cache_directory
             self._workers.imports.keep_in(self._facts.cache_directory, self._job)
+        if self._job.spec.learn_preload:
+            self._workers.imports.learned(welcome.imports)
         self._workers.configure(welcome.spec, welcome.spec_directory)
         must_import = bool(self._job.spec.preload or self._workers.imports.known())
         self._give(inputs.JobConfigured(must_import))

@@ -472,7 +472,7 @@ def reports(out: Iterable[object]) -> list[bool]:
     return [report.ready for report in of(m.StandbyReport, out)]
 
 
-def test_the_controller_is_told_when_standbys_have_imported_what_the_script_imports() -> None:
+def test_the_controller_is_notified_when_standbys_have_imported_what_the_script_imports() -> None:
     harness = AgentHarness(joined=False)
     (hello,) = of(m.Hello, harness.give(inputs.LinkUp(FACTS, 29500)))
     assert hello.reports_standbys
@@ -502,7 +502,7 @@ def test_standbys_for_the_next_launch_are_ready_after_their_fork_only() -> None:
     assert reports(harness.give(inputs.StandbysReady())) == [True]
 
 
-def test_each_controller_is_told_again() -> None:
+def test_each_controller_is_notified() -> None:
     harness = AgentHarness()
     harness.give(inputs.JobConfigured(must_import=True))
     assert refills(harness, until_s=10)
@@ -511,3 +511,15 @@ def test_each_controller_is_told_again() -> None:
     assert reports(harness.join()) == [True]
     harness.give(inputs.LinkDown())
     assert reports(harness.join()) == [True]
+
+
+def test_the_controller_receives_what_rank_0_imported_for_nodes_that_join() -> None:
+    harness = AgentHarness()
+    harness.launch()
+    learned = worker_protocol.ImportsReported(modules=("transformers", "peft"))
+    sent = m.ImportsLearned(modules=("transformers", "peft"))
+    assert of(m.ImportsLearned, harness.from_worker(1, learned)) == [], "of one rank in the job"
+    assert of(m.ImportsLearned, harness.from_worker(0, learned)) == [sent]
+    assert of(m.ImportsLearned, harness.from_worker(0, learned)) == [], "it is known"
+    harness.give(inputs.LinkDown())
+    assert of(m.ImportsLearned, harness.join()) == [sent], "a new controller does not know it"
