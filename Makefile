@@ -53,7 +53,7 @@ test-ray-oldest: $(STAMP)  ## what leans on Ray, with the oldest that is promise
 
 # The setup of DeepSpeed imports torch. One operator is compiled when it starts on CPUs, for minutes and into
 # the user's cache: before the tests, not by four ranks of which one is killed.
-test-frameworks: $(STAMP)  ## scripts of other frameworks under Holdfast, in .venv/frameworks
+test-frameworks: $(STAMP)  ## scripts of other frameworks under Holdfast, in .venv/frameworks and torchtitan
 	test -x $(VENV)/frameworks/bin/python || $(PYTHON) -m venv $(VENV)/frameworks
 	$(BIN)/uv pip install --quiet --python $(VENV)/frameworks/bin/python --editable . setuptools wheel
 	DS_BUILD_OPS=0 $(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/frameworks/bin/python \
@@ -61,6 +61,10 @@ test-frameworks: $(STAMP)  ## scripts of other frameworks under Holdfast, in .ve
 	DS_ACCELERATOR=cpu $(VENV)/frameworks/bin/python -c \
 	  'from deepspeed.comm.torch import build_shm_op; build_shm_op()'
 	$(VENV)/frameworks/bin/python -m pytest -p no:xdist tests/frameworks
+	test -x $(VENV)/torchtitan/bin/python || $(PYTHON) -m venv $(VENV)/torchtitan
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/torchtitan/bin/python --editable . \
+	  setuptools -r tests/frameworks/requirements-torchtitan.txt
+	$(VENV)/torchtitan/bin/python -m pytest -p no:xdist tests/frameworks -k torchtitan
 
 bench: $(STAMP)  ## side-by-side measurements; writes bench/results/
 	$(BIN)/python -m bench.recovery

@@ -11,7 +11,8 @@ With these the state is in the memory of the nodes too, and no step is lost:
     from holdfast.integrations import InMemoryLightning      # a callback
 
 `report_deepspeed(engine)` has an engine of DeepSpeed report steps and saves. One run of MLflow goes
-on over restarts with `continue_mlflow_run()`.
+on over restarts with `continue_mlflow_run()`. torchtitan takes an argument instead of a line: see
+holdfast.torchtitan.
 
 Outside Holdfast they keep and report nothing. The framework is imported with the name. A loop of
 one's own, also one with accelerate, calls `session.report` instead: see docs/user/frameworks.md.

@@ -26,8 +26,8 @@ class Framework:
     """Folder below `--out` in which a save begins with a new or changed entry."""
     preload: tuple[str, ...] = ()
     """For spec.preload: what takes long to import."""
-    resizable: bool = True
-    """Its checkpoints can be read by another number of ranks."""
+    importable: bool = True
+    """Before the script runs, as a standby imports what the script imports."""
 
     @property
     def installed(self) -> bool:
@@ -54,17 +54,23 @@ FRAMEWORKS = [
               preload=("lightning",)),
     Framework(
         "zero1", "DeepSpeed ZeRO-1", "deepspeed_zero.py", "deepspeed", ("--stage", "1"),
-        preload=("deepspeed",), resizable=False,
+        preload=("deepspeed",),
     ),
     Framework(
         "zero2", "DeepSpeed ZeRO-2", "deepspeed_zero.py", "deepspeed", ("--stage", "2"),
-        preload=("deepspeed",), resizable=False,
+        preload=("deepspeed",),
     ),
 ]  # fmt: skip
+TORCHTITAN = Framework(
+    "torchtitan", "torchtitan, FSDP2", "titan_llama3.py", "torchtitan", checkpoints="checkpoint",
+    importable=False,
+)  # fmt: skip
+"""In an environment of its own: it needs a datasets before 4.8. Its data loader needs the number of
+ranks that wrote a checkpoint."""
 
 
 def by_name(name: str) -> Framework:
-    return next(one for one in FRAMEWORKS if one.name == name)
+    return next(one for one in (*FRAMEWORKS, TORCHTITAN) if one.name == name)
 
 
 def environment(place: Path, pace_s: float) -> dict[str, str]:
@@ -72,6 +78,7 @@ def environment(place: Path, pace_s: float) -> dict[str, str]:
     return {
         "STEP_LOG": str(place / LOG),
         "STEP_SECONDS": str(pace_s),
+        "HF_HOME": str(place / "hf"),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "DS_ACCELERATOR": "cpu",
@@ -104,6 +111,8 @@ def document(
         "checkpoint": {"memory": {"everySteps": 0}},
         "env": environment(place, pace_s),
     }
+    if not framework.importable:
+        spec["learnPreload"] = False
     if preload and framework.preload:
         spec["preload"] = list(framework.preload)
     return {

@@ -14,7 +14,11 @@ from .test_recovery import BOUND_S, SAVE_EVERY, Start, finish, start, trained
 __all__ = ["start"]
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-SCRIPTS = {"hf": "hf_callback.py", "lightning": "lightning_callback.py"}
+SCRIPTS = {
+    "hf": "hf_callback.py",
+    "lightning": "lightning_callback.py",
+    "torchtitan": "titan_report.py",
+}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -18,11 +18,16 @@ from .test_recovery import BOUND_S, Start, finish, start, trained
 __all__ = ["start"]
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-SCRIPTS = {"hf": "hf_memory.py", "lightning": "lightning_memory.py"}
+SCRIPTS = {
+    "hf": "hf_memory.py",
+    "lightning": "lightning_memory.py",
+    "torchtitan": "titan_memory.py",
+}
+SHARDED = {"torchtitan": {"parallelism": {"shard": "world"}}}
+"""FSDP2; the others are DDP, of which a node keeps one copy."""
 STEPS = 40
 IN_MEMORY = {
     "checkpoint": {"memory": {"everySteps": 1}},
-    "parallelism": {"shard": 1},
     "steps": STEPS,
     "pace_s": 0.1,
 }
@@ -39,13 +44,14 @@ def test_a_killed_worker_costs_no_step_and_changes_no_loss(
     name: str, start: Start, tmp_path: Path
 ) -> None:
     framework = replace(by_name(name), script=SCRIPTS[name])
-    job, log = start(framework, save_every=RARELY, **IN_MEMORY)
+    fields = IN_MEMORY | SHARDED.get(name, {"parallelism": {"shard": 1}})
+    job, log = start(framework, save_every=RARELY, **fields)
     finish(job)
     undisturbed = losses(log)
     assert [step for step, _loss in undisturbed] == [*range(1, STEPS + 1)]
     log.path.unlink()
     shutil.rmtree(tmp_path / "out")
-    job, log = start(replace(framework, name=f"{name}-killed"), save_every=RARELY, **IN_MEMORY)
+    job, log = start(replace(framework, name=f"{name}-killed"), save_every=RARELY, **fields)
     before = trained(log, job, 8)
     os.kill(job.worker_pids()[1], signal.SIGKILL)
     after = log.recovery(before, before[-1].time, BOUND_S)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from .catalogue import by_name
+from .test_callbacks import SCRIPTS
 from .test_recovery import BOUND_S, Start, finish, start, trained
 
 __all__ = ["start"]
@@ -16,11 +17,10 @@ RARELY = 1000
 """Steps between the checkpoints of a script that is to need none."""
 
 
-@pytest.mark.parametrize(
-    "name, script", [("hf", "hf_callback.py"), ("lightning", "lightning_callback.py")]
-)
-def test_a_trainer_saves_before_a_planned_stop(name: str, script: str, start: Start) -> None:
-    job, log = start(replace(by_name(name), script=script), save_every=RARELY, steps=80, pace_s=0.1)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_trainer_saves_before_a_planned_stop(name: str, start: Start) -> None:
+    framework = replace(by_name(name), script=SCRIPTS[name])
+    job, log = start(framework, save_every=RARELY, steps=80, pace_s=0.1)
     before = trained(log, job, 8)
     assert job.request("suspend").ok
     job.until(lambda view: view.state == "suspended")

@@ -37,11 +37,11 @@ class _Watch:
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+            spec.loader = _AdaptingLoader(spec.loader)  # type: ignore[assignment]
         return spec
 
 
-class _Loader:
+class _AdaptingLoader:
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
