@@ -26,6 +26,7 @@ from holdfast.workers.worker_protocol import (
 pytest.importorskip("torchtitan")
 
 from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
@@ -106,6 +107,14 @@ class SmallTrainer:
             num_flops_per_token=10, log=lambda *_args, **_more: None
         )
         self.validator = SimpleNamespace(validate=lambda _parts, step: self.validated.append(step))
+        self.model_parts, self.lr_schedulers, self.dataloader = [self.model], Position(), Position()
+
+    def should_continue_training(self) -> bool:
+        return self.step < self.config.training.steps
+
+    def train_step(self, batches: Iterator[Any]) -> None:
+        if next(batches, None) is None:
+            raise DataloaderExhaustedError
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step, "ntokens_seen": self.ntokens_seen}
@@ -114,7 +123,9 @@ class SmallTrainer:
         self.step, self.ntokens_seen = state["step"], state["ntokens_seen"]
 
 
-class Schedule:
+class Position:
+    """Of a schedule or a data loader."""
+
     def state_dict(self) -> dict[str, int]:
         return {"last_epoch": 0}
 
@@ -140,7 +151,7 @@ def manager(make: Any, out: Path, **settings: Any) -> tuple[Any, SmallTrainer]:
     trainer = SmallTrainer(model, optimizer.build(model_parts=[model]))
     built = make(config).build(
         dataloader=None, model_parts=[model], optimizers=trainer.optimizers,
-        lr_schedulers=Schedule(), states={"train_state": trainer}, sd_adapter=None,
+        lr_schedulers=Position(), states={"train_state": trainer}, sd_adapter=None,
         base_folder=str(out),
     )  # fmt: skip
     return built, trainer
@@ -220,3 +231,26 @@ def test_pipelines_are_refused_by_name(agent: Agent, tmp_path: Path) -> None:
     built, _trainer = manager(in_memory, tmp_path)
     with pytest.raises(UserError, match="got pipeline_parallel_degree > 1; expected"):
         built.load()
+
+
+@pytest.mark.parametrize("batches", [3, 30])
+def test_without_an_agent_it_trains_and_finishes_with_its_steps_or_its_data(
+    batches: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    built, trainer = manager(in_memory, tmp_path)
+    trainer.parallel_dims.pp_enabled = False
+    request.addfinalizer(torch.distributed.destroy_process_group)
+    assert built.load() is False
+    data = iter(range(batches))
+    exhausted = False
+    while trainer.should_continue_training() and not exhausted:
+        assert not built._finished
+        try:
+            trainer.train_step(data)
+        except DataloaderExhaustedError:
+            exhausted = True
+        else:
+            trained(built, trainer, 1)
+    assert built._finished and exhausted == (batches == 3)
+    assert built._session.next_step == min(batches, 20)
+    assert (tmp_path / "checkpoint" / "step-20").exists() == (batches == 30)
