@@ -1,0 +1,64 @@
+"""Code in real pods: a function of the Python client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast import Client
+from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.e2e.kubernetes.rig.operator import Operator
+from tests.e2e.kubernetes.rig.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+BOUND_S = 240
+FACTOR = 3
+
+
+def train(steps: int) -> None:
+    import os
+    import time
+
+    from holdfast import session
+
+    print("in pod", os.environ["HOSTNAME"], "rank", os.environ["RANK"], flush=True)
+    for step in range(steps):
+        session.report(step, loss=FACTOR * step, total_steps=steps)
+        time.sleep(0.05)
+    print("ended after", FACTOR * steps, flush=True)
+    time.sleep(2)  # the logs of a pod are gone with it
+
+
+@pytest.fixture
+def client(operator: Operator, cluster_namespace: Kubectl, tmp_path: Path) -> Iterator[Client]:
+    operator.ensure_running()
+    yield Client(
+        kubernetes=True,
+        namespace=cluster_namespace.namespace,
+        kubeconfig=cluster_namespace.kubeconfig,
+        home=tmp_path / "home",
+    )
+    cluster_namespace.run("delete", "trainingjobs", "--all")
+
+
+def test_a_function_runs_in_the_pods_of_a_cluster(
+    client: Client, cluster_namespace: Kubectl
+) -> None:
+    job = client.submit(train, args=(200,), nodes=2, workers=1, gpus=0)
+    pods = set[str]()
+
+    def two_pods() -> bool:
+        pods.update(pod["metadata"]["name"] for pod in cluster_namespace.list("pods"))
+        return len(pods) == 2
+
+    until(two_pods, "two pods", timeout_s=BOUND_S, last=lambda: pods)
+    lines = list(job.logs(follow=True))
+    hosts = {line.split("in pod ")[1].split()[0] for line in lines if "in pod " in line}
+    assert hosts == pods, lines
+    assert sum("ended after 600" in line for line in lines) == 2, lines
+    view = job.wait(BOUND_S)
+    assert (view.state, view.step, view.total_steps) == ("succeeded", 199, 200), view.reason
+    job.delete()
