@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install run check test test-all test-ray-oldest test-frameworks mutants bench lint manifests kubernetes-binaries clean
+.PHONY: help install run check test test-all test-ray-oldest frameworks test-frameworks mutants bench lint manifests kubernetes-binaries clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -53,18 +53,20 @@ test-ray-oldest: $(STAMP)  ## what leans on Ray, with the oldest that is promise
 
 # The setup of DeepSpeed imports torch. One operator is compiled when it starts on CPUs, for minutes and into
 # the user's cache: before the tests, not by four ranks of which one is killed.
-test-frameworks: $(STAMP)  ## scripts of other frameworks under Holdfast, in .venv/frameworks and torchtitan
+frameworks: $(STAMP)  ## .venv/frameworks: other frameworks, for their tests and bench/frameworks
 	test -x $(VENV)/frameworks/bin/python || $(PYTHON) -m venv $(VENV)/frameworks
 	$(BIN)/uv pip install --quiet --python $(VENV)/frameworks/bin/python --editable . setuptools wheel
 	DS_BUILD_OPS=0 $(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/frameworks/bin/python \
 	  --no-build-isolation-package deepspeed -r tests/frameworks/requirements.txt
 	DS_ACCELERATOR=cpu $(VENV)/frameworks/bin/python -c \
 	  'from deepspeed.comm.torch import build_shm_op; build_shm_op()'
-	$(VENV)/frameworks/bin/python -m pytest -p no:xdist tests/frameworks
+
+test-frameworks: frameworks  ## scripts of other frameworks under Holdfast, in .venv/frameworks and torchtitan
+	$(VENV)/frameworks/bin/python -m pytest -p no:xdist --all tests/frameworks
 	test -x $(VENV)/torchtitan/bin/python || $(PYTHON) -m venv $(VENV)/torchtitan
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/torchtitan/bin/python --editable . \
 	  setuptools -r tests/frameworks/requirements-torchtitan.txt
-	$(VENV)/torchtitan/bin/python -m pytest -p no:xdist tests/frameworks -k torchtitan
+	$(VENV)/torchtitan/bin/python -m pytest -p no:xdist --all tests/frameworks -k torchtitan
 
 bench: $(STAMP)  ## side-by-side measurements; writes bench/results/
 	$(BIN)/python -m bench.recovery
