@@ -75,6 +75,7 @@ SCENARIOS: dict[Edge, tuple[tuple[JobPhase, Act], ...]] = {
     ("finishing", "cancelled"): (("running", cancel),),
     ("suspending", "recovering"): (("running", suspend), ("suspending", resume)),
     ("suspending", "finishing"): (("running", suspend), ("suspending", cancel)),
+    ("suspending", "suspended"): (("running", suspend), ("suspended", resume)),
     ("suspended", "pending"): (("running", suspend), ("suspended", resume)),
     ("suspended", "finishing"): (("running", suspend), ("suspended", cancel)),
 }  # fmt: skip
