@@ -78,11 +78,12 @@ def test_a_job_grows_when_the_standbys_of_the_new_node_have_imported_the_library
     view = job.until(lambda v: v.state == "running" and v.world_size == 4 and v.step > 0)
     slow = library / "hf_slow"
     slow.touch()
-    lost = view.nodes[-1].name
+    before = [node.name for node in view.nodes]  # in the order in which they joined
+    lost = before[-1]
     assert job.request("chaos", kind="kill-node", node=lost, hold_s=2.0).ok
     job.until(lambda v: v.state == "running" and v.world_size == 2)
     waits = job.until(lambda v: "have imported what the script imports" in v.reason)
-    (new,) = [node.name for node in waits.nodes if node.name not in (lost, "node-0")]
+    (new,) = [node.name for node in waits.nodes if node.name not in before]
     assert new in waits.reason and (waits.state, waits.world_size) == ("running", 2)
     trained = job.until(lambda v: v.step >= waits.step + 40)
     assert (trained.state, trained.world_size) == ("running", 2), "it trains meanwhile"
