@@ -17,11 +17,8 @@ from typing import Any
 import msgspec
 
 from holdfast.orchestrator.core.transitions import TERMINAL
-from holdfast.orchestrator.protocol.manifest import directory_name
 from holdfast.orchestrator.runtime.observe.view import Incident, JobView
-from holdfast.workers.checkpoint import inspect
-from holdfast.workers.checkpoint.shard_sources import CheckpointFiles
-from tests.e2e.local.local_rig import Job, spec
+from tests.e2e.local.local_rig import Job, spec, state_in
 
 SCRIPT = Path(__file__).parent / "soak_train.py"
 HOME_BYTES, STORE_BYTES = 96 * 2**20, 64 * 2**20
@@ -237,14 +234,7 @@ class SoakJob:
     # -- what it has trained ----------------------------------------------------------------------
     def last_state(self) -> dict[str, Any]:
         """The checksums of all tensors of its last checkpoint, and the optimizer's numbers."""
-        manifest, files = inspect.find(str(self.store)), CheckpointFiles(str(self.store))
-        found: dict[str, Any] = {"step": manifest.step}
-        for file in manifest.files:
-            header = files.open(directory_name(manifest.step, manifest.generation), file).header()
-            found[f"{file.shard} extra"] = header.extra
-            for name, entry in header.entries.items():
-                found[f"{file.shard} {name}"] = (entry.box, entry.checksum)
-        return found
+        return state_in(self.store)
 
 
 class Watch(threading.Thread):

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.local.local_rig import last_state
+
 from .conftest import Shows, Start
 from .rig import (
     DIGITS,
@@ -48,9 +50,11 @@ PIECE = 6
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_killed_worker_and_a_lost_node_change_no_loss(
+def test_a_killed_worker_and_a_lost_node_change_no_bit(
     mesh: str, start: Start, shows: Shows, tmp_path: Path
 ) -> None:
+    """Of weights and optimizer at the end of an undisturbed job on the same mesh; the losses are
+    those of one process."""
     tiers = {"storage": {"everySteps": 10_000}, "memory": {"everySteps": 1}}
     spec = document(
         "faults", STEPS, MESHES[mesh], nodes=2, workers=2, config=PACED, checkpoint=tiers
@@ -63,11 +67,18 @@ def test_a_killed_worker_and_a_lost_node_change_no_loss(
     place.mkdir()
     expected = alone(place, document("alone", STEPS, {"shard": 1}, workers=1), 1)
     found = losses_of(job)
-    assert sorted(found) == list(range(STEPS))
-    for step, (loss, _norm) in enumerate(expected):
-        assert found[step] == pytest.approx(loss, rel=DIGITS), f"step {step}"
-    shows(mesh, "worker", "0 steps lost, memory")
-    shows(mesh, "node", f"{view.incidents[-1].steps_lost} steps lost, memory")
+    # A step that a replica of rank 0 finished is not repeated, if rank 0 was stopped before it
+    # printed it: one for each of the two faults.
+    assert set(found) <= set(range(STEPS)) and len(found) >= STEPS - 2
+    for step, loss in found.items():
+        assert loss == pytest.approx(expected[step][0], rel=DIGITS), f"step {step}"
+    spec["metadata"]["name"] = "undisturbed"
+    undisturbed = start(spec)
+    assert undisturbed.wait().state == "succeeded", undisturbed.output()
+    assert last_state(job, STEPS - 1) == last_state(undisturbed, STEPS - 1)
+    shows(mesh, "worker", "0 steps lost, memory, bits equal")
+    lost = view.incidents[-1].steps_lost
+    shows(mesh, "node", f"{lost} steps lost, memory, bits equal")
 
 
 def test_the_loss_scale_of_float16_survives_a_killed_worker(

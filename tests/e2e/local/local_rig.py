@@ -252,11 +252,17 @@ def losses_of(job: Job) -> dict[int, str]:
 
 
 def last_state(job: Job, step: int) -> dict[str, Any]:
-    """The last committed checkpoint: the checksum of every tensor of every shard (weights, moments
-    and step counters), and the numbers of the optimizer."""
-    path = str(job.directory.path / "checkpoints")
-    manifest, files, found = inspect.find(path), CheckpointFiles(path), {}
-    assert manifest.step == step
+    """Of the last committed checkpoint, which is that of `step`."""
+    found = state_in(job.directory.path / "checkpoints")
+    assert found["step"] == step
+    return found
+
+
+def state_in(store: Path) -> dict[str, Any]:
+    """Of the newest checkpoint there: its step, the checksum of every tensor of every shard
+    (weights, moments and step counters), and the numbers of the optimizer."""
+    manifest, files = inspect.find(str(store)), CheckpointFiles(str(store))
+    found: dict[str, Any] = {"step": manifest.step}
     for file in manifest.files:
         header = files.open(directory_name(manifest.step, manifest.generation), file).header()
         found[f"{file.shard} extra"] = header.extra
