@@ -24,6 +24,7 @@ from .memory import (
     device_bytes,
     main_memory_holds,
     model_state_bytes,
+    whole_share,
 )
 from .micro_batch import fitted_layout
 from .search import CHUNK_TOKENS
@@ -132,7 +133,7 @@ def _too_many_states(job: TrainingJob, num_nodes: int, mesh: Mesh, memory: Worke
         "spec.parallelism",
         f"{mesh.describe()}: weights, gradients and optimizer of a worker take "
         f"{states / 2**30:.1f} GiB",
-        f"at most {host / 2**30:.1f} GiB, a worker's share of its node's main memory",
+        f"at most {whole_share(host) / 2**30:.1f} GiB, a worker's share of its node's main memory",
         _advice(job, num_nodes, memory),
     )
 

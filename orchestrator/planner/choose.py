@@ -20,6 +20,7 @@ from .memory import (
     host_share,
     main_memory_holds,
     model_state_bytes,
+    whole_share,
 )
 from .micro_batch import fitted_layout
 from .workload import workload_of
@@ -177,7 +178,7 @@ def may_fit(job: TrainingJob, mesh: Mesh, memory: WorkerMemory) -> bool:
         return True
     if memory.device is None:
         states = states_in_main_memory(job, mesh)
-        return states is None or memory.host is None or states <= memory.host
+        return states is None or memory.host is None or states <= whole_share(memory.host)
     layout = fitted_layout(job, mesh, memory.device)
     if layout.offload and not main_memory_holds(work, mesh, memory.host):
         return False

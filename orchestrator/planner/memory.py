@@ -155,6 +155,13 @@ def host_share(node_bytes: int, workers: int) -> int:
     return max(0, int((1 - RESERVE) * node_bytes / workers) - PROCESS_BYTES)
 
 
+def whole_share(host_bytes: int) -> float:
+    """A worker's share of its node's main memory with nothing held back, at least: what host_share
+    was computed from. States above it certainly do not fit; a small worker takes less than
+    PROCESS_BYTES."""
+    return (host_bytes + PROCESS_BYTES) / (1 - RESERVE)
+
+
 def describe_host(host_bytes: int | None) -> str:
     """What offloaded states may take of main memory, and whether that is known."""
     if host_bytes is None:

@@ -20,7 +20,6 @@ from holdfast.orchestrator.planner.memory import device_bytes
 from holdfast.orchestrator.planner.micro_batch import fitted_layout
 from holdfast.orchestrator.planner.workload import layout_of, workload_of
 from holdfast.orchestrator.protocol.facts import Gpu, NodeFacts
-from holdfast.orchestrator.protocol.host_memory import RESERVE
 
 from ..core.harness import Transcript
 from .builders import FACTS, make_job
@@ -147,7 +146,7 @@ def test_a_job_on_cpus_whose_states_exceed_the_main_memory_of_its_nodes_is_refus
     assert work is not None
     states = 16 * work.counts.total / 4
     for share, holds in ((1.02, True), (0.98, False)):
-        node = replace(FACTS, memory_bytes=int(2 * (share * states + 2**30) / (1 - RESERVE)))
+        node = replace(FACTS, memory_bytes=int(2 * share * states))
         plan = make_plan(job, node)
         assert plan is not None and plan.fits is (None if holds else False)
         transcript = Transcript(job_to_mapping(job))
@@ -159,3 +158,12 @@ def test_a_job_on_cpus_whose_states_exceed_the_main_memory_of_its_nodes_is_refus
             reason = transcript.last(FinishJob).reason
             assert reason.code == "does-not-fit"
             assert f"take {states / 2**30:.1f} GiB; expected at most" in reason.text
+
+
+def test_a_small_job_on_cpus_runs_on_nodes_with_little_memory() -> None:
+    """Less than is held back for processes: 1 GiB for each of four workers."""
+    job = make_job(nodes=(1, 1), workers=4, recipe={})
+    node = replace(FACTS, memory_bytes=2 * 2**30)
+    assert memory_on(job, [node]).host == 0
+    plan = make_plan(job, node)
+    assert plan is not None and plan.fits is None
