@@ -11,15 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 import yaml
 
 from holdfast.orchestrator.runtime.observe.view import JobView
 from tests.e2e.local.local_rig import Job
 from tests.e2e.ports import free_port
 
+Numbers = list[tuple[float, float]]
+"""(loss, gradient norm) of each step."""
 MARK = "== job"
 """Before the name of a job that runs in the same processes as others."""
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "globalBatch": 8,
     "model": {"dim": 32, "numLayers": 4, "numHeads": 4, "numKvHeads": 2},
     "data": {"sequenceLength": 32},
@@ -28,6 +32,26 @@ CONFIG = {
 }
 PACED = {"minStepSeconds": 0.3}
 """Of a job that is disturbed while it trains: few steps last long enough."""
+FSDP, HSDP, DDP = "FULL_SHARD (FSDP 4)", "HYBRID_SHARD (HSDP 2 x 2)", "NO_SHARD (DDP 4)"
+WORLD = "FSDP over all ranks (shard: world)"
+"""Names of strategies, as the page has them."""
+TWO_PASSES = {"microBatch": 1}
+"""With four ranks: two micro-batches of each."""
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "Muon": {"optimizer": {**CONFIG["optimizer"], "name": "muon"}},
+    "Dion": {"optimizer": {**CONFIG["optimizer"], "name": "dion"}},
+    "AdamW with moments of 8 bits": {
+        "optimizer": {**CONFIG["optimizer"], "name": "adamw8bit"},
+        "model": {**CONFIG["model"], "dim": 256, "ffnDim": 256},
+    },
+    "AdamW within backward": {
+        "optimizer": {**CONFIG["optimizer"], "gradientClip": 0, "inBackward": True}
+    },
+}
+"""Name -> settings of the recipe, which one process has as well."""
+ON_CPUS = {"CUDA_VISIBLE_DEVICES": ""}
+GPUS = torch.cuda.device_count() >= 4
+"""One GPU for each rank of these meshes: they train on GPUs, else on CPUs, also beside one GPU."""
 DIGITS = 2e-3
 """How far losses, of 4 to 6, and norms may differ: other orders of summation in float32."""
 
@@ -45,44 +69,66 @@ def document(
             "entrypoint": {"recipe": recipe},
             "nodes": {"min": 1, "max": nodes},
             "workersPerNode": workers,
-            "resources": {"cpu": 1},
+            "resources": {"cpu": 1, "gpu": "auto" if GPUS else 0},
             "parallelism": parallelism,
             **more,
         },
     }
 
 
-def alone(place: Path, job: dict[str, Any], world_size: int) -> list[tuple[float, float]]:
+def settings_of(strategy: str) -> dict[str, Any]:
+    """What a strategy needs in the recipe: `ZeRO-1`, or `Muon, ...` of an optimizer."""
+    return ({"ZeRO-1": TWO_PASSES} | OPTIMIZERS).get(strategy.split(", ")[0], {})
+
+
+def alone(place: Path, job: dict[str, Any], world_size: int) -> Numbers:
     """(loss, gradient norm) of each step without Holdfast, as under torchrun."""
     return several(place, [job], world_size)[job["metadata"]["name"]]
 
 
 def several(
-    place: Path, jobs: list[dict[str, Any]], world_size: int
-) -> dict[str, list[tuple[float, float]]]:
+    place: Path, jobs: list[dict[str, Any]], world_size: int, on_gpus: bool = GPUS
+) -> dict[str, Numbers]:
     """As `alone`, of each job by name, in the same processes."""
-    return losses_by_job(output_of(place, jobs, world_size))
+    place.mkdir(exist_ok=True)
+    return losses_by_job(output_of(place, jobs, world_size, on_gpus))
 
 
-def losses_by_job(text: str) -> dict[str, list[tuple[float, float]]]:
+def losses_by_job(text: str) -> dict[str, Numbers]:
     """From what rank 0 of several jobs printed."""
     return {part.split("\n", 1)[0]: numbers_in(part) for part in text.split(f"{MARK} ")[1:]}
 
 
-def numbers_in(text: str) -> list[tuple[float, float]]:
+def numbers_in(text: str) -> Numbers:
     """(loss, gradient norm) of each step in a rank's output."""
     lines = re.findall(r"^step \d+ loss (\S+) norm (\S+)", text, re.M)
     return [(float(loss), float(norm)) for loss, norm in lines]
 
 
-def output_of(place: Path, jobs: list[dict[str, Any]], world_size: int) -> str:
+def compare(
+    name: str,
+    found: Numbers,
+    expected: Numbers,
+    digits: float = DIGITS,
+    norms: bool = True,
+) -> None:
+    """Losses, and gradient norms, of as many steps as `expected` has; relative."""
+    assert len(found) == len(expected) > 0
+    for step, (got, wanted) in enumerate(zip(found, expected, strict=True)):
+        last = 2 if norms else 1
+        assert got[:last] == pytest.approx(wanted[:last], rel=digits), f"{name}: step {step}"
+
+
+def output_of(
+    place: Path, jobs: list[dict[str, Any]], world_size: int, on_gpus: bool = GPUS
+) -> str:
     """What rank 0 prints."""
     words = [sys.executable, "-m", "tests.strategies.several"]
     for number, job in enumerate(jobs):
         file = place / f"job-{number}.yaml"
         file.write_text(yaml.safe_dump(job))
         words.append(f"{free_port()}={file}")
-    return of_ranks(place, words, world_size)
+    return of_ranks(place, words, world_size, **({} if on_gpus else ON_CPUS))
 
 
 def of_ranks(place: Path, words: Sequence[str], world_size: int, **variables: str) -> str:

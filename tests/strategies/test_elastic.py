@@ -8,19 +8,31 @@ from typing import Any
 import pytest
 
 from .conftest import Shows, Start
-from .rig import DIGITS, PACED, alone, document, losses_of
+from .rig import (
+    DDP,
+    DIGITS,
+    HSDP,
+    OPTIMIZERS,
+    PACED,
+    WORLD,
+    alone,
+    document,
+    losses_of,
+    settings_of,
+)
 
 pytestmark = pytest.mark.e2e
 
 STEPS = 30
 MESHES: dict[str, dict[str, Any]] = {
-    "FSDP over all ranks (shard: world)": {"shard": "world"},
-    "HSDP 2 x 2": {"shard": 2},
-    "DDP 4": {"shard": 1},
+    WORLD: {"shard": "world"},
+    HSDP: {"shard": 2},
+    DDP: {"shard": 1},
     "TP 2 x DDP 2": {"tensor": 2, "shard": 1},
     "TP 2 x FSDP over all ranks": {"tensor": 2, "shard": "world"},
     "CP 2 x FSDP over all ranks": {"context": 2, "shard": "world"},
     "PP 2 x FSDP over all ranks": {"pipeline": 2, "shard": "world"},
+    **{f"{name}, {WORLD}": {"shard": "world"} for name in OPTIMIZERS},
 }
 """Name -> mesh of 2 nodes x 2 workers; one node is enough for each."""
 
@@ -31,8 +43,9 @@ def test_a_job_shrinks_and_grows_from_memory(
 ) -> None:
     tiers = {"storage": {"everySteps": 10_000}, "memory": {"everySteps": 1}}
     spec = document(
-        "sizes", STEPS, MESHES[mesh], nodes=2, workers=2, config=PACED, checkpoint=tiers
-    )
+        "sizes", STEPS, MESHES[mesh], nodes=2, workers=2, checkpoint=tiers,
+        config={**settings_of(mesh), **PACED},
+    )  # fmt: skip
     job = start(spec)
     job.until(lambda view: view.step >= 3)
     for number, nodes in ((1, 1), (2, 2)):
@@ -41,9 +54,8 @@ def test_a_job_shrinks_and_grows_from_memory(
         assert incident.world_size_after == nodes * 2
         assert (incident.restored_from, incident.steps_lost) == ("memory", 0)
     assert job.wait().state == "succeeded", job.output()
-    place = tmp_path / "alone"
-    place.mkdir()
-    expected = alone(place, document("alone", STEPS, {"shard": 1}, workers=1), 1)
+    single = document("alone", STEPS, {"shard": 1}, workers=1, config=settings_of(mesh))
+    expected = alone(tmp_path / "alone", single, 1)
     found = losses_of(job)
     assert sorted(found) == list(range(STEPS))
     for step, (loss, _norm) in enumerate(expected):

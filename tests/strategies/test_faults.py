@@ -14,23 +14,38 @@ from tests.e2e.local.local_rig import last_state
 
 from .conftest import Shows, Start
 from .rig import (
+    DDP,
     DIGITS,
+    FSDP,
+    HSDP,
+    OPTIMIZERS,
     PACED,
+    TWO_PASSES,
+    WORLD,
     alone,
     document,
     lose_a_worker_and_a_node,
     losses_of,
     numbers_in,
     output_of,
+    settings_of,
 )
 
 pytestmark = pytest.mark.e2e
 
 MESHES: dict[str, dict[str, Any]] = {
+    WORLD: {"shard": "world"},
+    HSDP: {"shard": 2},
+    DDP: {"shard": 1},
+    "SHARD_GRAD_OP (ZeRO-2)": {"shard": 4, "reshardAfterForward": False},
+    "ZeRO-1": {"shard": 4, "reshardAfterForward": False, "accumulateGradients": "whole"},
     "TP 2 x FSDP 2": {"tensor": 2, "shard": 2},
     "TP 2 x DDP 2": {"tensor": 2, "replicate": 2},
+    "TP 2 x FSDP over all ranks": {"tensor": 2, "shard": "world"},
     "CP 2 x FSDP 2": {"context": 2, "shard": 2},
+    "CP 2 x FSDP over all ranks": {"context": 2, "shard": "world"},
     "PP 2 x FSDP 2": {"pipeline": 2, "shard": 2},
+    "PP 2 x FSDP over all ranks": {"pipeline": 2, "shard": "world"},
     "PP 2 x DDP 2": {"pipeline": 2, "replicate": 2},
     "PP 2 x CP 2": {"pipeline": 2, "context": 2},
     "PP 2 x DDP 2, interleaved": {
@@ -39,12 +54,11 @@ MESHES: dict[str, dict[str, Any]] = {
     "PP 2 x DDP 2, zero bubble in a V": {
         "pipeline": 2, "replicate": 2, "pipelineSchedule": "zbvZeroBubble"
     },
+    **{f"{name}, {WORLD}": {"shard": "world"} for name in OPTIMIZERS},
 }  # fmt: skip
 STEPS = 45
 SKIPPED = "changes nothing: the gradients overflow"
 HOLDFAST = (sys.executable, "-m", "holdfast.orchestrator.cli.main")
-TWO_PASSES = {"microBatch": 1}
-"""With four ranks: two micro-batches of each."""
 PIECE = 6
 """Steps of each run of a chain."""
 
@@ -57,15 +71,15 @@ def test_a_killed_worker_and_a_lost_node_change_no_bit(
     those of one process."""
     tiers = {"storage": {"everySteps": 10_000}, "memory": {"everySteps": 1}}
     spec = document(
-        "faults", STEPS, MESHES[mesh], nodes=2, workers=2, config=PACED, checkpoint=tiers
-    )
+        "faults", STEPS, MESHES[mesh], nodes=2, workers=2, checkpoint=tiers,
+        config={**settings_of(mesh), **PACED},
+    )  # fmt: skip
     if "replicate" not in MESHES[mesh]:
         spec["spec"]["nodes"]["min"] = 2  # one replica on both nodes
     job = start(spec)
     view = lose_a_worker_and_a_node(job)
-    place = tmp_path / "alone"
-    place.mkdir()
-    expected = alone(place, document("alone", STEPS, {"shard": 1}, workers=1), 1)
+    single = document("alone", STEPS, {"shard": 1}, workers=1, config=settings_of(mesh))
+    expected = alone(tmp_path / "alone", single, 1)
     found = losses_of(job)
     # A step that a replica of rank 0 finished is not repeated, if rank 0 was stopped before it
     # printed it: the job went on after that step.
@@ -107,19 +121,19 @@ def test_the_loss_scale_of_float16_survives_a_killed_worker(
 
 CHAIN: dict[str, dict[str, Any]] = {
     "TP 2 x FSDP 2": {"tensor": 2, "shard": 2},
-    "FSDP 4": {"shard": 4},
+    FSDP: {"shard": 4},
     "ZeRO-1": {"shard": 4, "reshardAfterForward": False, "accumulateGradients": "whole"},
-    "HSDP 2 x 2": {"shard": 2},
+    HSDP: {"shard": 2},
     "TP 2 x DDP 2": {"tensor": 2, "replicate": 2},
     "CP 2 x FSDP 2": {"context": 2, "shard": 2},
-    "DDP 4": {"shard": 1},
+    DDP: {"shard": 1},
 }
 STAGES: dict[str, dict[str, Any]] = {
     "TP 2 x FSDP 2": {"tensor": 2, "shard": 2},
     "PP 2 x TP 2": {"pipeline": 2, "tensor": 2},
     "PP 2 x CP 2": {"pipeline": 2, "context": 2},
     "PP 2 x FSDP 2": {"pipeline": 2, "shard": 2},
-    "FSDP 4": {"shard": 4},
+    FSDP: {"shard": 4},
 }
 """Name -> mesh of 4 ranks, each continuing the checkpoint of the one before."""
 
@@ -141,10 +155,8 @@ def test_a_checkpoint_of_each_strategy_is_continued_by_the_next(
         losses = losses_of(job)
         assert sorted(losses) == list(range((number - 1) * PIECE, number * PIECE)), job.output()
         found |= losses
-    place = tmp_path / "alone"
-    place.mkdir()
     steps = len(chain) * PIECE
-    expected = alone(place, document("alone", steps, {"shard": 1}, workers=1), 1)
+    expected = alone(tmp_path / "alone", document("alone", steps, {"shard": 1}, workers=1), 1)
     for step, (loss, _norm) in enumerate(expected):
         assert found[step] == pytest.approx(loss, rel=DIGITS), f"step {step}"
     for before, after in pairwise(chain):

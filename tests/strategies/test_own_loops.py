@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from .conftest import Start
-from .rig import DIGITS, lose_a_worker_and_a_node, losses_of, numbers_in, of_ranks
+from .rig import DIGITS, ON_CPUS, lose_a_worker_and_a_node, losses_of, numbers_in, of_ranks
 
 pytestmark = pytest.mark.e2e
 
 LOOP = Path(__file__).with_name("context_loop.py")
 TENSOR_LOOP = LOOP.with_name("tensor_loop.py")
-ON_CPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_a_loop_on_a_context_axis_computes_what_one_process_computes(tmp_path: Path) -> None:

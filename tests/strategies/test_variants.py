@@ -10,18 +10,27 @@ from typing import Any
 import pytest
 
 from .conftest import Shows
-from .rig import CONFIG, DIGITS, document, losses_by_job, output_of, several
+from .rig import (
+    DDP,
+    FSDP,
+    HSDP,
+    OPTIMIZERS,
+    TWO_PASSES,
+    compare,
+    document,
+    losses_by_job,
+    output_of,
+    several,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 STEPS = 20
-TWO_PASSES = {"microBatch": 1}
-"""With four ranks: two micro-batches of each."""
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "FULL_SHARD": ({"shard": 4}, {}),
+    FSDP: ({"shard": 4}, {}),
     "FULL_SHARD, one block gathered ahead": ({"shard": 4, "prefetchBlocks": 1}, {}),
     "SHARD_GRAD_OP (ZeRO-2)": ({"shard": 4, "reshardAfterForward": False}, TWO_PASSES),
-    "HYBRID_SHARD": ({"shard": 2}, TWO_PASSES),
+    f"{HSDP}, two micro-batches": ({"shard": 2}, TWO_PASSES),
     "HYBRID_SHARD_ZERO2": ({"shard": 2, "reshardAfterForward": False}, TWO_PASSES),
     "FULL_SHARD, backward from groups of 2": ({"shard": 4, "reshardAfterForward": 2}, {}),
     "ZeRO-1": (
@@ -32,51 +41,25 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"shard": 2, "reshardAfterForward": False, "accumulateGradients": "whole"},
         TWO_PASSES,
     ),
-    "NO_SHARD (DDP), static graph, buckets of 1 MiB": (
+    f"{DDP}, static graph, buckets of 1 MiB": (
         {"shard": 1, "ddp": {"staticGraph": True, "bucketMib": 1, "gradientAsBucketView": False}},
         {},
     ),
-    "NO_SHARD (DDP), two micro-batches": ({"shard": 1}, TWO_PASSES),
+    f"{DDP}, two micro-batches": ({"shard": 1}, TWO_PASSES),
     "blocks recomputed except matmuls and attention": (
         {"shard": 4, "activationCheckpointing": {"mode": "selective"}},
         {},
     ),
 }
 
-
-OTHERS: dict[str, dict[str, Any]] = {
-    "Muon": {"optimizer": {**CONFIG["optimizer"], "name": "muon"}},
-    "Dion": {"optimizer": {**CONFIG["optimizer"], "name": "dion"}},
-    "AdamW with moments of 8 bits": {
-        "optimizer": {**CONFIG["optimizer"], "name": "adamw8bit"},
-        "model": {**CONFIG["model"], "dim": 256, "ffnDim": 256},
-    },
-    "AdamW within backward": {
-        "optimizer": {**CONFIG["optimizer"], "gradientClip": 0, "inBackward": True}
-    },
-}
-"""Name -> settings of the recipe, which one process has as well."""
 NOT_WITH_DDP = ("AdamW within backward",)
-MESHES = {"FULL_SHARD": {"shard": 4}, "HYBRID_SHARD": {"shard": 2}, "DDP": {"shard": 1}}
-
-
-def compare(
-    name: str,
-    found: list[tuple[float, float]],
-    alone: list[tuple[float, float]],
-    digits: float = DIGITS,
-) -> None:
-    assert len(alone) == STEPS
-    for step, (got, expected) in enumerate(zip(found, alone, strict=True)):
-        assert got == pytest.approx(expected, rel=digits), f"{name}: step {step}"
+MESHES = {FSDP: {"shard": 4}, HSDP: {"shard": 2}, DDP: {"shard": 1}}
 
 
 def test_ways_to_shard_give_the_losses_and_norms_of_one_process(
     shows: Shows, tmp_path: Path
 ) -> None:
     one, many = tmp_path / "one", tmp_path / "many"
-    one.mkdir()
-    many.mkdir()
     alone = several(one, [document("one", STEPS, {"shard": 1}, workers=1)], 1)["one"]
     jobs = [
         document(f"v{number}", STEPS, parallelism, config=config)
@@ -90,24 +73,22 @@ def test_ways_to_shard_give_the_losses_and_norms_of_one_process(
 
 def test_optimizers_give_the_losses_and_norms_of_one_process(shows: Shows, tmp_path: Path) -> None:
     one, many = tmp_path / "one", tmp_path / "many"
-    one.mkdir()
-    many.mkdir()
     single, jobs = [], []
-    for name, config in OTHERS.items():
+    for name, config in OPTIMIZERS.items():
         plain = {**config, "optimizer": {**config["optimizer"], "inBackward": False}}
         label = _label(name, "one")
         single.append(document(label, STEPS, {"shard": 1}, workers=1, config=plain))
         for mesh, parallelism in _meshes(name).items():
             jobs.append(document(_label(name, mesh), STEPS, parallelism, config=config))
     alone, found = several(one, single, 1), several(many, jobs, 4)
-    for name in OTHERS:
+    for name in OPTIMIZERS:
         for mesh in _meshes(name):
             compare(f"{name}, {mesh}", found[_label(name, mesh)], alone[_label(name, "one")])
             shows(f"{name}, {mesh}", "equal", f"{STEPS} losses and norms, 4 ranks")
 
 
 def _meshes(name: str) -> dict[str, Any]:
-    return {m: axes for m, axes in MESHES.items() if m != "DDP" or name not in NOT_WITH_DDP}
+    return {m: axes for m, axes in MESHES.items() if m != DDP or name not in NOT_WITH_DDP}
 
 
 def _label(name: str, mesh: str) -> str:

@@ -58,8 +58,11 @@ class Ddp(Part):
     bucket_mib: int = Field(default=25, ge=1, le=limits.MAX_COUNT)
     """MiB of gradients that one all-reduce sends."""
     static_graph: bool = False
-    """true: the same parameters are used in every step, so DDP plans its buckets in the first one
-    and looks for unused parameters no more."""
+    """true: DDP rearranges its buckets after the first step of each process, in the order in
+    which gradients are ready, and looks for unused parameters no more. Sums then have another order
+    in the first step after a restart: a recovered job differs from an undisturbed one by rounding.
+    false: the buckets stay, and a recovered job has the same bits; torch warns once that all
+    parameters are used."""
     gradient_as_bucket_view: bool = True
     """true: gradients are views of the buckets, which saves their size in memory."""
 

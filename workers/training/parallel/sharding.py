@@ -58,11 +58,18 @@ def prefetch(in_order: Sequence[nn.Module], num_blocks: int) -> None:
 
 
 def replicate(model: nn.Module, device: torch.device, parallelism: Parallelism) -> nn.Module:
-    """DDP of a model whose values are the same on all ranks already."""
+    """DDP of a model whose values are the same on all ranks already.
+
+    DDP rearranges its buckets after the first step of a process, and the order of the sums in an
+    all-reduce follows from the places in them. A worker that was restarted would sum its first step
+    in another order than an undisturbed one. With `find_unused_parameters` the buckets stay, for a
+    walk through the graph in every step; a static graph (the user's choice) excludes it.
+    """
     settings = parallelism.ddp
     options: dict[str, Any] = {
         "bucket_cap_mb": settings.bucket_mib,
         "static_graph": settings.static_graph,
+        "find_unused_parameters": not settings.static_graph,  # all are used
         "gradient_as_bucket_view": settings.gradient_as_bucket_view,
     }
     if "init_sync" in inspect.signature(DistributedDataParallel.__init__).parameters:
@@ -70,6 +77,8 @@ def replicate(model: nn.Module, device: torch.device, parallelism: Parallelism) 
     if device.type == "cuda":
         options["device_ids"] = [device.index]
     module = DistributedDataParallel(model, **options)
+    # With find_unused_parameters DDP copies the output, here the logits, which nothing changes.
+    module._set_ddp_sink_clone(False)
     if parallelism.precision.reduce == "bfloat16":
         module.register_comm_hook(None, bf16_compress_hook)
     return module
