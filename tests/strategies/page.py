@@ -35,7 +35,7 @@ A dash: no test in tests/strategies shows it.
 * **{equal}**: losses and gradient norms of the first steps equal those of one process, to the
   tolerance of float32 sums in another order.
 * **{worker}**, **{node}**: the job goes on by itself; steps lost, and where the state came from.
-  All losses equal those of an undisturbed run.
+  Losses, weights and optimizer at the end have the bits of an undisturbed job on the same mesh.
 * **{resized}**: a node leaves and comes back; the global batch and the losses stay.
 * **{reshards}**: the strategy that continued its checkpoint with equal losses.
 
