@@ -11,11 +11,13 @@ from holdfast.orchestrator.api.v1alpha1.effects import without_effect
 from holdfast.orchestrator.core.actions import FinishJob, LaunchGroup
 from holdfast.orchestrator.core.events import (
     AdjustRequested,
+    AgainRequested,
     CollectivesBegun,
+    PreemptionNoticed,
     ResizeRequested,
 )
 from holdfast.orchestrator.core.rank_assignment import check_resize, mesh_for
-from holdfast.orchestrator.core.sizes import EARLY_S
+from holdfast.orchestrator.core.sizes import EARLY_S, describe_elasticity
 from holdfast.orchestrator.errors import SpecError
 from tests.unit.core.harness import SECOND, Transcript, spec
 
@@ -246,3 +248,73 @@ def test_a_running_job_follows_a_changed_list_of_sizes() -> None:
     assert world(job) == 2
     job.apply(AdjustRequested(**settings))
     assert job.state.job.spec.elasticity == (2, 4)
+
+
+def test_a_script_that_reports_nothing_works_at_a_size_that_it_leaves_for_another_reason() -> None:
+    for leaves in (ResizeRequested(nodes=1), PreemptionNoticed(node="node-1", grace_s=30.0)):
+        job = started(step=None)
+        job.apply(CollectivesBegun(generation=1))
+        job.apply(leaves)
+        job.wait(40)
+        job.all_stopped()
+        assert job.state.sizes.worked == [4], leaves
+
+
+@pytest.mark.parametrize("seconds, worked", [(EARLY_S - 1, []), (EARLY_S, [4])])
+def test_a_script_without_any_sign_works_at_a_size_at_which_it_ran_long(
+    seconds: float, worked: list[int]
+) -> None:
+    job = started(step=None)
+    job.now_ns = job.state.launched_ns + round(seconds * SECOND)
+    job.apply(ResizeRequested(nodes=1))
+    job.all_stopped()
+    assert job.state.sizes.worked == worked
+
+
+def test_each_generation_of_a_script_that_reports_nothing_shows_its_own_size() -> None:
+    job = started(step=None)
+    job.apply(CollectivesBegun(generation=1))
+    shrunk(job, "node-1")
+    job.succeed(LaunchGroup)
+    job.lose("node-0")
+    job.all_stopped()
+    assert job.state.sizes.worked == [4], "the second began nothing"
+
+
+def test_a_mistake_that_no_size_mends_is_the_users() -> None:
+    job = started()
+    shrunk(job, "node-1")
+    fails(job, {"code": 1, "error_type": "WrongModel", "error_message": "other shapes"})
+    assert not job.state.sizes.failed and job.one(FinishJob).reason.code == "user-error"
+
+
+def test_a_size_that_failed_once_and_then_works_is_like_any_other() -> None:
+    job = started()
+    shrunk(job, "node-1")
+    fails(job)
+    assert job.state.sizes.failed == {2: 1}
+    job.succeed(LaunchGroup)
+    job.step(4)
+    assert job.state.sizes.failed == {} and sorted(job.state.sizes.worked) == [2, 4]
+    job.step(5)
+    assert sorted(job.state.sizes.worked) == [2, 4]
+
+
+def test_new_code_may_work_where_the_old_one_did_not() -> None:
+    job = started()
+    shrunk(job, "node-1")
+    fails(job)
+    fails(job)
+    assert list(job.state.sizes.refused) == [2] and job.state.phase != "running"
+    job.apply(AgainRequested(by="ann"))
+    assert not job.state.sizes.refused and not job.state.sizes.failed
+    assert "ann" in job.state.notes[-1][1] and "new code" in job.state.notes[-1][1]
+
+
+def test_what_a_job_waits_for_names_its_elasticity() -> None:
+    texts = [describe_elasticity(job_from_mapping(elastic(e))) for e in ("any", "fixed", [2, 8])]
+    assert texts == [
+        "",
+        "; all 4 are needed with elasticity: fixed",
+        "; elasticity allows 2, 8 workers",
+    ]
