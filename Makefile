@@ -66,7 +66,7 @@ test-frameworks: frameworks  ## scripts of other frameworks under Holdfast, in .
 	test -x $(VENV)/torchtitan/bin/python || $(PYTHON) -m venv $(VENV)/torchtitan
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/torchtitan/bin/python --editable . \
 	  setuptools -r tests/frameworks/requirements-torchtitan.txt
-	$(VENV)/torchtitan/bin/python -m pytest -p no:xdist --all tests/frameworks -k torchtitan
+	$(VENV)/torchtitan/bin/python -m pytest -p no:xdist --all tests/frameworks -k titan
 
 bench: $(STAMP)  ## side-by-side measurements; writes bench/results/
 	$(BIN)/python -m bench.recovery

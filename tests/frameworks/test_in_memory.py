@@ -19,11 +19,13 @@ __all__ = ["start"]
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 SCRIPTS = {
-    "hf": "hf_memory.py",
-    "lightning": "lightning_memory.py",
-    "torchtitan": "titan_memory.py",
+    "hf_memory.py": "hf",
+    "hf_fsdp2_memory.py": "hf",
+    "lightning_memory.py": "lightning",
+    "titan_memory.py": "torchtitan",
 }
-SHARDED = {"torchtitan": {"parallelism": {"shard": "world"}}}
+"""Script -> framework."""
+SHARDED = ("hf_fsdp2_memory.py", "titan_memory.py")
 """FSDP2; the others are DDP, of which a node keeps one copy."""
 STEPS = 40
 IN_MEMORY = {
@@ -39,12 +41,13 @@ def losses(log: StepLog) -> list[tuple[int, float | None]]:
     return [(line.step, line.loss) for line in log.lines()]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_killed_worker_costs_no_step_and_changes_no_loss(
-    name: str, start: Start, tmp_path: Path
+    script: str, start: Start, tmp_path: Path
 ) -> None:
-    framework = replace(by_name(name), script=SCRIPTS[name])
-    fields = IN_MEMORY | SHARDED.get(name, {"parallelism": {"shard": 1}})
+    name = SCRIPTS[script]
+    framework = replace(by_name(name), script=script)
+    fields = IN_MEMORY | {"parallelism": {"shard": "world" if script in SHARDED else 1}}
     job, log = start(framework, save_every=RARELY, **fields)
     finish(job)
     undisturbed = losses(log)

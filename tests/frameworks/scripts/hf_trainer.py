@@ -40,7 +40,13 @@ class StepLog(TrainerCallback):
             steplog.finished(state.global_step, float(logs["loss"]))
 
 
-def main(*more: TrainerCallback, prepare: Callable[[Trainer], Trainer] = lambda t: t) -> None:
+def main(
+    *more: TrainerCallback,
+    prepare: Callable[[Trainer], Trainer] = lambda t: t,
+    begin: Callable[[], None] = lambda: None,
+    **settings: Any,
+) -> None:
+    """`begin` is called between the arguments, which `settings` are added to, and the trainer."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -65,7 +71,9 @@ def main(*more: TrainerCallback, prepare: Callable[[Trainer], Trainer] = lambda 
         use_cpu=True,
         ddp_backend="gloo",
         dataloader_pin_memory=False,
+        **settings,
     )
+    begin()
     trainer = Trainer(
         model=model, args=arguments, train_dataset=Tokens(), callbacks=[StepLog(), *more]
     )
