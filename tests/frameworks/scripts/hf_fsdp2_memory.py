@@ -1,5 +1,5 @@
-"""hf_memory.py with FSDP2 of accelerate, which shards on GPUs only: a shim has it take ranks on CPUs
-for such."""
+"""hf_memory.py with FSDP2 of accelerate, which shards on GPUs only: a shim has it take ranks on
+CPUs for such."""
 
 from __future__ import annotations
 
