@@ -52,6 +52,8 @@ class Oracle:
         """Generation -> the newest step of which all buddies have a copy, and its members."""
         self.code = ""
         """Which the next generation must run."""
+        self._code_of: dict[int, str] = {}
+        """Generation -> the code of its first launch, which all its nodes must run."""
         self.waits_for_code: tuple[int, float] | None = None
         """Generation and time of a request for new code that none runs yet."""
         self.new_codes: dict[int, None] = {}
@@ -155,7 +157,8 @@ class Oracle:
     def _launch(self, state: JobState, action: a.LaunchGroup) -> None:
         generation, mesh = action.membership.generation, action.membership.mesh
         self.require(generation == state.generation, f"launch of {generation}")
-        self.require(action.code == self.code, f"launch of {action.code!r}, not {self.code!r}")
+        code = self._code_of.setdefault(generation, self.code)
+        self.require(action.code == code, f"launch of {action.code!r}, not {code!r}")
         self.require(
             mesh.world_size == action.membership.num_nodes * action.membership.workers_per_node,
             f"{mesh} on {action.membership.num_nodes} nodes",
@@ -211,6 +214,7 @@ class Oracle:
     def restarted(self, state: JobState) -> None:
         """A controller has replayed its journal, which may lack the last decisions."""
         self.code = state.job.spec.code or ""
+        self._code_of = {n: code for n, code in self._code_of.items() if n <= state.generation}
         if not state.new_code:
             self.waits_for_code = None
         self._judged = _judged(state)
