@@ -46,17 +46,24 @@ class Recorder:
     """A pytest plugin: what the tests that passed have shown."""
 
     def __init__(self) -> None:
-        self.found: dict[str, dict[str, str]] = defaultdict(dict)
+        self.shown: list[tuple[str, str, str, str]] = []
+        """File of the test, strategy, column, text."""
         self.num_failed = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and report.passed:
-            for name, value in report.user_properties:
-                if name == "shows":
-                    strategy, column, text = value
-                    cells = self.found[strategy]
-                    cells[column] = f"{cells[column]}; {text}" if column in cells else text
+            file = report.nodeid.split("::")[0]
+            values = [value for name, value in report.user_properties if name == "shows"]
+            self.shown += [(file, *value) for value in values]
         self.num_failed += report.failed
+
+    def found(self) -> dict[str, dict[str, str]]:
+        """Strategy -> column -> text. Two processes run the files, each file in its order."""
+        found: dict[str, dict[str, str]] = defaultdict(dict)
+        for _file, strategy, column, text in sorted(self.shown, key=lambda shown: shown[0]):
+            cells = found[strategy]
+            cells[column] = f"{cells[column]}; {text}" if column in cells else text
+        return found
 
 
 def render(found: dict[str, dict[str, str]], torch_version: str, commit: str) -> str:
@@ -73,14 +80,14 @@ def render(found: dict[str, dict[str, str]], torch_version: str, commit: str) ->
 
 def main() -> int:
     recorder = Recorder()
-    arguments = ["-q", "--all", "-p", "no:xdist", str(Path(__file__).parent)]
+    arguments = ["-q", "--all", "-n", "2", "--dist", "loadfile", str(Path(__file__).parent)]
     code = pytest.main(arguments, plugins=[recorder])
     if recorder.num_failed or code != 0:
         print(f"{PAGE.name} is not written: {recorder.num_failed} failures", file=sys.stderr)
         return 1
     words = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
-    PAGE.write_text(render(recorder.found, version("torch"), commit))
+    PAGE.write_text(render(recorder.found(), version("torch"), commit))
     return 0
 
 

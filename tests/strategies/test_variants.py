@@ -4,6 +4,7 @@ and gradient norms. Each is one row of the page, by torch's name where it has on
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def _meshes(name: str) -> dict[str, Any]:
 
 
 def _label(name: str, mesh: str) -> str:
-    return f"{name}-{mesh}".lower().replace("_", "-").replace(" ", "-")
+    return re.sub(r"\W+", "-", f"{name}-{mesh}".lower().replace("_", "-")).strip("-")
 
 
 def test_16_bit_training_follows_float32_and_all_ranks_skip_what_overflows(
