@@ -141,6 +141,13 @@ def lose_node_for_good(contestant: Contestant, job: timeline.Incarnation) -> flo
     return None
 
 
+def _full_shard(case: Case) -> Case:
+    build = case.build
+    return replace(
+        case, name=f"{FULL}{case.name}", build=lambda w: build(replace(w, shard="world"))
+    )
+
+
 def cases() -> list[Case]:
     """All rows of the table, contestants of a row beside each other."""
     plain = lambda w: Torchrun(w)  # noqa: E731
@@ -151,7 +158,6 @@ def cases() -> list[Case]:
     spare = lambda w: Holdfast(w, spares=1)  # noqa: E731
     shards = lambda w: Holdfast(w, engine="shards")  # noqa: E731
     shards_spare = lambda w: Holdfast(w, engine="shards", spares=1)  # noqa: E731
-    full = lambda w: replace(w, shard="world")  # noqa: E731
     return [
         Case("worker killed", "torchrun", plain, kill_worker),
         Case("worker killed", "Holdfast", ours, kill_worker),
@@ -167,21 +173,18 @@ def cases() -> list[Case]:
         Case("node lost, shrink", "Holdfast, shards", shards, lose_node_for_good),
         # One copy of the model over all ranks, so that a lost node takes a part that no other rank
         # holds.
-        Case(
-            f"{FULL}node lost, shrink",
-            "torchrun tuned",
-            lambda w: elastic_tuned(full(w)),
-            lose_node_for_good,
+        *(
+            _full_shard(case)
+            for case in [
+                Case("node lost, shrink", "torchrun tuned", elastic_tuned, lose_node_for_good),
+                Case("node lost, shrink", "Holdfast", ours, lose_node_for_good),
+                Case("node lost, shrink", "Holdfast, shards", shards, lose_node_for_good),
+                Case("worker killed", "torchrun", plain, kill_worker),
+                Case("worker killed", "Holdfast", ours, kill_worker),
+                Case("node lost, replaced", "torchrun tuned", tuned, lose_node),
+                Case("node lost, replaced", "Holdfast, spare", spare, lose_node),
+            ]
         ),
-        Case(f"{FULL}node lost, shrink", "Holdfast", lambda w: ours(full(w)), lose_node_for_good),
-        Case(
-            f"{FULL}node lost, shrink",
-            "Holdfast, shards",
-            lambda w: shards(full(w)),
-            lose_node_for_good,
-        ),
-        Case(f"{FULL}worker killed", "Holdfast", lambda w: ours(full(w)), kill_worker),
-        Case(f"{FULL}node lost, replaced", "Holdfast, spare", lambda w: spare(full(w)), lose_node),
         Case("store's node lost", "torchrun", plain, lose_store_node, 30, repeat=False),
         Case("store's node lost", "Holdfast, spare", spare, lose_store_node, repeat=False),
         Case("worker hangs", "torchrun", plain, hang_worker, 30, repeat=False),
