@@ -1,11 +1,14 @@
 """`python -m tests.strategies.page`: runs these tests and writes docs/concepts/strategies.md from
-those that passed.
+those that passed. It takes half an hour on two cores; if tests failed, `--failed` runs these
+again, at the same commit, and adds what the others showed.
 
 A test records what it shows with the fixture `shows(strategy, column, text)`.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import subprocess
 import sys
 from collections import defaultdict
@@ -23,6 +26,8 @@ COLUMNS = {
     "reshards": "its checkpoint continues as",
 }
 NOT_SHOWN = "-"
+KEPT = Path(__file__).parents[2] / ".pytest_cache/strategies.json"
+"""What a run with failures has shown, and its commit."""
 
 BEGINNING = """# Strategies
 
@@ -79,14 +84,23 @@ def render(found: dict[str, dict[str, str]], torch_version: str, commit: str) ->
 
 
 def main() -> int:
-    recorder = Recorder()
-    arguments = ["-q", "--all", "-n", "2", "--dist", "loadfile", str(Path(__file__).parent)]
-    code = pytest.main(arguments, plugins=[recorder])
-    if recorder.num_failed or code != 0:
-        print(f"{PAGE.name} is not written: {recorder.num_failed} failures", file=sys.stderr)
-        return 1
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--failed", action="store_true", help="run what failed the last time")
     words = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+    recorder, arguments = Recorder(), ["-q", "--all", "-n", "2", "--dist", "loadfile"]
+    if parser.parse_args().failed:
+        kept = json.loads(KEPT.read_text())
+        if kept["commit"] != commit:
+            print(f"the last run was of {kept['commit']}, not of {commit}", file=sys.stderr)
+            return 2
+        recorder.shown = [tuple(shown) for shown in kept["shown"]]
+        arguments.append("--last-failed")
+    code = pytest.main([*arguments, str(Path(__file__).parent)], plugins=[recorder])
+    if recorder.num_failed or code != 0:
+        KEPT.write_text(json.dumps({"commit": commit, "shown": recorder.shown}))
+        print(f"{PAGE.name} is not written: {recorder.num_failed} failures", file=sys.stderr)
+        return 1
     PAGE.write_text(render(recorder.found(), version("torch"), commit))
     return 0
 
