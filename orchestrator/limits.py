@@ -151,6 +151,9 @@ STRAGGLER_MAX_PRESSURE = 0.2
 """CPU pressure of a node from which no rank of it is named: its threads share cores, and their CPU
 times vary with what the other threads do."""
 
+PROBE_PAUSE = 1000
+"""Time between two probes of a GPU, in times of a probe: 0.1 % of the GPU's time."""
+
 STRAGGLER_SHARE = 0.17
 STRAGGLER_DEVIATIONS = 6.0
 STRAGGLER_SHARE_FEW = 0.25

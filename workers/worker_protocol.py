@@ -59,6 +59,8 @@ class Progress(
     step: int
     work_s: float = 0.0
     """Median over the last steps of the training thread's CPU time; 0: not known."""
+    probe_s: float = 0.0
+    """Median over the last probes of the GPU's time for the same work; 0: not known."""
 
 
 class Reported(

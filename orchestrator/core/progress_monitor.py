@@ -536,11 +536,16 @@ class ProgressMonitor:
         return f"{suspects.why}; the {of} is {limit.limit_s:.1f} s; {self._done()}"
 
     def _straggler(self, slow: Slow) -> StragglerDetected:
-        """A rank that works longer than its peers in every step."""
+        """A rank that works longer than its peers in every step, or whose GPU does."""
+        what = f"rank {slow.rank} works {slow.work_s * 1e3:.1f} ms a step outside collectives"
+        if self._current.ranks[slow.rank].beat.probe_s:
+            what = (
+                f"the GPU of rank {slow.rank} takes {slow.work_s * 1e3:.2f} ms for the matrix "
+                "products that measure its speed"
+            )
         evidence = (
-            f"rank {slow.rank} works {slow.work_s * 1e3:.1f} ms a step outside collectives, "
-            f"{slow.work_s / slow.usual_s:.2f} times as long as the other ranks "
-            f"({slow.usual_s * 1e3:.1f} ms)"
+            f"{what}, {slow.work_s / slow.usual_s:.2f} times as long as the other ranks "
+            f"({slow.usual_s * 1e3:.2f} ms)"
         )
         node = self._state.node_of(slow.rank)
         return StragglerDetected(
@@ -553,12 +558,18 @@ class ProgressMonitor:
         times."""
         current, state = self._current, self._state
         work_s = {rank: known.beat.work_s for rank, known in current.ranks.items()}
+        probe_s = {rank: known.beat.probe_s for rank, known in current.ranks.items()}
+        node_of = {rank: state.node_of(rank) for rank in work_s}
+        if any(probe_s.values()):
+            models = {rank: state.gpu_model(node) for rank, node in node_of.items()}
+            found = current.finder.observe(current.done, probe_s, models, node_of)
+            return [self._straggler(slow) for slow in found]
         if any(work_s.values()) and state.mesh is not None:
-            node_of = {rank: state.node_of(rank) for rank in work_s}
+            stages = {rank: state.mesh.coordinates(rank)["pipeline"] for rank in work_s}
             now_ns = max(known.seen_ns for known in current.ranks.values())
             since_ns = now_ns - seconds(STARVED_MEMORY_S)
             contended = [node for node, at_ns in self._contended.items() if at_ns >= since_ns]
-            found = current.finder.observe(current.done, work_s, state.mesh, node_of, contended)
+            found = current.finder.observe(current.done, work_s, stages, node_of, contended)
             return [self._straggler(slow) for slow in found]
         slowest: dict[str, float] = {}
         for rank, known in current.ranks.items():

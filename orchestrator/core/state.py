@@ -493,6 +493,11 @@ class JobState(Struct):
         index = rank // self.job.spec.workers_per_node
         return self.members[index] if 0 <= index < len(self.members) else ""
 
+    def gpu_model(self, node: str) -> str:
+        """Of a node's first GPU; empty without one, or without the node."""
+        known = self.nodes.get(node)
+        return known.facts.gpus[0].name if known is not None and known.facts.gpus else ""
+
 
 PURPOSE_CODE: dict[Purpose, ReasonCode] = {
     "failure": "infrastructure",

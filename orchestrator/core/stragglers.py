@@ -2,17 +2,16 @@
 
 All ranks of a job have the same step time, because they wait for each other in collectives. What
 differs is the time outside: each worker reports the median over its last steps of the CPU time of
-its training thread.
+its training thread, or on a GPU the time that matrix products of one size take there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
 from .. import limits
-from ..protocol.mesh import Mesh
 
 MAD_TO_DEVIATION = 1.4826
 """Of a normal distribution."""
@@ -39,18 +38,18 @@ class StragglerFinder:
         self,
         step: int,
         work_s: Mapping[int, float],
-        mesh: Mesh,
+        kinds: Mapping[int, Hashable],
         node_of: Mapping[int, str],
         contended: Collection[str] = (),
     ) -> list[Slow]:
         """Ranks that are slow for the first time. A rank with 0 has not reported enough steps.
-        Only ranks of one pipeline stage have the same work. No rank of the nodes in `contended` is
-        named: its threads share cores with others."""
-        stages: dict[int, dict[int, float]] = {}
+        Only ranks of one kind have the same work. No rank of the nodes in `contended` is named: its
+        threads share cores with others."""
+        alike: dict[Hashable, dict[int, float]] = {}
         for rank, value in work_s.items():
-            stages.setdefault(mesh.coordinates(rank)["pipeline"], {})[rank] = value
+            alike.setdefault(kinds[rank], {})[rank] = value
         found: dict[int, Slow] = {}
-        for one in stages.values():
+        for one in alike.values():
             found |= slow_ranks(one, node_of)
         found = {rank: slow for rank, slow in found.items() if node_of.get(rank) not in contended}
         self.since = {rank: self.since.get(rank, step) for rank in found}

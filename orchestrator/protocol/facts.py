@@ -175,6 +175,8 @@ class WorkerBeat(StepReport, frozen=True, kw_only=True):
     """The process is stopped (state T of /proc/PID/stat)."""
     work_s: float = 0.0
     """Median over the last steps of the training thread's time outside waits; 0: not known."""
+    probe_s: float = 0.0
+    """Median over the last probes of the GPU's time for the same work; 0: not known."""
     idle_s: float = 0.0
     """Seconds for which the processes of the worker used no CPU, did not wait for it, and did no
     I/O; 0: they did, or it was not measured."""

@@ -36,7 +36,7 @@ SMALL_MODULES = {
         "orchestrator/backends/ray/probe.py", "orchestrator/hosts/ray/metrics.py",
         "orchestrator/hosts/ray/view_file.py", "workers/agent/pool/gpu_context.py",
         "workers/agent/pool/last_output.py", "workers/agent/process/process_env.py",
-        "workers/agent/storage/memfd.py", "workers/session/work_time.py",
+        "workers/agent/storage/memfd.py",
         "workers/integrations/deepspeed.py", "workers/integrations/transformers.py",
         "workers/integrations/mlflow.py",
     ),

@@ -40,7 +40,7 @@ from .loss import LossReport
 from .measures import PeakMemory, SentBytes
 from .shards import Shards
 from .twins import TwinGroup
-from .work_time import WorkMeter
+from .work_time import GpuProbe, WorkMeter
 
 
 class Session:
@@ -77,8 +77,10 @@ class Session:
         self._sent = SentBytes(complete=device.type == "cuda" or shape.pipeline == 1)
         self._reported: worker_protocol.Progress | None = None
         self._step_began = time.perf_counter()
+        compared = self._channel is not None and shape.world_size > 1
         # On a GPU the host's time shows nothing of the device's.
-        self._work = WorkMeter() if self._channel is not None and device.type == "cpu" else None
+        self._work = WorkMeter() if compared and device.type == "cpu" else None
+        self._probe = GpuProbe(device) if compared and device.type == "cuda" else None
 
     # -- ranks and mesh -------------------------------------------------------------------------
     @property
@@ -284,7 +286,8 @@ class Session:
             self.save()
         if hold and self._stager is not None:
             self._stager.finish()  # the agent must get the shard before the report of the step
-        self._report(step, loss, tokens, flops, total_steps, step_s, work_s)
+        probe_s = self._probe.end() if self._probe is not None else 0.0
+        self._report(step, loss, tokens, flops, total_steps, step_s, work_s, probe_s)
         self._begin_step(now)
         if hold and self._channel is not None:
             self._channel.hold()
@@ -443,6 +446,7 @@ class Session:
         total_steps: int,
         step_s: float,
         work_s: float,
+        probe_s: float,
     ) -> None:
         if self._channel is None:
             return
@@ -452,6 +456,7 @@ class Session:
             tokens=tokens,
             step_s=step_s,
             work_s=work_s,
+            probe_s=probe_s,
             stall_s=self._stall_s,
             copy_s=self._stager.copy_s if self._stager else 0.0,
             staging_s=self._stager.staging_s if self._stager else 0.0,

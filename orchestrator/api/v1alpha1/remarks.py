@@ -40,9 +40,3 @@ def _gpus(job: TrainingJob) -> Iterator[str]:
             f"script has to use all {count}. For one worker on each GPU write workersPerNode: "
             f"{count * workers} and gpu: 1"
         )
-    if count and job.spec.recovery.replace_stragglers:
-        yield (
-            "spec.recovery.replaceStragglers: true has no effect on workers with GPUs: a rank that "
-            "works longer than its peers is found by the CPU time of its training thread, and with "
-            "a GPU that thread waits for the device"
-        )

@@ -172,7 +172,8 @@ class Recovery(Part):
     replace_stragglers: bool = False
     """A node with a rank that works much longer than its peers in every step is replaced by a
     spare, if there is one; it is charged as a preemption. Otherwise it is only noted. Such a rank
-    is found by CPU time, so none is found among workers with GPUs."""
+    is found by the CPU time of its training thread; with a GPU by the speed of the GPU, so a slow
+    processor is not found there."""
     gpu_standbys: bool = False
     """true: standby processes keep the CUDA context of their GPU open, which a recovery then does
     not wait for (2 to 5 s); it takes about 0.5 GB of each GPU's memory. For whole GPUs with

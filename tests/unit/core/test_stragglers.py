@@ -18,13 +18,13 @@ from holdfast.orchestrator.core.events import (
 )
 from holdfast.orchestrator.core.progress_monitor import ProgressMonitor
 from holdfast.orchestrator.core.stragglers import Slow, StragglerFinder, slow_ranks
-from holdfast.orchestrator.protocol.facts import WorkerBeat
+from holdfast.orchestrator.protocol.facts import Gpu, WorkerBeat
 from holdfast.orchestrator.protocol.mesh import Mesh
 
 from .harness import SECOND, Transcript, facts, spec
 
 RANKS = 8
-MESH = Mesh(replicate=RANKS)
+KINDS = dict.fromkeys(range(RANKS), 0)
 NODE_OF = {rank: f"node-{rank // 2}" for rank in range(RANKS)}
 NOISE = 0.05
 """Standard deviation of a step's working time; one step in 200 takes three times as long."""
@@ -49,7 +49,7 @@ class Ranks:
             recent.append(work_s)
         full = len(self.recent[0]) == limits.STRAGGLER_WINDOW
         reports = {rank: median(r) if full else 0.0 for rank, r in enumerate(self.recent)}
-        return self.finder.observe(step, reports, MESH, NODE_OF)
+        return self.finder.observe(step, reports, KINDS, NODE_OF)
 
 
 def test_at_most_one_name_in_a_hundred_thousand_clean_steps_is_false() -> None:
@@ -99,7 +99,7 @@ def test_a_rank_is_named_after_enough_steps_in_a_row_and_once() -> None:
     one_node = {0: "a", 1: "a"}
 
     def named(step: int, work_s: float) -> list[int]:
-        found = finder.observe(step, {0: 1.0, 1: work_s}, Mesh(replicate=2), one_node)
+        found = finder.observe(step, {0: 1.0, 1: work_s}, {0: 0, 1: 0}, one_node)
         return [slow.rank for slow in found]
 
     assert named(0, 2.0) == [] and named(limits.STRAGGLER_STEPS - 1, 2.0) == []
@@ -119,13 +119,15 @@ def test_all_ranks_of_a_slow_machine_are_slow(nodes: int) -> None:
 
 def test_the_stages_of_a_pipeline_have_different_work() -> None:
     mesh = Mesh(pipeline=2, replicate=4)
-    first = mesh.coordinates(0)["pipeline"]
-    work_s = {r: 0.1 if mesh.coordinates(r)["pipeline"] == first else 0.3 for r in range(8)}
+    stages = {rank: mesh.coordinates(rank)["pipeline"] for rank in range(8)}
+    work_s = {rank: 0.1 if stages[rank] == stages[0] else 0.3 for rank in range(8)}
     finder = StragglerFinder()
-    assert [slow for step in range(20) for slow in finder.observe(step, work_s, mesh, {})] == []
+    assert [slow for step in range(20) for slow in finder.observe(step, work_s, stages, {})] == []
 
 
-def heartbeats(step: int, pressure: float) -> list[HeartbeatReceived]:
+def heartbeats(step: int, pressure: float, gpus: bool = False) -> list[HeartbeatReceived]:
+    """Node b takes 1.5 times as long as node a."""
+    name = "probe_s" if gpus else "work_s"
     return [
         HeartbeatReceived(
             node=node,
@@ -134,7 +136,7 @@ def heartbeats(step: int, pressure: float) -> list[HeartbeatReceived]:
             workers=tuple(
                 WorkerBeat(
                     rank=rank, phase="train", step=step, ticks=step + 2, step_s=0.5,
-                    work_s=0.3 if node == "b" else 0.2,
+                    **{name: 0.3 if node == "b" else 0.2},
                 )
                 for rank in ranks
             ),
@@ -144,20 +146,27 @@ def heartbeats(step: int, pressure: float) -> list[HeartbeatReceived]:
 
 
 def run(
-    spares: tuple[str, ...], *, replace: bool, pressure: float = 0.0
+    spares: tuple[str, ...],
+    *,
+    replace: bool,
+    pressure: float = 0.0,
+    gpus: tuple[str, ...] = (),
 ) -> tuple[Transcript, list[AnyEvent]]:
+    """`gpus`: the models of nodes a and b."""
     document = spec(
         {"min": 1, "max": 2, "spares": len(spares)}, recovery={"replaceStragglers": replace}
     )
     job = Transcript(document).started("a", "b", step=None)
     job.join(*spares)
+    for node, model in zip(("a", "b"), gpus, strict=False):
+        job.state.nodes[node].facts = facts(node, gpus=(Gpu(name=model, memory_bytes=1),) * 2)
     monitor = ProgressMonitor(job.state.job, job.controller)
     found: list[AnyEvent] = []
     for node in ("a", "b"):
         monitor.observe(job.now_ns, NodeJoined(node=node, facts=facts(node), generation=1))
     for step in range(12):
         job.now_ns += SECOND // 2
-        for beat in heartbeats(step, pressure):
+        for beat in heartbeats(step, pressure, bool(gpus)):
             for event in monitor.observe(job.now_ns, beat):
                 found.append(event)
                 job.apply(event)
@@ -193,4 +202,19 @@ def test_a_spare_takes_the_ranks_of_a_straggler() -> None:
 
 def test_no_rank_of_a_machine_whose_threads_share_cores_is_named() -> None:
     _job, found = run((), replace=False, pressure=0.4)
+    assert not [event for event in found if isinstance(event, StragglerDetected)]
+
+
+def test_a_slow_gpu_is_named_by_its_probes_also_on_a_machine_whose_threads_share_cores() -> None:
+    job, found = run(("c",), replace=True, pressure=0.4, gpus=("H100", "H100"))
+    slow = [event for event in found if isinstance(event, StragglerDetected)]
+    assert {event.node for event in slow} == {"b"} and job.state.nodes["b"].slow
+    assert slow[0].evidence == (
+        "the GPU of rank 2 takes 300.00 ms for the matrix products that measure its speed, 1.50 "
+        "times as long as the other ranks (200.00 ms)"
+    )
+
+
+def test_gpus_of_two_models_are_not_compared() -> None:
+    _job, found = run(("c",), replace=True, gpus=("H100", "A100"))
     assert not [event for event in found if isinstance(event, StragglerDetected)]

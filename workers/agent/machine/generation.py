@@ -115,6 +115,7 @@ class Worker:
             pulse_age_s=(now_ns - max(self.pulse_ns, self.since_ns)) / SECOND_NS,
             stopped=stopped,
             work_s=getattr(last, "work_s", 0.0),
+            probe_s=getattr(last, "probe_s", 0.0),
             idle_s=self.idle_s,
             counted_by=self.script.source,
             began_after=self.script.began_after,

@@ -61,13 +61,6 @@ def test_several_gpus_of_one_worker_are_pointed_out() -> None:
     assert "write workersPerNode: 8 and gpu: 1" in remark
 
 
-def test_a_remark_names_that_stragglers_are_not_replaced_on_gpus() -> None:
-    given = job(recovery={"replaceStragglers": True})
-    assert remarks(given) == remarks(with_gpus(given, 0)) == []
-    (remark,) = remarks(with_gpus(given, 1))
-    assert "spec.recovery.replaceStragglers: true has no effect on workers with GPUs" in remark
-
-
 def test_the_table_is_on_the_reference_page() -> None:
     page = reference_page()
     assert all(f"| `{name}` |" in page for name in INEFFECTIVE)
