@@ -33,10 +33,10 @@ check: lint  ## style, types, import rules, language, unit tests, simulation: un
 	$(BIN)/python -m pytest -n 2 -q tests/unit tests/sim tests/tidy --deselect tests/tidy/test_tools.py
 
 test: $(STAMP)  ## everything that is checked before a change lands
-	$(BIN)/python -m pytest -n 3
+	$(BIN)/python -m pytest -n 3 --max-worker-restart 2
 
 test-all: $(STAMP)  ## and the long tests, see tests/long_tests.py
-	$(BIN)/python -m pytest -n 3 --all
+	$(BIN)/python -m pytest -n 3 --max-worker-restart 2 --all
 
 # `make mutants MUTANTS='--sample 200 --seed 7'` judges a sample, MUTANTS=--again only those that were
 # not noticed the last time.

@@ -1,10 +1,13 @@
 """What all tests share: signals of the processes that they start, settings that they do not take
-from the user's home, and which tests may run beside each other (`pytest -n`)."""
+from the user's home, the end of a test that hangs, and which tests may run beside each other
+(`pytest -n`)."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +25,11 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 # By default hypothesis fails an example that takes over 0.2 s; no test has a time limit.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+AFTER_ITS_TIME_S = 120
+"""A test whose time is over ends by an exception, which native code does not see, and then tears
+down without a limit. So much later its process ends, with the stacks of all threads on stderr."""
+STDERR = pytest.StashKey[int]()
 
 IN_ONE_PROCESS = {
     "tests/e2e/ray/test_autoscaler.py": "heads",
@@ -46,6 +54,23 @@ def _group(nodeid: str) -> str | None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="with the tests of long_tests.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        config.stash[STDERR] = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    marker = item.get_closest_marker("timeout")
+    limit_s = marker.args[0] if marker is not None else float(item.config.getini("timeout"))
+    stderr = item.config.stash[STDERR]
+    faulthandler.dump_traceback_later(limit_s + AFTER_ITS_TIME_S, exit=True, file=stderr)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

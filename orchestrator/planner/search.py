@@ -98,6 +98,8 @@ def search(work: Workload, cluster: Cluster) -> Found:
         name, plainer = mesh.strategy, _Plainer()
         for layout in layouts(work, mesh, cluster.per_node, cluster.host_bytes):
             considered += 1
+            if plainer.is_as_good_as(layout, _sizes(layout)[-1]):
+                continue  # it fits with the largest micro-batch, so nothing has to be saved
             found = _largest_that_fits(work, layout, room)
             if isinstance(found, int):
                 if name not in least or found < least[name][0]:
@@ -105,6 +107,7 @@ def search(work: Workload, cluster: Cluster) -> Found:
                 continue
             if plainer.is_as_good_as(layout, found[-1].micro_batch):
                 continue
+            plainer.add(layout, found[-1].micro_batch)
             for one in found:
                 candidate = estimate(work, one, cluster.hardware)
                 if name not in best or candidate.tokens_per_s > best[name].tokens_per_s:
@@ -128,21 +131,26 @@ class _Plainer:
     def __init__(self) -> None:
         self._found: dict[object, list[tuple[tuple[int, bool, bool], int]]] = {}
 
-    def is_as_good_as(self, layout: ParallelLayout, micro_batch: int) -> bool:
-        saves = (
-            CHECKPOINTING.index(layout.checkpointing),
-            layout.chunk_tokens > 0,
-            layout.offload,
-        )
+    def add(self, layout: ParallelLayout, micro_batch: int) -> None:
         known = self._found.setdefault((layout.schedule, layout.reshard), [])
-        pipeline = layout.mesh.pipeline > 1
+        known.append((_saves(layout), micro_batch))
+
+    def is_as_good_as(self, layout: ParallelLayout, micro_batch: int) -> bool:
+        known = self._found.get((layout.schedule, layout.reshard))
+        if not known:
+            return False
+        saves, pipeline = _saves(layout), layout.mesh.pipeline > 1
         for less, size in known:
             # Without a pipeline larger micro-batches are never slower.
             same = size == micro_batch if pipeline else size >= micro_batch
             if same and all(a <= b for a, b in zip(less, saves, strict=True)):
                 return True
-        known.append((saves, micro_batch))
         return False
+
+
+def _saves(layout: ParallelLayout) -> tuple[int, bool, bool]:
+    mode = next(n for n, one in enumerate(CHECKPOINTING) if one is layout.checkpointing)
+    return mode, layout.chunk_tokens > 0, layout.offload
 
 
 def estimate(work: Workload, layout: ParallelLayout, hardware: Hardware) -> Candidate:
@@ -238,8 +246,7 @@ def _largest_that_fits(
     least = device_bytes(work, layout)
     if least > room:
         return least
-    most = max(1, share // layout.mesh.pipeline)
-    sizes = [2**power for power in range(most.bit_length())]
+    sizes = _sizes(layout)
 
     def at(size: int) -> ParallelLayout:
         return msgspec.structs.replace(
@@ -252,6 +259,12 @@ def _largest_that_fits(
     number = bisect.bisect_right(sizes, room, lo=1, key=needs)
     first = number - 2 if layout.mesh.pipeline > 1 else number - 1
     return [at(size) for size in sizes[max(0, first) : number]]
+
+
+def _sizes(layout: ParallelLayout) -> list[int]:
+    """Of a micro-batch: powers of two, of which a pipeline has one for each rank."""
+    most = max(1, layout.num_micro_batches // layout.mesh.pipeline)
+    return [2**power for power in range(most.bit_length())]
 
 
 def _too_big(work: Workload, layout: ParallelLayout, needs: int, cluster: Cluster) -> str:
