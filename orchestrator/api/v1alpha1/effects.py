@@ -5,14 +5,20 @@ Checked when a job is submitted. A job that runs already keeps its spec: its jou
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from holdfast.orchestrator.errors import Problem
 
+from . import mesh_checks
 from .job import TrainingJob
 from .parallelism import Ddp, Parallelism
 
 PREFIX = "spec.parallelism."
+ROW_OF_8_BITS = 256
+"""Values of a row that share a scale, see adamw8bit.py."""
+SIDE_OF_FLOAT8 = 16
+"""What divides both sides of a matrix that torchao converts, see float8.py."""
 RECIPE_ONLY = (
     "precision", "activation_checkpointing", "offload", "reshard_after_forward",
     "accumulate_gradients", "prefetch_blocks", "ddp",
@@ -24,6 +30,7 @@ def without_effect(job: TrainingJob) -> list[Problem]:
     """Every such field with the fix."""
     recipe = job.spec.entrypoint.recipe
     found = list(_of_a_script(job) if recipe is None else _of_a_recipe(job))
+    found += _of_a_tensor_axis(job)
     found += _of_the_guard(job)
     found += _of_packages(job)
     found += _of_elasticity(job)
@@ -59,6 +66,19 @@ def _of_a_script(job: TrainingJob) -> Iterator[Problem]:
                 "your own loop decides this, where it calls fully_shard or torch.autocast; remove "
                 "the field",
             )
+
+
+def _of_a_tensor_axis(job: TrainingJob) -> Iterator[Problem]:
+    if problem := mesh_checks.tensor_over_nodes(job.spec):
+        yield dataclasses.replace(problem, field=f"spec.{problem.field}")
+    mesh, workers = job.spec.parallelism, job.spec.workers_per_node
+    if mesh.tensor_over_nodes and workers % mesh.tensor == 0:
+        yield Problem(
+            f"{PREFIX}tensorOverNodes",
+            f"true with tensor {mesh.tensor} and {workers} workers on a node",
+            "it with a tensor axis that spans nodes",
+            "remove the field",
+        )
 
 
 def _of_packages(job: TrainingJob) -> Iterator[Problem]:
@@ -122,12 +142,12 @@ def _of_a_recipe(job: TrainingJob) -> Iterator[Problem]:
     yield from _of_optimizers(job)
     yield from _in_backward(job)
     mesh = job.spec.parallelism
-    if mesh.precision.reduce == "bfloat16" and _world(job) == mesh.inner:
+    if mesh.precision.reduce == "bfloat16" and _world(job) == mesh.tensor * mesh.pipeline:
         yield Problem(
             f"{PREFIX}precision.reduce",
-            "bfloat16 for one worker",
+            "bfloat16 without ranks that divide the data",
             "float32, or more workers",
-            "one copy of the model has nothing to reduce",
+            "the gradients of one copy of the model are not reduced",
         )
 
 
@@ -146,6 +166,16 @@ def _of_float8(job: TrainingJob) -> Iterator[Problem]:
             "it without a tensor axis",
             "the columns of a weight share scales, and the axis divides them; remove one of the "
             "two",
+        )
+    recipe = job.spec.entrypoint.recipe
+    assert recipe is not None
+    dim = recipe.config.model.dim
+    if dim % SIDE_OF_FLOAT8:
+        yield Problem(
+            where,
+            f"float8 with model.dim {dim}",
+            f"a multiple of {SIDE_OF_FLOAT8}",
+            "no matrix of a block has two such sides; change model.dim, or use linear: auto",
         )
 
 
@@ -263,6 +293,15 @@ def _of_activations(job: TrainingJob) -> Iterator[Problem]:
                 "set the mode, or remove the field",
             )
     assert recipe is not None
+    blocks, every = recipe.config.model.num_layers, settings.every_nth_block
+    ranks = job.spec.parallelism.pipeline
+    if settings.mode in acts_with["every_nth_block"] and every > blocks // ranks:
+        yield Problem(
+            f"{where}.everyNthBlock",
+            str(every),
+            f"at most {blocks // ranks}, the blocks of a rank",
+            "no block would be recomputed; lower it, or set mode: none",
+        )
     if settings.mode == "budget" and not recipe.config.compile:
         yield Problem(
             f"{where}.mode",
@@ -286,6 +325,14 @@ def _of_optimizers(job: TrainingJob) -> Iterator[Problem]:
                 f"name {' or '.join(optimizers)}",
                 "set the name, or remove the field",
             )
+    model = recipe.config.model
+    if settings.name == "adamw8bit" and model.dim % ROW_OF_8_BITS and model.ffn % ROW_OF_8_BITS:
+        yield Problem(
+            f"{where}name",
+            f"adamw8bit with model.dim {model.dim} and ffnDim {model.ffn}",
+            f"a multiple of {ROW_OF_8_BITS} among them",
+            "no matrix has rows whose moments can have 8 bits; change a size, or use adamw",
+        )
     if settings.name != "adamw" and mesh.offload == "cpu":
         yield Problem(
             f"{where}name",
@@ -309,14 +356,17 @@ def _in_backward(job: TrainingJob) -> Iterator[Problem]:
     config = recipe.config
     if not config.optimizer.in_backward:
         return
-    one_copy = mesh.shard in ("auto", 1) or mesh.replicate == _world(job)
+    one_copy = (mesh.shard in ("auto", 1) or mesh.replicate == _world(job)) and mesh.context == 1
     reasons = {
         f"optimizer.gradientClip {config.optimizer.gradient_clip:g}": (
             config.optimizer.gradient_clip > 0,
             "set gradientClip: 0",
         ),
         f"microBatch {config.micro_batch}": (config.micro_batch != "auto", "set microBatch: auto"),
-        f"parallelism.pipeline {mesh.pipeline}": (mesh.pipeline > 1, "set pipeline: 1"),
+        "parallelism.offload cpu": (
+            mesh.offload == "cpu",
+            "set offload: none: older versions of torch still copy the gradients that it reads",
+        ),
         f"optimizer.name {config.optimizer.name}": (
             config.optimizer.name != "adamw",
             "use adamw",
@@ -359,6 +409,14 @@ def _of_config(job: TrainingJob) -> Iterator[Problem]:
             str(config.micro_batch),
             f"at most globalBatch ({config.global_batch})",
             "use auto, or a smaller number",
+        )
+    samples = config.data.validation.samples
+    if samples != "auto" and not config.evaluate_every_steps:
+        yield Problem(
+            f"{where}data.validation.samples",
+            f"{samples} without evaluateEverySteps",
+            "it with an evaluation",
+            "set evaluateEverySteps, or remove the field",
         )
     optimizer = config.optimizer
     ratio = type(optimizer).model_fields["min_learning_rate_ratio"].default

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from holdfast.orchestrator.errors import Problem
+
 from .parallelism import ONE_STAGE_PER_RANK, ZERO_BUBBLE, Parallelism
 
 if TYPE_CHECKING:
@@ -108,13 +110,8 @@ def _tensor(spec: JobSpec) -> str:
     recipe, tensor = spec.entrypoint.recipe, spec.parallelism.tensor
     if recipe is None or tensor == 1:
         return ""
-    where = "parallelism.tensor"
-    if spec.workers_per_node % tensor:
-        return (
-            f"{where}: got {tensor}; expected a divisor of workersPerNode "
-            f"({spec.workers_per_node}): every layer waits for this axis, which must not cross "
-            f"the network between nodes; use {choices(spec.workers_per_node)}"
-        )
+    if problem := tensor_over_nodes(spec):
+        return str(problem)
     model = recipe.config.model
     divided = {
         "model.numHeads": model.num_heads,
@@ -126,10 +123,24 @@ def _tensor(spec: JobSpec) -> str:
     for name, size in divided.items():
         if size % tensor:
             return (
-                f"{where}: got {tensor}; expected a divisor of {name} ({size}), which it "
-                f"divides; change one of the two"
+                f"parallelism.tensor: got {tensor}; expected a divisor of {name} ({size}), which "
+                f"it divides; change one of the two"
             )
     return ""
+
+
+def tensor_over_nodes(spec: JobSpec) -> Problem | None:
+    """A tensor axis, the innermost, whose ranks are on several nodes, if this is not asked for."""
+    workers, mesh = spec.workers_per_node, spec.parallelism
+    if workers % mesh.tensor == 0 or mesh.tensor_over_nodes:
+        return None
+    return Problem(
+        "parallelism.tensor",
+        str(mesh.tensor),
+        f"a divisor of workersPerNode ({workers}): every layer waits for this axis, here for the "
+        f"network between nodes",
+        f"use {choices(workers)}, or set parallelism.tensorOverNodes: true as well",
+    )
 
 
 def _loss(spec: JobSpec) -> str:

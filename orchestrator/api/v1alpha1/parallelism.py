@@ -83,8 +83,11 @@ class Parallelism(Part):
     nodes there are."""
     tensor: Axis = 1
     """Size of the tensor parallel axis, the innermost. The recipe divides heads, the width of the
-    feed-forward part, vocabulary and sequence over it, within a node; your own loop uses it through
-    the mesh."""
+    feed-forward part, vocabulary and sequence over it; your own loop uses it through the mesh. It
+    stays within a node unless tensorOverNodes is true."""
+    tensor_over_nodes: bool = False
+    """true: the tensor axis may span nodes, whose network every layer then waits for. For nodes
+    whose GPUs have links as fast between nodes as within one."""
     context: Axis = 1
     """Size of the context parallel axis. The recipe divides every sequence over it, and attention
     is a ring over its ranks, which also divide the parameters as those of the shard axis do. It may

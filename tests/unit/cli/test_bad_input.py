@@ -180,8 +180,40 @@ CASES = [
     ),
     pytest.param(
         RECIPE % "" + "  nodes: {min: 2, max: 2}\n  parallelism: {tensor: 2}\n",
-        ["spec.parallelism.tensor: got 2; expected a divisor of workersPerNode (1)", "network"],
+        [
+            "spec.parallelism.tensor: got 2; expected a divisor of workersPerNode (1)",
+            "or set parallelism.tensorOverNodes: true as well",
+        ],
         id="a tensor axis over two nodes",
+    ),
+    pytest.param(
+        SCRIPT + "  nodes: {min: 2, max: 2}\n  parallelism: {tensor: 2}\n",
+        [
+            "spec.parallelism.tensor: got 2; expected a divisor of workersPerNode (1)",
+            "or set parallelism.tensorOverNodes: true as well",
+        ],
+        id="a tensor axis of a script over two nodes",
+    ),
+    pytest.param(
+        RECIPE % "data: {sequenceLength: 127}"
+        + "  workersPerNode: 2\n  parallelism: {tensor: 2}\n",
+        ["spec.parallelism.tensor: got 2; expected a divisor of data.sequenceLength (127)"],
+        id="a tensor axis that does not divide the sequence",
+    ),
+    pytest.param(
+        RECIPE % "" + "  resources: {gpu: 0}\n  parallelism: {precision: {linear: float8}}\n",
+        ["spec.parallelism.precision.linear: got float8 for a job on CPUs", "or linear: auto"],
+        id="float8 on CPUs",
+    ),
+    pytest.param(
+        SCRIPT + "  parallelism: {activationCheckpointing: {mode: full}}\n",
+        ["spec.parallelism.activationCheckpointing: got a value for a script", "remove the field"],
+        id="a field that only the recipe follows",
+    ),
+    pytest.param(
+        RECIPE % "" + "  parallelism: {activationCheckpointing: {mode: full, everyNthBlock: 5}}\n",
+        ["activationCheckpointing.everyNthBlock: got 5; expected at most 4", "lower it, or set"],
+        id="every fifth of four blocks",
     ),
     pytest.param(
         RECIPE % "" + "  workersPerNode: 3\n  parallelism: {context: 3}\n",

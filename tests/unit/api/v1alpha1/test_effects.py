@@ -16,6 +16,13 @@ SMALL_PASSES = {"recipe": {"name": "pretrain", "config": {"microBatch": 1}}}
 COMPILED = {"recipe": {"name": "pretrain", "config": {"compile": True}}}
 
 
+TWO_NODES = {"nodes": {"min": 2, "max": 2}}
+
+
+def of_model(**model: Any) -> dict[str, Any]:
+    return {"recipe": {"name": "pretrain", "config": {"model": model}}}
+
+
 def document(entrypoint: Any, parallelism: Any, **spec: Any) -> dict[str, Any]:
     return {
         "apiVersion": "holdfast.dev/v1alpha1",
@@ -87,6 +94,28 @@ def document(entrypoint: Any, parallelism: Any, **spec: Any) -> dict[str, Any]:
             "activationCheckpointing.mode",
             document(RECIPE, {"activationCheckpointing": {"mode": "budget"}}),
         ),
+        (
+            "activationCheckpointing.everyNthBlock",
+            document(RECIPE, {"activationCheckpointing": {"mode": "full", "everyNthBlock": 5}}),
+        ),
+        (
+            "activationCheckpointing.everyNthBlock",
+            document(
+                RECIPE,
+                {"pipeline": 2, "activationCheckpointing": {"mode": "full", "everyNthBlock": 3}},
+            ),
+        ),
+        (
+            "precision.reduce",
+            document(RECIPE, {"precision": {"reduce": "bfloat16"}, "tensor": 2}),
+        ),
+        (
+            "precision.linear",
+            document(of_model(dim=24, numHeads=2), {"precision": {"linear": "float8"}}),
+        ),
+        ("tensor", document(SCRIPT, {"tensor": 4}, **TWO_NODES)),
+        ("tensorOverNodes", document(SCRIPT, {"tensor": 2, "tensorOverNodes": True})),
+        ("tensorOverNodes", document(RECIPE, {"tensorOverNodes": True})),
     ],
     ids=str,
 )
@@ -113,6 +142,10 @@ def test_a_field_without_its_effect_is_refused_at_submission(field: str, given: 
         document(RECIPE, {"ddp": {"bucketMib": 1}, "replicate": 2}),
         document(RECIPE, {"activationCheckpointing": {"mode": "selective", "keep": ["matmul"]}}),
         document(COMPILED, {"activationCheckpointing": {"mode": "budget", "budget": 0.1}}),
+        document(RECIPE, {"activationCheckpointing": {"mode": "full", "everyNthBlock": 4}}),
+        document(RECIPE, {"precision": {"reduce": "bfloat16"}, "context": 2}),
+        document(SCRIPT, {"tensor": 4, "tensorOverNodes": True}, **TWO_NODES),
+        document(RECIPE, {"tensor": 4, "tensorOverNodes": True}, **TWO_NODES),
     ],
     ids=str,
 )
@@ -150,6 +183,10 @@ def in_backward(**settings: Any) -> dict[str, Any]:
                 of_optimizer(name="dion"), {"offload": "cpu", "shard": 2}, resources={"gpu": 1}
             ),
         ),
+        (
+            "inBackward",
+            document(in_backward(), {"offload": "cpu", "shard": 2}, resources={"gpu": 1}),
+        ),
     ],
     ids=str,
 )
@@ -161,7 +198,28 @@ def test_a_setting_that_the_optimizer_cannot_follow_is_refused(field: str, given
 def test_settings_that_the_optimizer_follows_are_accepted() -> None:
     for settings in ({"name": "muon", "momentum": 0.9}, {"name": "dion", "rankFraction": 0.5}):
         assert without_effect(job_from_mapping(document(of_optimizer(**settings), {}))) == []
-    assert without_effect(job_from_mapping(document(in_backward(), {"shard": 2}))) == []
+    for axes in ({"shard": 2}, {"context": 2}):
+        assert without_effect(job_from_mapping(document(in_backward(), axes))) == []
+
+
+def test_moments_of_8_bits_need_rows_that_can_have_them() -> None:
+    for model, accepted in (({"dim": 64}, False), ({"dim": 64, "ffnDim": 512}, True)):
+        entrypoint = of_optimizer(name="adamw8bit")
+        entrypoint["recipe"]["config"]["model"] = model
+        problems = without_effect(job_from_mapping(document(entrypoint, {})))
+        assert (problems == []) == accepted
+        for problem in problems:
+            assert problem.got == "adamw8bit with model.dim 64 and ffnDim 192"
+
+
+def test_a_number_of_validation_samples_needs_an_evaluation() -> None:
+    config = {"data": {"validation": {"samples": 5}}}
+    for more, accepted in (({}, False), ({"evaluateEverySteps": 10}, True)):
+        recipe = {"recipe": {"name": "pretrain", "config": {**config, **more}}}
+        problems = without_effect(job_from_mapping(document(recipe, {})))
+        assert (problems == []) == accepted
+        for problem in problems:
+            assert problem.field == "spec.entrypoint.recipe.config.data.validation.samples"
 
 
 def test_a_micro_batch_larger_than_the_global_batch_is_refused_at_submission() -> None:
