@@ -86,7 +86,7 @@ class Parallel:
                 in_order = [first, *self.blocks, *after]
                 modules = [part[0] if isinstance(part, list) else part for part in in_order]
                 sharding.prefetch(modules, parallelism.prefetch_blocks)
-        self.offloaded = parallelism.offload == "cpu" and session.shape.num_fsdp_shards > 1
+        self.offloaded = sharding.offloads(session, parallelism)
         self.context = session.meshes.axis("context") if session.shape.context > 1 else None
         self.module: nn.Module = model
         self.loss_scale = LossScale() if self.dtype == torch.float16 else None

@@ -30,7 +30,7 @@ Parts = Iterable[nn.Module | list[nn.Module]]
 def shard(parts: Parts, session: Session, parallelism: Parallelism, dtype: torch.dtype) -> None:
     """FSDP2 of each part, the root last; `dtype` is that of forward and backward."""
     offload: OffloadPolicy = OffloadPolicy()
-    if parallelism.offload == "cpu" and session.device.type == "cuda":
+    if offloads(session, parallelism):
         offload = CPUOffloadPolicy(pin_memory=True)
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=reduce_dtype(parallelism.precision)
@@ -47,6 +47,14 @@ def shard(parts: Parts, session: Session, parallelism: Parallelism, dtype: torch
             mp_policy=precision,
             offload_policy=offload,
         )
+
+
+def offloads(session: Session, parallelism: Parallelism) -> bool:
+    """Whether parameters, gradients and optimizer state are in main memory. With `shard: world` a
+    job may shrink to whole copies, which FSDP2 wraps beside a tensor axis or a pipeline; they are
+    planned on the device."""
+    sharded = session.shape.num_fsdp_shards > 1
+    return parallelism.offload == "cpu" and session.device.type == "cuda" and sharded
 
 
 def prefetch(in_order: Sequence[nn.Module], num_blocks: int) -> None:

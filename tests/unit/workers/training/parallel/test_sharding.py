@@ -13,6 +13,8 @@ from torch import nn
 
 from holdfast.orchestrator.api.v1alpha1 import Parallelism
 from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.workers.session.core import Session
+from holdfast.workers.session.distributed import RankEnv
 from holdfast.workers.training.parallel import sharding
 from holdfast.workers.training.recipes.pretrain import train_step
 
@@ -147,6 +149,20 @@ def test_gradients_of_ddp_are_views_of_its_buckets_if_set(view: bool) -> None:
     for parameter in model.parameters():
         assert parameter.grad is not None
         assert (parameter.grad.untyped_storage().nbytes() > parameter.nbytes) == view
+
+
+@pytest.mark.parametrize(
+    ("mesh", "on_host"),
+    [(Mesh(shard=2), True), (Mesh(context=2), True), (Mesh(tensor=2), False), (Mesh(), False)],
+    ids=lambda one: one.describe() if isinstance(one, Mesh) else "",
+)
+def test_only_a_divided_copy_is_offloaded(mesh: Mesh, on_host: bool) -> None:
+    """FSDP2 also wraps a whole copy beside a tensor axis: what it takes to be in main memory and
+    where the parameters are must agree."""
+    session = Session(RankEnv(world_size=mesh.world_size), torch.device("cuda", 0), mesh)
+    offloaded = Parallelism.model_validate({"offload": "cpu"})
+    assert sharding.offloads(session, offloaded) is on_host
+    assert not sharding.offloads(session, Parallelism())
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
