@@ -107,11 +107,13 @@ def test_a_known_memory_gives_the_fewest_ranks_per_copy_that_fit(
 
 def test_auto_falls_back_to_one_group_of_the_remaining_workers() -> None:
     job = make_job(nodes=(1, 4), workers=2, recipe=BIG)
-    memory = WorkerMemory(4 * GIB)
-    group = mesh_of(choose_mesh(job, 4, memory)).num_shards
-    nodes = group // 2 - 1
-    chosen = choose_mesh(job, nodes, memory)
-    assert chosen is None or (chosen[0].replicate == 1 and "remaining" in chosen[1])
+    memory = WorkerMemory(2 * GIB)
+    assert mesh_of(choose_mesh(job, 4, memory)) == Mesh(shard=8)
+    for nodes in (3, 2):
+        mesh, why = choose_mesh(job, nodes, memory) or (None, "")
+        assert mesh == Mesh(shard=2 * nodes)
+        assert why.startswith(f"shard auto: all {2 * nodes} remaining workers share one copy")
+    assert choose_mesh(job, 1, memory) is None, "two workers cannot hold the states"
 
 
 def test_a_size_that_cannot_hold_the_states_is_refused() -> None:
