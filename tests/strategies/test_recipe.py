@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from .conftest import Shows
-from .rig import CONFIG, alone, compare, document, several
+from .rig import CONFIG, DIGITS, MARK, alone, compare, document, output_of, several
 
 pytestmark = pytest.mark.e2e
 
@@ -34,6 +35,48 @@ def test_losses_and_norms_are_those_of_one_process(
     found = alone(tmp_path, document("many", STEPS, mesh, config=divided), 4)
     assert len(expected) == STEPS
     compare("many", found, expected)
+
+
+EVALUATED: dict[str, dict[str, Any]] = {
+    "DDP 2": {"shard": 1},
+    "FSDP 2": {"shard": 2},
+    "TP 2": {"tensor": 2},
+    "CP 2": {"context": 2},
+    "PP 2": {"pipeline": 2},
+    "PP 2, interleaved": {"pipeline": 2, "pipelineSchedule": "interleaved1f1b"},
+    "PP 2, zero bubble in a V": {"pipeline": 2, "pipelineSchedule": "zbvZeroBubble"},
+}
+
+
+def test_an_evaluation_gives_the_loss_of_one_process_on_every_mesh(tmp_path: Path) -> None:
+    """Of the same samples, whose number the ranks do not divide, in several micro-batches."""
+    validation = {"samples": 7, "share": 0.1}
+    config = {
+        "evaluateEverySteps": 1,
+        "data": {**CONFIG["data"], "validation": validation},
+        "microBatch": 1,
+        "loss": {"zLoss": 0.01},  # of training only
+    }
+    expected = _validation_losses(tmp_path / "one", {"one": {"shard": 1}}, config, 1)["one"]
+    assert len(expected) == 2 and expected[0] != expected[1]
+    without = {**config, "loss": {}}
+    found = _validation_losses(tmp_path / "two", EVALUATED, without, 2)
+    for mesh, losses in found.items():
+        assert losses == pytest.approx(expected, rel=DIGITS), mesh
+
+
+def _validation_losses(
+    place: Path, meshes: dict[str, dict[str, Any]], config: dict[str, Any], ranks: int
+) -> dict[str, list[float]]:
+    place.mkdir()
+    jobs = [
+        document(f"e{number}", 2, mesh, workers=ranks, config=config)
+        for number, mesh in enumerate(meshes.values())
+    ]
+    parts = output_of(place, jobs, ranks).split(f"{MARK} ")[1:]
+    line = re.compile(r"^step \d+ validation loss (\S+) over 7 samples$", re.M)
+    losses = [[float(loss) for loss in line.findall(part)] for part in parts]
+    return dict(zip(meshes, losses, strict=True))
 
 
 @pytest.mark.timeout(600)  # it compiles for four meshes
