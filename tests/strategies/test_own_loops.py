@@ -14,7 +14,7 @@ from .rig import DIGITS, ON_CPUS, lose_a_worker_and_a_node, losses_of, numbers_i
 pytestmark = pytest.mark.e2e
 
 LOOP = Path(__file__).with_name("context_loop.py")
-TENSOR_LOOP = LOOP.with_name("tensor_loop.py")
+TENSOR_LOOP, PIPELINE_LOOP = (LOOP.with_name(f"{axis}_loop.py") for axis in ("tensor", "pipeline"))
 
 
 def test_a_loop_on_a_context_axis_computes_what_one_process_computes(tmp_path: Path) -> None:
@@ -38,6 +38,15 @@ def test_a_loop_on_a_tensor_axis_computes_what_one_process_computes(tmp_path: Pa
     four = numbers_in(of_ranks(tmp_path, words, 4, TENSOR="2", **ON_CPUS))
     assert len(one) == 5
     for got, expected in zip(four, one, strict=True):
+        assert got == pytest.approx(expected, rel=DIGITS)
+
+
+def test_a_loop_on_a_pipeline_axis_computes_what_one_process_computes(tmp_path: Path) -> None:
+    words = (sys.executable, str(PIPELINE_LOOP))
+    one = numbers_in(of_ranks(tmp_path, words, 1, **ON_CPUS))
+    two = numbers_in(of_ranks(tmp_path, words, 2, PIPELINE="2", **ON_CPUS))
+    assert len(one) == 5
+    for got, expected in zip(two, one, strict=True):
         assert got == pytest.approx(expected, rel=DIGITS)
 
 
