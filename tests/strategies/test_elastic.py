@@ -60,4 +60,5 @@ def test_a_job_shrinks_and_grows_from_memory(
     assert sorted(found) == list(range(STEPS))
     for step, (loss, _norm) in enumerate(expected):
         assert found[step] == pytest.approx(loss, rel=DIGITS), f"step {step}"
+    shows(mesh, "equal", f"{STEPS} losses, at both sizes")
     shows(mesh, "resized", "from memory, 0 steps lost")
