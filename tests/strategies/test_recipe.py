@@ -79,6 +79,30 @@ def _validation_losses(
     return dict(zip(meshes, losses, strict=True))
 
 
+def test_the_axes_train_in_16_bits_as_in_32(tmp_path: Path) -> None:
+    """What a stage passes on, and what ranks of an axis exchange, has the format too: on GPUs it is
+    the default."""
+    axes: dict[str, dict[str, Any]] = {
+        "TP 2": {"tensor": 2},
+        "CP 2": {"context": 2},
+        "PP 2": {"pipeline": 2},
+        "PP 2, zero bubble in a V": {"pipeline": 2, "pipelineSchedule": "zbvZeroBubble"},
+    }
+    jobs = [document("float32", 2, {"shard": 2}, workers=2)]
+    for number, mesh in enumerate(axes.values()):
+        precision = {"parameters": "bfloat16"}
+        jobs.append(document(f"b{number}", 2, {**mesh, "precision": precision}, workers=2))
+    jobs.append(
+        document("f", 2, {"pipeline": 2, "precision": {"parameters": "float16"}}, workers=2)
+    )
+    found = several(tmp_path / "two", jobs, 2)
+    exact = found.pop("float32")
+    for name, numbers in found.items():
+        compare(name, numbers, exact, digits=0.01)
+    for number, axis in enumerate(axes):
+        assert found[f"b{number}"] != exact, f"{axis}: nothing was rounded"
+
+
 @pytest.mark.timeout(600)  # it compiles for four meshes
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))),
