@@ -11,6 +11,7 @@ LONG = (
     "tests/strategies/test_faults.py",
     "tests/strategies/test_own_loops.py",
     "tests/strategies/test_recipe.py",
+    "tests/strategies/test_three_axes.py",
     "tests/strategies/test_variants.py",
     # Forty faults, all copies of a shard on a node, a cache of compiled code, memory limits, a
     # built wheel, files of the user's with our names; test_kill, test_hangs and test_hand_over

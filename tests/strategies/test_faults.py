@@ -42,12 +42,14 @@ MESHES: dict[str, dict[str, Any]] = {
     "TP 2 x FSDP 2": {"tensor": 2, "shard": 2},
     "TP 2 x DDP 2": {"tensor": 2, "replicate": 2},
     "TP 2 x FSDP over all ranks": {"tensor": 2, "shard": "world"},
+    "CP 2 x TP 2": {"context": 2, "tensor": 2},
     "CP 2 x FSDP 2": {"context": 2, "shard": 2},
     "CP 2 x FSDP over all ranks": {"context": 2, "shard": "world"},
     "PP 2 x FSDP 2": {"pipeline": 2, "shard": 2},
     "PP 2 x FSDP over all ranks": {"pipeline": 2, "shard": "world"},
     "PP 2 x DDP 2": {"pipeline": 2, "replicate": 2},
     "PP 2 x CP 2": {"pipeline": 2, "context": 2},
+    "PP 2 x TP 2": {"pipeline": 2, "tensor": 2},
     "PP 2 x DDP 2, interleaved": {
         "pipeline": 2, "replicate": 2, "pipelineSchedule": "interleaved1f1b"
     },
@@ -119,10 +121,11 @@ def test_the_loss_scale_of_float16_survives_a_killed_worker(
 
 CHAIN: dict[str, dict[str, Any]] = {
     "TP 2 x FSDP 2": {"tensor": 2, "shard": 2},
-    FSDP: {"shard": 4},
     "ZeRO-1": {"shard": 4, "reshardAfterForward": False, "accumulateGradients": "whole"},
-    HSDP: {"shard": 2},
     "TP 2 x DDP 2": {"tensor": 2, "replicate": 2},
+    FSDP: {"shard": 4},
+    HSDP: {"shard": 2},
+    "PP 2 x TP 2": {"pipeline": 2, "tensor": 2},
     "CP 2 x FSDP 2": {"context": 2, "shard": 2},
     DDP: {"shard": 1},
 }

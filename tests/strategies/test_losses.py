@@ -18,6 +18,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "TP 2 x FSDP 2, blocks recomputed": {
         "tensor": 2, "shard": 2, "activationCheckpointing": {"mode": "full"}
     },
+    "TP 2 x FSDP 2": {"tensor": 2, "shard": 2},
     "TP 2 x DDP 2": {"tensor": 2, "replicate": 2},
     "CP 4": {"context": 4, "shard": 1},
     "CP 2 x FSDP 2": {"context": 2, "shard": 2},
@@ -32,8 +33,12 @@ MESHES: dict[str, dict[str, Any]] = {
         "pipeline": 4, "pipelineSchedule": "gpipe", "activationCheckpointing": {"mode": "full"}
     },
     "PP 2 x FSDP 2": {"pipeline": 2, "shard": 2},
+    "PP 2 x DDP 2": {"pipeline": 2, "replicate": 2},
     "PP 2 x DDP 2, interleaved": {
         "pipeline": 2, "replicate": 2, "pipelineSchedule": "interleaved1f1b"
+    },
+    "PP 2 x DDP 2, zero bubble in a V": {
+        "pipeline": 2, "replicate": 2, "pipelineSchedule": "zbvZeroBubble"
     },
     "PP 2 x TP 2": {"pipeline": 2, "tensor": 2},
     "PP 2 x CP 2": {"pipeline": 2, "context": 2},
