@@ -102,6 +102,11 @@ def without_controller(job: TrainingJob) -> str:
     return f"for {duration(limits.CONTROLLER_ABSENCE_S if limit_s == 'auto' else limit_s)}"
 
 
+def seconds(number: float) -> str:
+    """Three digits and no exponent: `0.0123 s`, `4.71 s`, `4,620 s`."""
+    return f"{number:,.0f} s" if number >= 100 else f"{number:.3g} s"
+
+
 def size(num_bytes: float) -> str:
     """`512 B`, `1.2 MiB`, `3.4 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

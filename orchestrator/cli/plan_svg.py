@@ -12,7 +12,7 @@ from ..planner import Plan
 from ..planner.estimate import Estimate
 from ..planner.model_plan import ModelPlan
 from ..planner.terms import CATEGORIES, Category
-from .output import size
+from .output import seconds, size
 
 WIDTH, LEFT, RIGHT = 920, 150, 40
 BAR, GAP = 26, 10
@@ -82,7 +82,7 @@ def _step(figures: Estimate, top: float) -> tuple[list[str], float]:
     """The parts of a step one after the other: compute above, what is exposed below."""
     time = figures.time
     assert time is not None
-    head = f"A step on {time.device}: {time.seconds:.3g} s, {time.tokens_per_s:,.0f} tokens/s, "
+    head = f"A step on {time.device}: {seconds(time.seconds)}, {time.tokens_per_s:,.0f} tokens/s, "
     shapes = [_text(20, top, f"{head}MFU {time.mfu:.1%}", bold=True)]
     top += 14
     scale, x = (WIDTH - LEFT - RIGHT) / time.seconds, float(LEFT)
@@ -91,12 +91,12 @@ def _step(figures: Estimate, top: float) -> tuple[list[str], float]:
     for number, row in enumerate(time.rows):
         width, y = row.seconds * scale, top + (BAR + GAP) * row.exposed
         colour = COLOURS[number % len(COLOURS)]
-        shapes.append(_bar(x, y, width, colour, f"{row.what}: {row.seconds:.3g} s"))
+        shapes.append(_bar(x, y, width, colour, f"{row.what}: {seconds(row.seconds)}"))
         x += width
     top += 2 * (BAR + GAP)
     shapes.append(_text(LEFT - 8, top + BAR * 0.68, "beside compute", anchor="end"))
     width = min(1.0, time.hidden_seconds / time.seconds) * (WIDTH - LEFT - RIGHT)
-    text = f"communication beside compute: {time.hidden_seconds:.3g} s"
+    text = f"communication beside compute: {seconds(time.hidden_seconds)}"
     shapes.append(_bar(LEFT, top, width, "#c9ced6", text))
     top += BAR + 22
     names = [f"{row.what} {row.seconds / time.seconds:.0%}" for row in time.rows]

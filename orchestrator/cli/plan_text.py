@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..planner import Plan
+from ..planner.advice import NOTHING_HELPS
 from ..planner.estimate import Estimate, TimePlan
 from ..planner.memory import USABLE
-from ..planner.model_plan import Alternative, ModelPlan
+from ..planner.model_plan import ModelPlan
+from ..planner.ranking import Alternative
+from ..planner.strategies import Strategies
 from ..planner.terms import CATEGORIES
 from ..protocol.host_memory import describe
 from ..protocol.mesh import AXES
-from .output import columns, count, plural, size
+from .output import columns, count, plural, seconds, size
 
 MAX_NODES_SHOWN = 16
 MAX_ALTERNATIVES_SHOWN = 8
@@ -44,6 +47,8 @@ def _of_job(plan: Plan, explain: bool, environment: bool) -> Iterator[Renderable
     yield f"why: {plan.why}"
     for way in plan.ways:
         yield f"fits with {way.describe()}"
+    if plan.fits is False and not plan.ways:
+        yield NOTHING_HELPS
     each = plural(plan.gpus_per_worker, "GPU") if plan.gpus_per_worker else "none"
     yield f"GPUs of a worker: {each} ({plan.gpus_why})"
     yield f"fabric: {plan.fabric} ({plan.fabric_why})"
@@ -60,6 +65,8 @@ def _of_job(plan: Plan, explain: bool, environment: bool) -> Iterator[Renderable
         yield f"offload: {plan.offload_memory}"
     for warning in plan.warnings:
         yield Text(f"warning: {warning}", style="yellow")
+    if plan.strategies is not None:
+        yield from _strategies(plan.strategies)
     yield from _sizes(plan)
     if figures is None:
         yield from _section("Memory")
@@ -161,9 +168,18 @@ def _of_model(plan: ModelPlan, explain: bool) -> Iterator[RenderableType]:
     )
     if plan.offload_memory:
         yield f"offload: {plan.offload_memory}"
+    yield from _strategies(plan)
+    if plan.estimate is not None:
+        yield from _figures(plan.estimate, plan.device_memory_bytes, explain)
+    if plan.spec is not None:
+        yield ""
+        yield "the job that launches the first one: --save job.yaml"
+
+
+def _strategies(plan: ModelPlan | Strategies) -> Iterator[RenderableType]:
     if plan.alternatives:
         yield from _section("Strategies that fit, best first")
-        yield _ranking(plan)
+        yield _ranking(plan.alternatives, plan.of_job if isinstance(plan, Strategies) else None)
         left = len(plan.alternatives) - MAX_ALTERNATIVES_SHOWN
         if left > 0:
             yield f"... and {left} more; --json shows all"
@@ -176,22 +192,20 @@ def _of_model(plan: ModelPlan, explain: bool) -> Iterator[RenderableType]:
         left = len(plan.lost) - MAX_LOST_SHOWN
         if left > 0:
             yield f"... and {left} more; --json shows all"
-    if plan.estimate is not None:
-        yield from _figures(plan.estimate, plan.device_memory_bytes, explain)
-    if plan.spec is not None:
-        yield ""
-        yield "the job that launches the first one: --save job.yaml"
 
 
-def _ranking(plan: ModelPlan) -> RenderableType:
-    priced = any(one.dollars_per_billion_tokens for one in plan.alternatives)
+def _ranking(alternatives: Sequence[Alternative], of_job: int | None) -> RenderableType:
+    """`of_job`: index of the job's own, which is always shown."""
+    priced = any(one.dollars_per_billion_tokens for one in alternatives)
     names = ["strategy", "devices", "mesh", "batch", "settings", "memory", "tokens/s", "MFU"]
     table = columns(*names, *(["$/B tokens"] if priced else []), "why it lost")
-    for one in plan.alternatives[:MAX_ALTERNATIVES_SHOWN]:
+    for number, one in enumerate(alternatives):
+        if number >= MAX_ALTERNATIVES_SHOWN and number != of_job:
+            continue
         price = one.dollars_per_billion_tokens
         cells = [f"{price:,.0f}" if price is not None else ""] if priced else []
         table.add_row(
-            one.strategy,
+            f"{one.strategy}, this job" if number == of_job else one.strategy,
             _devices(one),
             one.mesh.describe(),
             f"{one.micro_batch} x {one.num_micro_batches}",
@@ -271,14 +285,14 @@ def _traffic(figures: Estimate, explain: bool) -> RenderableType:
     for row in figures.traffic:
         cells = [row.what, row.collective, row.group, size(row.num_bytes), str(row.calls)]
         if timed:
-            cells += [row.link, f"{row.seconds:.3g} s" if row.seconds is not None else ""]
+            cells += [row.link, seconds(row.seconds) if row.seconds is not None else ""]
         table.add_row(*cells, *([row.formula, row.source] if explain else []))
     return table
 
 
 def _time(time: TimePlan, explain: bool) -> Iterator[RenderableType]:
     yield from _section(
-        f"A step on {time.device}: {time.seconds:.3g} s, {time.tokens_per_s:,.0f} tokens/s, "
+        f"A step on {time.device}: {seconds(time.seconds)}, {time.tokens_per_s:,.0f} tokens/s, "
         f"MFU {time.mfu:.1%}"
     )
     table = columns("part", "seconds", "share", "kind", *(["formula", "source"] if explain else []))
@@ -286,9 +300,9 @@ def _time(time: TimePlan, explain: bool) -> Iterator[RenderableType]:
         kind = "exposed" if row.exposed else "compute"
         more = [row.formula, row.source] if explain else []
         share = f"{row.seconds / time.seconds:.0%}"
-        table.add_row(row.what, f"{row.seconds:.3g}", share, kind, *more)
+        table.add_row(row.what, seconds(row.seconds).removesuffix(" s"), share, kind, *more)
     yield table
-    yield f"communication beside compute: {time.hidden_seconds:.3g} s"
+    yield f"communication beside compute: {seconds(time.hidden_seconds)}"
     if time.calibration is not None:
         yield time.calibration.describe()
     if time.price is not None and time.dollars_per_day is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -32,7 +32,12 @@ from .step_time import Hardware, step_time
 from .workload import workload_of
 
 SHOWN = 3
+NOTHING_HELPS = (
+    "no change that was tried makes it fit, more nodes among them; use a smaller model, or devices "
+    "with more memory"
+)
 MAX_CHANGES = 3
+FAR_NODES = 4096
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -76,12 +81,23 @@ def ways_to_fit(
         memory = memory._replace(device=memory.host)
     if workload_of(job) is None or memory.device is None:
         return ()
+    near = _ways(job, num_nodes, memory, hardware, _options(job, num_nodes), MAX_CHANGES)
+    if near:
+        return near
+    far = list(_far_options(job, num_nodes))
+    return _ways(job, num_nodes, memory, hardware, far, len(far))
+
+
+def _ways(
+    job: TrainingJob, num_nodes: int, memory: WorkerMemory, hardware: Hardware | None,
+    groups: Iterable[list[_Change]], most: int,
+) -> tuple[Way, ...]:  # fmt: skip
+    """Of all combinations of at most `most` changes, one of each group."""
     as_it_is = _planned(job, num_nodes, memory, hardware)
     found: list[tuple[float, Way, frozenset[str]]] = []
-    options = [[None, *group] for group in _options(job, num_nodes)]
-    for combination in itertools.product(*options):
+    for combination in itertools.product(*([None, *group] for group in groups)):
         changes = [one for one in combination if one is not None]
-        if not 0 < len(changes) <= MAX_CHANGES:
+        if not 0 < len(changes) <= most:
             continue
         fields = frozenset(f"{one.fields}" for one in changes)
         if any(known <= fields for _, _, known in found):
@@ -122,7 +138,7 @@ def refusal(job: TrainingJob, num_nodes: int, mesh: Mesh, memory: WorkerMemory) 
 
 def _advice(job: TrainingJob, num_nodes: int, memory: WorkerMemory) -> str:
     ways = "; or ".join(way.describe() for way in ways_to_fit(job, num_nodes, memory))
-    return f"set {ways}" if ways else "see `holdfast plan`"
+    return f"set {ways}" if ways else NOTHING_HELPS
 
 
 def _too_many_states(job: TrainingJob, num_nodes: int, mesh: Mesh, memory: WorkerMemory) -> Problem:
@@ -148,10 +164,9 @@ def _options(job: TrainingJob, num_nodes: int) -> Iterator[list[_Change]]:
     """For each field the values that may be tried, beside leaving it."""
     parallelism, recipe = job.spec.parallelism, job.spec.entrypoint.recipe
     assert recipe is not None
-    config, inner = recipe.config, parallelism.inner
+    inner = parallelism.inner
     world = num_nodes * job.spec.workers_per_node
-    more = (2, 4, 8)
-    yield [_Change({"nodes.max": times * num_nodes}, times) for times in more]
+    yield [_Change({"nodes.max": times * num_nodes}, times) for times in (2, 4, 8)]
     if isinstance(parallelism.shard, int):
         sizes = range(parallelism.shard + 1, world // inner + 1)
         fitting = [n for n in sizes if (world // inner) % n == 0]
@@ -167,6 +182,31 @@ def _options(job: TrainingJob, num_nodes: int) -> Iterator[list[_Change]]:
         yield [*_raised(job, "pipeline", parallelism.pipeline, world)]
     yield [*_raised(job, "tensor", parallelism.tensor, job.spec.workers_per_node)]
     yield [*_raised(job, "context", parallelism.context, world)]
+    yield from _savings(job)
+
+
+def _far_options(job: TrainingJob, num_nodes: int) -> Iterator[list[_Change]]:
+    """Where none of `_options` is enough: many more nodes, as far as each rank has a sample, and
+    shards over as many of them as are needed."""
+    parallelism, recipe = job.spec.parallelism, job.spec.entrypoint.recipe
+    assert recipe is not None
+    free: dict[str, Any] = {}
+    if isinstance(parallelism.shard, int):
+        free["parallelism.shard"] = "auto"
+    if parallelism.replicate != "auto":
+        free["parallelism.replicate"] = "auto"
+    samples = recipe.config.global_batch * parallelism.inner // job.spec.workers_per_node
+    doubled = (2**power for power in range(1, FAR_NODES.bit_length()))
+    times = [n for n in doubled if n * num_nodes <= min(FAR_NODES, samples)]
+    yield [_Change({"nodes.max": n * num_nodes, **free}, n) for n in times]
+    yield from _savings(job)
+
+
+def _savings(job: TrainingJob) -> Iterator[list[_Change]]:
+    """What takes memory from a rank and leaves the mesh."""
+    parallelism, recipe = job.spec.parallelism, job.spec.entrypoint.recipe
+    assert recipe is not None
+    config = recipe.config
     checkpointing = "parallelism.activationCheckpointing"
     if parallelism.activation_checkpointing.mode == "none":
         modes = (("selective", 0.0), ("full", 0.1))
@@ -238,11 +278,11 @@ def _way(
     fields = {field: value for one in changes for field, value in one.fields.items()}
     changed = job
     for field, value in fields.items():
-        changed = _with(changed, field.split("."), value)
+        changed = with_field(changed, field.split("."), value)
     nodes = fields.get("nodes.max", num_nodes)
     planned = _planned(changed, nodes, memory, hardware)
     assert memory.device is not None
-    if planned is None or planned[0] > USABLE * memory.device or not _is_valid(changed):
+    if planned is None or planned[0] > USABLE * memory.device or not is_valid(changed):
         return None
     ratio = None
     if as_it_is is not None and as_it_is[1] and planned[1]:
@@ -250,7 +290,7 @@ def _way(
     return Way(fields, planned[0], ratio, nodes / num_nodes)
 
 
-def _is_valid(job: TrainingJob) -> bool:
+def is_valid(job: TrainingJob) -> bool:
     """Whether a user could have written it. Asked last, as it takes longer than an estimate."""
     try:
         job_from_mapping(job_to_mapping(job))
@@ -259,18 +299,18 @@ def _is_valid(job: TrainingJob) -> bool:
     return True
 
 
-def _with(part: Any, path: Sequence[str], value: Any) -> Any:
+def with_field(part: Any, path: Sequence[str], value: Any) -> Any:
     """A copy of a part of a job with one field changed, not validated."""
     if isinstance(part, TrainingJob):
         path = ("spec", *path)
     attribute = _attribute(part, path[0])
     now = getattr(part, attribute)
     if len(path) > 1:
-        new = _with(now, path[1:], value)
+        new = with_field(now, path[1:], value)
     elif isinstance(value, dict):
         new = now
         for name, one in value.items():
-            new = _with(new, (name,), one)
+            new = with_field(new, (name,), one)
     else:
         new = value
     return part.model_copy(update={attribute: new})

@@ -3,39 +3,16 @@ cheapest, and why the others lost."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import msgspec
 
-from ..api.v1alpha1.parallelism import ActivationCheckpointing
 from ..catalogue.types import Architecture, Device
-from ..protocol.mesh import Mesh
 from .estimate import Estimate, estimate
 from .memory import USABLE, describe_host, host_share, state_bytes
-from .search import Candidate, Cluster, Found, min_devices, search
+from .ranking import Alternative, Order, Ranked, alternatives_of, lost_of, parallelism_of, ranked_by
+from .search import Cluster, Found, min_devices, search
 from .workload import ParallelLayout, Workload
-
-Order = Literal["tokens", "price"]
-
-
-class Alternative(msgspec.Struct, frozen=True, kw_only=True):
-    """The best layout of one strategy on one kind of devices."""
-
-    strategy: str
-    mesh: Mesh
-    devices: int
-    device: str
-    micro_batch: int
-    num_micro_batches: int
-    settings: dict[str, Any]
-    """Fields of spec.parallelism beside the axes, and the recipe's loss, where not the default."""
-    peak_bytes: int
-    tokens_per_s: float | None = None
-    """None: it does not fit."""
-    mfu: float | None = None
-    dollars_per_billion_tokens: float | None = None
-    why: str = ""
-    """Why it lost; empty for the one that is chosen."""
 
 
 class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,30 +43,13 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A TrainingJob that launches the chosen one; None: the recipe does not have this model."""
 
 
-class _Ranked(NamedTuple):
-    candidate: Candidate
-    cluster: Cluster
-
-    @property
-    def price(self) -> float | None:
-        """Dollars per billion tokens."""
-        price = self.cluster.hardware.device.price
-        if price is None:
-            return None
-        per_second = price.per_hour * self.cluster.devices / 3600
-        return per_second / self.candidate.tokens_per_s * 1e9
-
-
 def plan_model(work: Workload, clusters: tuple[Cluster, ...], order: Order) -> ModelPlan:
     """Ranks the strategies of all clusters. Raises ValueError for an order by price of devices
     without one."""
     found = [(cluster, search(work, cluster)) for cluster in clusters]
-    ranked = [_Ranked(one, cluster) for cluster, answer in found for one in answer.ranked]
-    ranked.sort(key=lambda one: _rank(one, order))
-    alternatives = tuple(
-        _alternative(one, "" if number == 0 else _why_lost(one, ranked[0], order))
-        for number, one in enumerate(ranked)
-    )
+    every = (Ranked(one, cluster) for cluster, answer in found for one in answer.ranked)
+    ranked = ranked_by(order, every)
+    alternatives = alternatives_of(ranked, order)
     best = ranked[0] if ranked else None
     hardware = best.cluster.hardware if best else clusters[0].hardware
     return ModelPlan(
@@ -108,75 +68,13 @@ def plan_model(work: Workload, clusters: tuple[Cluster, ...], order: Order) -> M
         estimate=estimate(work, best.candidate.layout, hardware) if best else None,
         device_memory_bytes=best.cluster.memory_bytes if best else clusters[0].memory_bytes,
         alternatives=alternatives,
-        lost=_lost(found),
+        lost=lost_of(found),
         num_considered=sum(answer.num_considered for _, answer in found),
         spec=spec_of(work, best.candidate.layout) if best else None,
     )
 
 
-def _rank(one: _Ranked, order: Order) -> float:
-    if order == "tokens":
-        return -one.candidate.worth
-    if one.price is None:
-        raise ValueError(f"{one.cluster.hardware.device.name} has no price")
-    return one.price * one.candidate.tokens_per_s / one.candidate.worth
-
-
-def _alternative(one: _Ranked, why: str) -> Alternative:
-    candidate, layout = one.candidate, one.candidate.layout
-    return Alternative(
-        strategy=candidate.strategy,
-        mesh=layout.mesh,
-        devices=one.cluster.devices,
-        device=one.cluster.hardware.device.name,
-        micro_batch=layout.micro_batch,
-        num_micro_batches=layout.num_micro_batches,
-        settings=settings_of(layout),
-        peak_bytes=candidate.num_bytes,
-        tokens_per_s=candidate.tokens_per_s,
-        mfu=candidate.mfu,
-        dollars_per_billion_tokens=one.price,
-        why=why,
-    )
-
-
-def _why_lost(one: _Ranked, best: _Ranked, order: Order) -> str:
-    """What of its step takes longer than that of the best."""
-    if order == "price" and one.price is not None and best.price is not None:
-        text = f"{one.price / best.price - 1:.0%} dearer per token"
-    else:
-        less = 1 - one.candidate.tokens_per_s / best.candidate.tokens_per_s
-        text = f"{less:.0%} slower" if less > 0.005 else "no faster"
-    mine = {part.what: part.seconds for part in one.candidate.time.parts}
-    theirs = {part.what: part.seconds for part in best.candidate.time.parts}
-    more = {what: seconds - theirs.get(what, 0.0) for what, seconds in mine.items()}
-    what, seconds = max(more.items(), key=lambda pair: pair[1])
-    if seconds > 0.005 * best.candidate.time.seconds:
-        text += f": {what} +{seconds:.2g} s a step"
-    elif text == "no faster":
-        text += ": an axis more must gain 3 %, estimates are not better than that"
-    return text
-
-
-def _lost(found: list[tuple[Cluster, Found]]) -> tuple[Alternative, ...]:
-    return tuple(
-        Alternative(
-            strategy=one.strategy,
-            mesh=one.layout.mesh,
-            devices=cluster.devices,
-            device=cluster.hardware.device.name,
-            micro_batch=one.layout.micro_batch,
-            num_micro_batches=one.layout.num_micro_batches,
-            settings=settings_of(one.layout),
-            peak_bytes=one.num_bytes,
-            why=one.why,
-        )
-        for cluster, answer in found
-        for one in answer.lost
-    )
-
-
-def _verdict(work: Workload, best: _Ranked | None, found: list[tuple[Cluster, Found]]) -> str:
+def _verdict(work: Workload, best: Ranked | None, found: list[tuple[Cluster, Found]]) -> str:
     name, billions = work.model.name, work.counts.total / 1e9
     if best is not None:
         candidate, cluster = best.candidate, best.cluster
@@ -203,32 +101,6 @@ def _verdict(work: Workload, best: _Ranked | None, found: list[tuple[Cluster, Fo
 
 
 # -- the job that launches it -------------------------------------------------------------------
-def settings_of(layout: ParallelLayout) -> dict[str, Any]:
-    """All that differs from the defaults beside axes and batch: fields of spec.parallelism, and the
-    recipe's loss."""
-    settings = parallelism_of(layout)
-    if layout.chunk_tokens:
-        settings["loss"] = {"chunkTokens": layout.chunk_tokens}
-    return settings
-
-
-def parallelism_of(layout: ParallelLayout) -> dict[str, Any]:
-    """Fields of spec.parallelism beside the axes that differ from their defaults."""
-    settings: dict[str, Any] = {}
-    if layout.reshard is not True:
-        settings["reshardAfterForward"] = layout.reshard
-    checkpointing = layout.checkpointing
-    if checkpointing != ActivationCheckpointing():
-        settings["activationCheckpointing"] = {"mode": checkpointing.mode}
-        if checkpointing.mode == "selective" and len(checkpointing.keep) == 1:
-            settings["activationCheckpointing"]["keep"] = list(checkpointing.keep)
-    if layout.offload:
-        settings["offload"] = "cpu"
-    if layout.mesh.pipeline > 1 and layout.schedule != "1f1b":
-        settings["pipelineSchedule"] = layout.schedule
-    return settings
-
-
 def spec_of(work: Workload, layout: ParallelLayout) -> dict[str, Any] | None:
     """A TrainingJob with the recipe; None: the recipe does not have this architecture."""
     model = work.model

@@ -19,7 +19,9 @@ from .host import HostRow, host_rows, plan_host
 from .memory import WorkerMemory, describe_host, device_bytes
 from .micro_batch import describe as describe_micro_batch
 from .micro_batch import fitted_layout
+from .ranking import Order
 from .step_time import Hardware
+from .strategies import Strategies, strategies_of
 from .workload import workload_of
 
 
@@ -76,6 +78,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the estimate leaves enough of the device free; None: model or device is not known."""
     ways: tuple[Way, ...] = ()
     """What makes it fit, the nearest first; empty if it fits or it is not known."""
+    strategies: Strategies | None = None
+    """What else the same devices could run; None: model, hardware or memory is not known."""
     host_memory: HostMemory | None = None
     """What a node's main memory is estimated to hold of staged state; None: not known."""
     warnings: tuple[str, ...] = ()
@@ -88,10 +92,12 @@ def make_plan(
     device_memory_bytes: int | None = None,
     gpus: str = "",
     hardware: Hardware | None = None,
+    order: Order = "tokens",
 ) -> Plan | None:
     """The plan on `num_nodes` nodes (default: nodes.max) like the one in `facts`; None when no
     replica group fits on them. `gpus`: what `resources.gpu: auto` was decided from. `hardware`:
-    what a step is timed on; None: not known."""
+    what a step is timed on; None: not known. `order`: of the strategies; ValueError if it is by
+    price and the devices have none."""
     memory = memory_on(job, [facts])
     if device_memory_bytes is not None:
         memory = memory._replace(device=device_memory_bytes)
@@ -107,19 +113,15 @@ def make_plan(
     host = plan_host(job, mesh, facts)
     sizes = _sizes(job, memory)
     work = workload_of(job)
-    figures, why_smaller = None, ""
+    figures, why_smaller, strategies = None, "", None
+    fitting: bool | None = None
+    ways: tuple[Way, ...] = ()
     if work is not None:
         layout = fitted_layout(job, mesh, memory.device)
         figures = estimate(work, layout, hardware)
         why_smaller = describe_micro_batch(job, layout, work)
-    fitting: bool | None = None
-    ways: tuple[Way, ...] = ()
-    if figures is not None:
-        may = may_fit(job, mesh, memory)
-        if memory.device is not None:
-            fitting = may and fits(figures.peak_bytes, memory.device)
-        elif not may:
-            fitting = False
+        strategies = strategies_of(job, layout, memory, hardware, order)
+        fitting = _fits(job, mesh, memory, figures)
         if fitting is False:
             ways = ways_to_fit(job, num_nodes, memory, hardware)
     return Plan(
@@ -143,12 +145,21 @@ def make_plan(
         offload_memory=describe_host(memory.host) if _offloads(job, ways) else "",
         fits=fitting,
         ways=ways,
+        strategies=strategies,
         host_memory=host,
         warnings=(
             *_warnings(job, mesh, facts, sizes, memory.device),
             *_host_warnings(host),
         ),
     )
+
+
+def _fits(job: TrainingJob, mesh: Mesh, memory: WorkerMemory, figures: Estimate) -> bool | None:
+    """None: not known."""
+    may = may_fit(job, mesh, memory)
+    if memory.device is not None:
+        return may and fits(figures.peak_bytes, memory.device)
+    return None if may else False
 
 
 def _offloads(job: TrainingJob, ways: tuple[Way, ...]) -> bool:

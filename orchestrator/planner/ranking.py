@@ -3,7 +3,7 @@ without a job, and of the recipe of a job on the same devices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -52,16 +52,20 @@ class Ranked(NamedTuple):
         return per_second / self.candidate.tokens_per_s * 1e9
 
 
-def alternatives_of(every: Iterable[Ranked], order: Order) -> tuple[Alternative, ...]:
+def ranked_by(order: Order, every: Iterable[Ranked]) -> list[Ranked]:
     """Best first. Raises ValueError for an order by price of devices without one."""
-    ranked = sorted(every, key=lambda one: _rank(one, order))
+    return sorted(every, key=lambda one: _rank(one, order))
+
+
+def alternatives_of(ranked: Sequence[Ranked], order: Order) -> tuple[Alternative, ...]:
+    """The same in the same order, with what each lost by."""
     return tuple(
         _alternative(one, "" if number == 0 else _why_lost(one, ranked[0], order))
         for number, one in enumerate(ranked)
     )
 
 
-def _rank(one: _Ranked, order: Order) -> float:
+def _rank(one: Ranked, order: Order) -> float:
     if order == "tokens":
         return -one.candidate.worth
     if one.price is None:
@@ -69,7 +73,7 @@ def _rank(one: _Ranked, order: Order) -> float:
     return one.price * one.candidate.tokens_per_s / one.candidate.worth
 
 
-def _alternative(one: _Ranked, why: str) -> Alternative:
+def _alternative(one: Ranked, why: str) -> Alternative:
     candidate, layout = one.candidate, one.candidate.layout
     return Alternative(
         strategy=candidate.strategy,
@@ -87,7 +91,7 @@ def _alternative(one: _Ranked, why: str) -> Alternative:
     )
 
 
-def _why_lost(one: _Ranked, best: _Ranked, order: Order) -> str:
+def _why_lost(one: Ranked, best: Ranked, order: Order) -> str:
     """What of its step takes longer than that of the best."""
     if order == "price" and one.price is not None and best.price is not None:
         text = f"{one.price / best.price - 1:.0%} dearer per token"
@@ -99,13 +103,17 @@ def _why_lost(one: _Ranked, best: _Ranked, order: Order) -> str:
     more = {what: seconds - theirs.get(what, 0.0) for what, seconds in mine.items()}
     what, seconds = max(more.items(), key=lambda pair: pair[1])
     if seconds > 0.005 * best.candidate.time.seconds:
-        text += f": {what} +{seconds:.2g} s a step"
-    elif text == "no faster":
+        written = f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.2g}"
+        text += f": {what} +{written} s a step"
+    elif text == "no faster" and one.candidate.axes > best.candidate.axes:
         text += ": an axis more must gain 3 %, estimates are not better than that"
+    elif text == "no faster":
+        text += ": estimates do not tell them apart"
     return text
 
 
-def _lost(found: list[tuple[Cluster, Found]]) -> tuple[Alternative, ...]:
+def lost_of(found: Iterable[tuple[Cluster, Found]]) -> tuple[Alternative, ...]:
+    """Of the strategies of which nothing fits, the layout that needs least memory."""
     return tuple(
         Alternative(
             strategy=one.strategy,
@@ -147,5 +155,3 @@ def parallelism_of(layout: ParallelLayout) -> dict[str, Any]:
     if layout.mesh.pipeline > 1 and layout.schedule != "1f1b":
         settings["pipelineSchedule"] = layout.schedule
     return settings
-
-

@@ -63,11 +63,15 @@ class Candidate(NamedTuple):
         return self.layout.mesh.strategy
 
     @property
+    def axes(self) -> int:
+        """Of tensor, context and pipeline."""
+        mesh = self.layout.mesh
+        return (mesh.tensor > 1) + (mesh.context > 1) + (mesh.pipeline > 1)
+
+    @property
     def worth(self) -> float:
         """Tokens/s less what the axes must gain."""
-        mesh = self.layout.mesh
-        axes = (mesh.tensor > 1) + (mesh.context > 1) + (mesh.pipeline > 1)
-        return self.tokens_per_s * (1 - AXIS_MUST_GAIN) ** axes
+        return float(self.tokens_per_s * (1 - AXIS_MUST_GAIN) ** self.axes)
 
 
 class Lost(NamedTuple):
@@ -167,6 +171,8 @@ def meshes(work: Workload, cluster: Cluster) -> Iterator[Mesh]:
         for tensor in _divisors(model.num_kv_heads, cluster.per_node):
             if cluster.per_node % tensor or not _divides(work, tensor):
                 continue
+            if tensor > 1 and work.optimizer != "adamw":
+                continue  # the others work on the rows that FSDP2 divides
             for context in _contexts(work, tensor):
                 inner = pipeline * tensor * context
                 if world % inner:
@@ -211,7 +217,8 @@ def layouts(
             if not work.compiled:  # compiled blocks compute all gradients at once
                 schedules += (("zbvZeroBubble", 2),)
     sharded = mesh.num_fsdp_shards > 1
-    may_offload = sharded and work.on_gpu and main_memory_holds(work, mesh, host_bytes)
+    may_offload = sharded and work.on_gpu and work.optimizer == "adamw"
+    may_offload = may_offload and main_memory_holds(work, mesh, host_bytes)
     offloads = (False, True) if may_offload else (False,)
     # A tensor axis passes whole logits to the loss.
     chunks = (0, CHUNK_TOKENS) if mesh.tensor == 1 else (0,)

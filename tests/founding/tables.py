@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from holdfast.orchestrator.planner.claims import ceiling
 from holdfast.orchestrator.planner.memory import USABLE, model_state_bytes
-from holdfast.orchestrator.planner.model_plan import Alternative
+from holdfast.orchestrator.planner.ranking import Alternative
 from holdfast.orchestrator.planner.workload import ParallelLayout, Workload
 
 from .figures import CLAIMS, FLOAT32_BYTES, MIXED_BYTES, claimed, zero_gb, zero_layouts

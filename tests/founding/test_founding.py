@@ -12,7 +12,7 @@ import torch
 
 from holdfast.orchestrator.planner.claims import check_throughput
 from holdfast.orchestrator.planner.memory import USABLE, device_bytes
-from holdfast.orchestrator.planner.model_plan import Alternative
+from holdfast.orchestrator.planner.ranking import Alternative
 from holdfast.orchestrator.planner.search import search
 from holdfast.orchestrator.preflight.rules import RULES
 

@@ -92,7 +92,7 @@ BatchOption = Annotated[
     ),
 ]
 ByOption = Annotated[
-    str, typer.Option("--by", help="With --model: rank by tokens (per second) or price.")
+    str, typer.Option("--by", help="Rank the strategies by tokens (per second) or price.")
 ]
 ClaimedOption = Annotated[
     float | None,
@@ -183,15 +183,12 @@ def plan(
     """
     from holdfast.orchestrator.catalogue.load import load_catalogue
 
-    if (file is None) == (model is None):
-        got = "a job and --model" if file else "neither a job nor --model"
-        raise UserError(str(Problem("JOB", got, "one of them", "holdfast plan job.yaml")))
+    _expect_one_of(file, model, by)
     known, host = load_catalogue(catalogue), _memory("--host-memory", host_memory)
     if model is not None:
-        _refuse_with(
-            "--model",
-            {"--nodes": nodes, "--device-memory": device_memory, "--calibrate": calibrate or None},
-        )
+        of_job = {"--nodes": nodes, "--device-memory": device_memory}
+        flags = {"--calibrate": calibrate or None, "--environment": environment or None}
+        _refuse_with("--model", of_job | flags)
         between = network or DEFAULT_NETWORK
         made: Any = _of_model(
             known, model, devices or [], between, sequence, batch, by, claimed, host
@@ -203,7 +200,7 @@ def plan(
         )
         assert file is not None
         measure, memory = (home, calibrate), (device_memory, host)
-        made = _of_job(known, file, devices or [], network, nodes, memory, measure)
+        made = _of_job(known, file, devices or [], network, nodes, memory, measure, by)
     if svg is not None:
         _write(svg, "--svg", _picture(made))
     if save is not None:
@@ -220,10 +217,19 @@ def plan(
         raise typer.Exit(DOES_NOT_FIT)
 
 
+def _expect_one_of(file: Path | None, model: str | None, by: str) -> None:
+    if (file is None) == (model is None):
+        got = "a job and --model" if file else "neither a job nor --model"
+        raise UserError(str(Problem("JOB", got, "one of them", "holdfast plan job.yaml")))
+    if by not in ("tokens", "price"):
+        raise UserError(str(Problem("--by", by, "tokens or price")))
+
+
 def _refuse_with(what: str, given: dict[str, Any]) -> None:
     for option, value in given.items():
         if value is not None:
-            raise UserError(str(Problem(option, f"{value} with {what}", "it without", "remove it")))
+            got = f"it with {what}" if value is True else f"{value} with {what}"
+            raise UserError(str(Problem(option, got, "it without", "remove it")))
 
 
 # -- of a model ---------------------------------------------------------------------------------
@@ -237,8 +243,6 @@ def _of_model(
     from holdfast.orchestrator.planner.model_plan import cluster_of, plan_model
     from holdfast.orchestrator.planner.workload import Workload
 
-    if by not in ("tokens", "price"):
-        raise UserError(str(Problem("--by", by, "tokens or price")))
     if not devices:
         fix = "--devices 64xH100-80"
         raise UserError(str(Problem("--devices", "nothing with --model", "devices", fix)))
@@ -251,12 +255,12 @@ def _of_model(
             low = count // device.per_node * device.per_node
             fix = f"{low} or {low + device.per_node} of them"
             raise UserError(str(Problem("--devices", text, expected, fix)))
-        if by == "price" and device.price is None:
-            fix = "add one to a catalogue file (--catalogue)"
-            got = f"price, and {device.name} has none"
-            raise UserError(str(Problem("--by", got, "devices with a price", fix)))
+        _expect_price(by, device)
         clusters.append(cluster_of(count, device, _hardware(known, device, network), host))
     tokens = sequence or min(8192, architecture.max_sequence_length or 8192)
+    if 0 < architecture.learned_positions < tokens:
+        most_tokens = f"at most {architecture.learned_positions}, its position embedding's rows"
+        raise UserError(str(Problem("--sequence", f"{tokens} with {name}", most_tokens)))
     most = max(cluster.devices for cluster in clusters)
     samples = batch or -(-max(TOKENS_PER_STEP // tokens, 1) // most) * most
     work = Workload(
@@ -272,6 +276,13 @@ def _of_model(
         except ValueError as error:
             raise UserError(f"--claimed: {error}") from None
     return plan_model(work, tuple(clusters), by)  # type: ignore[arg-type]
+
+
+def _expect_price(by: str, device: Device | None) -> None:
+    if by == "price" and (device is None or device.price is None):
+        fix = "add one to a catalogue file (--catalogue)"
+        got = f"price, and {device.name} has none" if device else "price of devices not known"
+        raise UserError(str(Problem("--by", got, "devices with a price", fix)))
 
 
 def _architecture(known: Catalogue, name: str) -> Any:
@@ -302,7 +313,7 @@ def _hardware(known: Catalogue, device: Device, network: str) -> Hardware:
 def _of_job(
     known: Catalogue, file: Path, devices: list[str], network: str | None,
     nodes: int | None, given: tuple[str | None, int | None],
-    measure: tuple[Path | None, bool],
+    measure: tuple[Path | None, bool], by: str,
 ) -> Plan:  # fmt: skip
     """`given`: memory of a device as it is written, and bytes of a node's main memory; `measure`:
     the directory of measurements, and whether to measure now."""
@@ -344,7 +355,9 @@ def _of_job(
     if not devices:
         hardware = hardware_of(known, job, facts, nodes or job.spec.nodes.max, network or "")
         hardware = with_calibration(file, job, nodes, memory, facts, hardware, *measure)
-    made = make_plan(job, facts, nodes, memory, gpus=gpus, hardware=hardware)
+    _expect_price(by, hardware and hardware.device)
+    order: Any = by
+    made = make_plan(job, facts, nodes, memory, gpus=gpus, hardware=hardware, order=order)
     if made is None:
         low, high = job.spec.nodes.min, job.spec.nodes.max
         expected = f"{low} to {high} nodes that hold at least one replica group"

@@ -101,8 +101,18 @@ def test_prices_are_those_of_the_founding_document_with_a_date(
     assert found.date == "2026-11-25" and "founding document" in found.source
 
 
+@pytest.mark.parametrize("name", ["A100-40", "A100-80", "H100 PCIe", "H200", "B200", "RTX 4090"])
+def test_prices_that_the_document_lacks_name_who_asked_for_them_and_when(
+    catalogue: Catalogue, name: str
+) -> None:
+    found = catalogue.device(name).price
+    assert found is not None and 0.1 < found.per_hour < 10
+    assert found.date >= "2026-09-01"
+    assert any(who in found.source for who in ("RunPod", "Lambda", "OpenRelay"))
+
+
 def test_a_device_without_a_source_for_its_price_has_none(catalogue: Catalogue) -> None:
-    assert catalogue.device("B200").price is None
+    assert catalogue.device("V100-32").price is None
 
 
 def test_links_are_below_the_line_rate_of_one_direction(catalogue: Catalogue) -> None:

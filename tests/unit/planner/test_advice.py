@@ -12,10 +12,18 @@ from msgspec.structs import replace
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping, job_to_mapping
 from holdfast.orchestrator.errors import SpecError
 from holdfast.orchestrator.planner import make_plan
-from holdfast.orchestrator.planner.advice import MAX_CHANGES, SHOWN, Way, ways_to_fit
+from holdfast.orchestrator.planner.advice import (
+    MAX_CHANGES,
+    NOTHING_HELPS,
+    SHOWN,
+    Way,
+    refusal,
+    ways_to_fit,
+)
 from holdfast.orchestrator.planner.memory import WorkerMemory
 from holdfast.orchestrator.planner.plan import Plan
 from holdfast.orchestrator.protocol.facts import Gpu, NodeFacts
+from holdfast.orchestrator.protocol.mesh import Mesh
 
 from .builders import FACTS, make_job
 from .clusters import catalogue, hardware
@@ -191,3 +199,26 @@ def all_ways(job: TrainingJob, device: str) -> tuple[Way, ...]:
     plan = plan_of(job, device)
     assert plan is not None
     return plan.ways
+
+
+def test_where_few_changes_are_not_enough_many_nodes_are_tried() -> None:
+    """405B on one node: its states are 94 GiB a device even on eight."""
+    job = gpu_job({**LLAMA_70B, "dim": 16384, "numLayers": 126, "numHeads": 128, "ffnDim": 53248},
+                  batch=1024, config={"microBatch": 4})  # fmt: skip
+    memory = WorkerMemory(device=catalogue().device("H100-80").memory_bytes)
+    ways = ways_to_fit(job, 1, memory)
+    assert 1 <= len(ways) <= SHOWN
+    for way in ways:
+        changed = job_to_mapping(written(job, way.changes))["spec"]
+        assert way.num_bytes <= 0.8 * (memory.device or 0)
+        # Each rank has a sample.
+        assert changed["nodes"]["max"] * 8 <= 1024
+    assert {"parallelism.offload", "nodes.max"} <= ways[0].changes.keys()
+
+
+def test_a_job_that_nothing_makes_fit_has_that_as_its_advice() -> None:
+    job = gpu_job(LLAMA_70B, batch=8)
+    memory = WorkerMemory(device=4 * 2**30)
+    assert ways_to_fit(job, 1, memory) == ()
+    problem = refusal(job, 1, Mesh(shard=8), memory)
+    assert problem is not None and problem.fix == NOTHING_HELPS

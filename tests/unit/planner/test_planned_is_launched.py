@@ -13,7 +13,7 @@ from holdfast.orchestrator.core.actions import FinishJob, LaunchGroup
 from holdfast.orchestrator.core.events import NodeJoined
 from holdfast.orchestrator.core.rank_assignment import best_size, mesh_for
 from holdfast.orchestrator.errors import SpecError
-from holdfast.orchestrator.planner import choose_mesh, make_plan
+from holdfast.orchestrator.planner import choose_mesh, make_plan, num_nodes_used
 from holdfast.orchestrator.planner.choose import may_fit, memory_on
 from holdfast.orchestrator.planner.estimate import fits
 from holdfast.orchestrator.planner.memory import device_bytes
@@ -136,6 +136,78 @@ def test_the_controller_launches_what_was_planned_or_refuses_it(
     assert needs in ended.reason.text or "GiB of main memory" in ended.reason.text
     for way in plan.ways:
         assert ", ".join(way.changes) and all(field in ended.reason.text for field in way.changes)
+
+
+def launched_on(job: TrainingJob, nodes: list[NodeFacts]) -> list[LaunchGroup]:
+    transcript = Transcript(job_to_mapping(job))
+    transcript.submit()
+    for number, facts in enumerate(nodes):
+        transcript.apply(NodeJoined(node=f"node-{number}", facts=facts, offered_port=40_000))
+    return list(transcript.all(LaunchGroup))
+
+
+@settings(max_examples=60)
+@given(jobs(), st.lists(st.sampled_from([8, 24, 80, 141]), min_size=6, max_size=6))
+def test_nodes_that_differ_run_the_mesh_of_the_smallest_device(
+    made: tuple[TrainingJob | None, NodeFacts], sizes: list[int]
+) -> None:
+    job, node = made
+    if job is None:
+        return
+    most = job.spec.nodes.max
+    nodes = [replace(node, gpus=(Gpu("H100", size * 2**30),) * node.slots) for size in sizes[:most]]
+    memory = memory_on(job, nodes)
+    assert memory.device == min(sizes[:most]) * 2**30
+    launched, chosen = launched_on(job, nodes), choose_mesh(job, most, memory)
+    if chosen is None or not may_fit(job, chosen[0], memory):
+        assert not launched
+    elif num_nodes_used(job, chosen[0]) == most:  # otherwise it waits for the rest first
+        assert launched[-1].membership.mesh == chosen[0]
+
+
+@st.composite
+def plain_jobs(draw: st.DrawFn) -> TrainingJob | None:
+    """A script, whose model is not known, or the recipe on CPUs; None where axes do not fit."""
+    workers, most = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.integers(1, 6))
+    divisors = [n for n in (1, 2, 4, 8) if workers % n == 0]
+    parallelism = {
+        "shard": draw(st.sampled_from(["auto", "world", *divisors])),
+        "tensor": draw(st.sampled_from(divisors)),
+        "context": draw(st.sampled_from([1, 1, 2])),
+        "pipeline": draw(st.sampled_from([1, 1, 2])),
+    }
+    script = draw(st.booleans())
+    recipe = None if script else {"globalBatch": 64, "data": {"sequenceLength": 64}}
+    gpus = draw(st.sampled_from([0, 1, 2])) if script else 0
+    resources: dict[str, Any] = {"gpu": gpus}
+    if not gpus and draw(st.booleans()):
+        resources["memory"] = draw(st.sampled_from(["32Mi", "64Mi", "1Gi"]))
+    nodes = (draw(st.integers(1, most)), most)
+    try:
+        return make_job(
+            nodes=nodes, workers=workers, recipe=recipe, parallelism=parallelism,
+            resources=resources,
+        )  # fmt: skip
+    except SpecError:
+        return None
+
+
+@settings(max_examples=150)
+@given(plain_jobs())
+def test_scripts_and_jobs_on_cpus_are_launched_as_planned(job: TrainingJob | None) -> None:
+    if job is None:
+        return
+    gpus = job.spec.resources.num_gpus * job.spec.workers_per_node
+    node = replace(
+        FACTS, slots=job.spec.workers_per_node, memory_bytes=64 * 2**30,
+        gpus=(Gpu("H100", 80 * 2**30),) * gpus,
+    )  # fmt: skip
+    plan, launched = make_plan(job, node), launched_on(job, [node] * job.spec.nodes.max)
+    if plan is None:
+        assert not launched
+    elif plan.num_nodes == job.spec.nodes.max:
+        fits_here = may_fit(job, plan.mesh, memory_on(job, [node]))
+        assert {one.membership.mesh for one in launched} == ({plan.mesh} if fits_here else set())
 
 
 def test_a_job_on_cpus_whose_states_exceed_the_main_memory_of_its_nodes_is_refused() -> None:

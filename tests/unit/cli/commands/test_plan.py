@@ -61,12 +61,17 @@ CONFIG = {
         (("--model", "llama3-8b"), ("--devices: got nothing with --model", "64xH100-80")),
         ((*MODEL, "--by", "luck"), ("--by: got luck", "tokens or price")),
         (
-            ("--model", "llama3-8b", "--devices", "8xH100-PCIe", "--by", "price"),
-            ("H100-PCIe has none", "--catalogue"),
+            ("--model", "llama3-8b", "--devices", "8xV100-32", "--by", "price"),
+            ("V100-32 has none", "--catalogue"),
         ),
         ((*MODEL, "--network", "infiniband-401"), ("'infiniband-401'", "infiniband-400")),
         ((*MODEL, "--nodes", "2"), ("--nodes: got 2 with --model", "remove it")),
         ((*MODEL, "--device-memory", "80Gi"), ("--device-memory: got 80Gi with --model",)),
+        ((*MODEL, "--environment"), ("--environment: got it with --model", "remove it")),
+        (
+            ("--model", "gpt3-13b", "--devices", "8xH100-80", "--sequence", "4096"),
+            ("--sequence: got 4096 with gpt3-13b", "at most 2048, its position embedding's rows"),
+        ),
         (("--model", "absent/config.json", "--devices", "8xH100"), ("--model: got absent",)),
         ((), ("neither a job nor --model", "holdfast plan job.yaml")),
     ],
@@ -294,6 +299,36 @@ def test_a_job_on_named_devices_is_timed(write: Write, holdfast: Holdfast) -> No
     result = holdfast("plan", file, "--devices", "8xH100-80", "--devices", "8xH200")
     assert result.code == 2
     assert "2 kinds with a job" in result.err
+
+
+def test_a_job_is_ranked_beside_the_strategies_of_its_devices(
+    write: Write, holdfast: Holdfast
+) -> None:
+    full = "  parallelism: {shard: world, activationCheckpointing: {mode: full}}\n"
+    file = write(SEVENTY.replace("nodes: {max: 1}", "nodes: {max: 8}") + full)
+    devices = ("--devices", "64xH100-80")
+    made = json.loads(holdfast("plan", file, *devices, "--json").out)["strategies"]
+    of_job = made["alternatives"][made["of_job"]]
+    assert (of_job["strategy"], of_job["mesh"]["shard"]) == ("FSDP", 64)
+    rates = [one["tokens_per_s"] for one in made["alternatives"]]
+    assert made["of_job"] > 0 and rates[0] > of_job["tokens_per_s"]
+    assert "slower: " in of_job["why"]
+    assert "DDP" in {one["strategy"] for one in made["lost"]}
+    text = holdfast("plan", file, *devices).out
+    assert "Strategies that fit, best first" in text and "FSDP, this job" in text
+    cheapest = json.loads(holdfast("plan", file, *devices, "--by", "price", "--json").out)
+    prices = [one["dollars_per_billion_tokens"] for one in cheapest["strategies"]["alternatives"]]
+    assert prices[0] <= min(prices) * 1.1
+    assert "dearer per token" in cheapest["strategies"]["alternatives"][1]["why"]
+
+
+def test_a_job_is_not_ranked_by_a_price_that_is_not_known(write: Write, holdfast: Holdfast) -> None:
+    result = holdfast("plan", write(SEVENTY), "--by", "price")
+    assert result.code == 2
+    assert "--by: got price of devices not known; expected devices with a price" in result.err
+    result = holdfast("plan", write(SEVENTY), "--devices", "8xV100-32", "--by", "price")
+    assert result.code == 2
+    assert "--by: got price, and V100-32 has none" in result.err
 
 
 OFFLOADED = """
