@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.orchestrator.api.v1alpha1 import Pretrain, TrainingJob
 from holdfast.orchestrator.protocol.mesh import Mesh
@@ -155,6 +156,7 @@ def trainer_on_fakes(
     modes = [
         FakeTensorMode(allow_non_fake_inputs=True),
         _numbers(),
+        _AllUsed(),
         *([tracker] if tracker else []),
     ]
     with (
@@ -227,6 +229,17 @@ def _numbers() -> Iterator[None]:
         mock.patch.object(tensors, "compute_local_shape_and_global_offset", shape_and_offset),
     ):
         yield
+
+
+class _AllUsed(TorchDispatchMode):
+    """DDP reads after a step which parameters some rank has used: in the recipe all."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.int32:
+            return 1
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -143,15 +143,36 @@ def _edges(work: Workload, layout: ParallelLayout, tokens: int) -> Iterator[Term
     def formula(per: int) -> str:
         return f"{per} x {rows:,} tokens x V {vocabulary:,}{f' / {tensor}' if whole else ''}"
 
-    if not chunk:
+    if chunk:
+        yield from _in_chunks(work, tokens, rows, tensor, formula)
+    else:
         yield Term("logits", "logits", width * share, FORWARD, lambda: formula(width), source)
-    per = 16 if whole else 12
-    if layout.mesh.pipeline > 1 and layout.schedule == "gpipe" and not chunk:
-        per += 4 * (layout.num_micro_batches - 1)
-    yield Term("logits", "logits and their float32 gradients", per * share, LOSS,
-               lambda: formula(per), source)  # fmt: skip
+        per = 16 if whole else 12
+        if layout.mesh.pipeline > 1 and layout.schedule == "gpipe":
+            per += 4 * (layout.num_micro_batches - 1)
+        yield Term("logits", "logits and their float32 gradients", per * share, LOSS,
+                   lambda: formula(per), source)  # fmt: skip
     yield Term("logits", "gradient of the logits", width * share, BACKWARD_BEGINS,
                lambda: formula(width), source)  # fmt: skip
+
+
+def _in_chunks(
+    work: Workload, tokens: int, rows: int, tensor: int, formula: Callable[[int], str]
+) -> Iterator[Term]:
+    """A chunk's logits and their logarithms, in forward and again in backward of the head, which
+    the loss is part of: there with the sum of the head's gradient, and that of the chunk."""
+    model, width, source = work.model, work.width, "torch.utils.checkpoint, by trace"
+    vocabulary, sums = model.vocab_size / tensor, 2 if tokens > rows else 1
+    yield Term("logits", "logits of a chunk", 8 * rows * vocabulary, FORWARD | LOSS,
+               lambda: formula(8), source)  # fmt: skip
+    yield Term(
+        "logits", "the head's gradient, summed over the chunks",
+        sums * width * model.dim * vocabulary, LOSS, lambda: f"{sums} x {width} D V", source,
+    )  # fmt: skip
+    yield Term(
+        "activations", "gradient of the head's input", width * model.dim * tokens, LOSS,
+        lambda: f"{width} D x {tokens:,} tokens", source,
+    )  # fmt: skip
 
 
 def _keys_of_others(work: Workload, layout: ParallelLayout, tokens: int) -> Term:

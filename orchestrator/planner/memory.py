@@ -309,6 +309,12 @@ def _transients(work: Workload, layout: ParallelLayout, by: str) -> Iterator[Ter
         "transients", "gathered blocks", forward * largest, FORWARD,
         lambda: f"{forward} x the largest group ({largest * tensor:,.0f}){by}", _FSDP2,
     )  # fmt: skip
+    if layout.chunk_tokens and not kept:  # the loss in chunks is computed by the head
+        size = width * (head + max(1, ahead) * block)
+        yield Term(
+            "transients", "the head, and gathered blocks", size, LOSS,
+            lambda: f"{width} x (the head + {max(1, ahead)} x a block){by}", _FSDP2,
+        )  # fmt: skip
     gathered = 0 if kept else width * (1 + max(1, ahead))
     matrix = work.model.dim * work.model.ffn_dim / tensor
     yield Term(

@@ -13,6 +13,8 @@ TINY = {**SMALL, "numLayers": 2, "numKvHeads": 4}
 BROAD = {**TINY, "dim": 1024, "numHeads": 16}
 """Norms, which the planner divides over a tensor axis although its ranks have them whole, are less
 than a thousandth of it."""
+WORDS = {**TINY, "vocabSize": 32000}
+"""The head, and the sums of its gradient over the chunks of the loss, are most of it."""
 AC = {"activationCheckpointing": {"mode": "full"}}
 
 JOBS = (
@@ -28,6 +30,18 @@ JOBS = (
     case("PP", "PP", Mesh(pipeline=2), TINY, length=512, passes=4),
     case("3-D", "PP, FSDP and TP", Mesh(pipeline=2, shard=2, tensor=2), BROAD, passes=2),
     case("AC", "AC full", Mesh(shard=8), SMALL, length=512, **AC),
+    case("loss", "FSDP, chunks", Mesh(shard=8), WORDS, length=512, chunk=128),
+    case("loss", "DDP, chunks", Mesh(replicate=4), WORDS, length=512, chunk=128),
+    case(
+        "loss",
+        "CPU, chunks",
+        Mesh(shard=4),
+        WORDS,
+        length=512,
+        chunk=128,
+        dtype=FP32,
+        on_gpu=False,
+    ),
     case("offload", "offload", Mesh(shard=8), TINY, length=256, offload="cpu"),
 )
 

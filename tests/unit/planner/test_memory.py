@@ -43,13 +43,17 @@ def test_sharded_gradients_do_not_exist_beside_all_activations() -> None:
 
 
 def test_chunks_bound_the_memory_of_logits() -> None:
-    def logits(loss: dict[str, int]) -> float:
+    def logits(loss: dict[str, int], what: str = "logits and their float32 gradients") -> float:
         job = make_job(recipe={"loss": loss, "globalBatch": 64})
-        return device_rows(job, Mesh(replicate=2, shard=2))["logits and their float32 gradients"][2]
+        return device_rows(job, Mesh(replicate=2, shard=2))[what].num_bytes
 
     assert logits({}) == 12 * 256 * 16 * 128
-    assert logits({"chunkTokens": 100}) == 12 * 256 * 100
-    assert logits({"chunkTokens": 10**6}) == logits({})
+    chunks = {"chunkTokens": 100}
+    assert logits(chunks, "logits of a chunk") == 8 * 256 * 100
+    # Of the float32 head of 256 x 256 the sum so far, and that of a chunk.
+    assert logits(chunks, "the head's gradient, summed over the chunks") == 2 * 4 * 256 * 256
+    # One chunk with all tokens: its logits are computed again in backward all the same.
+    assert logits({"chunkTokens": 10**6}, "logits of a chunk") == 8 * 256 * 16 * 128
 
 
 def test_model_states_are_16_bytes_per_parameter_over_the_shard_group_only() -> None:
