@@ -1,9 +1,9 @@
 """Quiesce: all ranks stage the same step before a planned interruption, so that no step is lost.
 
 Only needed where workers do not stage every step anyway. The agents are asked for one step, a
-little ahead of where the ranks are. It is requested once: the memory tier keeps the two newest
-steps of each node, so the last step that is complete over all nodes stays there even if a node
-misses this one. Training goes on meanwhile; recovery.py stops the generation afterwards.
+little ahead of where the ranks are. If a rank was past it already, a later one is requested once, if
+there is time: the memory tier keeps the newest step that is complete over all nodes. Training
+goes on meanwhile; recovery.py stops the generation afterwards.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ SLACK_S = 5.0
 """The next step may be slower than the last one, and the copy takes time as well."""
 SHARE = 1 / 3
 """The share of a leaving node's remaining time that may be spent on waiting."""
+SECOND_MARGIN_S = 12.0
+"""Of the second request, after a rank was past the first step: reports come late where the CPUs are
+busy. There is no third one, as the interruption waits."""
 AT_ONCE: tuple[Purpose, ...] = ("failure", "finish", "new-code")
 """Interruptions that wait for no step. Who has edited the code waits for it, so the steps since the
 last one that was staged are trained again."""
 
 
-def step_ahead(state: JobState) -> int:
+def step_ahead(state: JobState, margin_s: float = MARGIN_S) -> int:
     """A step that no rank will have finished when a request that names it arrives."""
-    return state.step + 2 + (int(MARGIN_S / state.step_s) if state.step_s > 0 else 0)
+    return state.step + 2 + (int(margin_s / state.step_s) if state.step_s > 0 else 0)
 
 
 def last_step(state: JobState, grace_s: float) -> int:
@@ -56,6 +59,10 @@ def prepare(ctx: StepContext, cause: Cause) -> None:
             ctx.arm("stage", pace_left_s(state))
         else:
             _request(ctx, cause.reason)
+    elif state.quiesce is not None and state.quiesce.missed:
+        state.quiesce.missed = False
+        if not state.quiesce.again and _all_members_confirmed(state):
+            _request(ctx, cause.reason, SECOND_MARGIN_S)
     if state.quiesce is not None:
         state.quiesce.requested_ns = ctx.now_ns
         room_s = _room_s(ctx)
@@ -92,16 +99,18 @@ def _pace_unknown(ctx: StepContext) -> bool:
     return left_s > 0 and (room_s is None or room_s > left_s)
 
 
-def _request(ctx: StepContext, reason: Reason) -> None:
-    state = ctx.state
-    step = step_ahead(state)
+def _request(ctx: StepContext, reason: Reason, margin_s: float = MARGIN_S) -> None:
+    state, before = ctx.state, ctx.state.quiesce
+    step = step_ahead(state, margin_s)
+    if before is not None:
+        step = max(step, before.step + 1)
     wait_s = (step - state.step) * state.step_s
     room_s = _room_s(ctx)
     if room_s is not None and room_s < wait_s:
         return
     why = Reason(reason.code, f"{reason.text}; step {step} is staged first")
     waiting = {name: ctx.emit(StageStep, why, node=name, step=step) for name in state.members}
-    state.quiesce = Quiesce(step, waiting, ctx.now_ns)
+    state.quiesce = Quiesce(step, waiting, ctx.now_ns, again=before is not None)
     ctx.arm("stage", SLACK_S + 1.5 * wait_s)
     ctx.move(state.phase, why.code, why.text)
 
@@ -115,7 +124,8 @@ def _room_s(ctx: StepContext) -> float | None:
 
 
 def answered(ctx: StepContext, action: StageStep, problem: str = "") -> None:
-    """A node has staged the step, or cannot: then there is no reason to wait for the others."""
+    """A node has staged the step, or cannot: then there is no reason to wait for the others, and
+    `prepare` may request another one."""
     quiesce = ctx.state.quiesce
     if quiesce is None or quiesce.waiting.get(action.node) != action.action_id:
         return
@@ -123,6 +133,7 @@ def answered(ctx: StepContext, action: StageStep, problem: str = "") -> None:
     if problem:
         ctx.note(f"step {action.step} was not staged by all: {action.node}: {problem}")
         stop_waiting(ctx)
+        quiesce.missed = True
 
 
 def stop_waiting(ctx: StepContext) -> None:

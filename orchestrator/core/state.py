@@ -115,6 +115,10 @@ class Quiesce(Struct):
     """Node -> action id of its StageStep."""
     requested_ns: int = field(name="wanted_ns")
     """When the interruption was last requested."""
+    again: bool = False
+    """Another step was asked for before."""
+    missed: bool = False
+    """A node could not stage this one."""
 
 
 class StagingInterval(Struct, frozen=True):

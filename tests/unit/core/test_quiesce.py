@@ -23,7 +23,13 @@ from holdfast.orchestrator.core.events import (
     Tick,
 )
 from holdfast.orchestrator.core.provisioning import REQUEST_RETRY_S
-from holdfast.orchestrator.core.quiesce import PACE_S, SLACK_S, pace_left_s, step_ahead
+from holdfast.orchestrator.core.quiesce import (
+    PACE_S,
+    SECOND_MARGIN_S,
+    SLACK_S,
+    pace_left_s,
+    step_ahead,
+)
 
 from .harness import Transcript, facts, spec
 
@@ -123,13 +129,36 @@ def test_a_leaving_node_without_time_to_learn_the_step_time_is_stopped_at_once()
     assert len(job.of(StopGroup)) == 2 and not job.of(StageStep)
 
 
-def test_a_node_that_cannot_stage_the_step_ends_the_wait() -> None:
+@pytest.mark.parametrize("purpose", ["resize", "suspend", "cancel"])
+def test_a_step_that_a_rank_was_past_is_followed_by_one_further_ahead(purpose: str) -> None:
+    job = trained()
+    ask(job, purpose)
+    first, order = job.of(StageStep)
+    job.fail(order, "rank 2 was past step 36")
+    assert not job.of(StopGroup)
+    assert "b: rank 2 was past step 36" in job.state.notes[-1][1]
+    step = step_ahead(job.state, SECOND_MARGIN_S)
+    again = job.of(StageStep)
+    assert [(one.node, one.step) for one in again] == [("a", step), ("b", step)]
+    job.apply(ActionSucceeded(action_id=first.action_id))
+    assert job.state.quiesce is not None and len(job.state.quiesce.waiting) == 2
+    job.succeed(StageStep)
+    assert len(job.of(StopGroup)) == 2
+
+
+def test_a_node_that_cannot_stage_the_second_step_either_ends_the_wait() -> None:
     job = trained()
     ask(job, "resize")
-    order = job.of(StageStep)[1]
-    job.fail(order, "rank 2 was past step 36")
-    assert len(job.of(StopGroup)) == 2
-    assert "b: rank 2 was past step 36" in job.state.notes[-1][1]
+    job.fail(job.of(StageStep)[1], "rank 2 was past step 36")
+    job.fail(job.of(StageStep)[1], "rank 2 was past step 56")
+    assert len(job.of(StopGroup)) == 2 and len(job.all(StageStep)) == 4
+
+
+def test_a_second_step_is_not_awaited_by_a_node_that_leaves_before() -> None:
+    job = trained(nodes={"min": 2, "max": 2, "spares": 1})
+    job.apply(PreemptionNoticed(node="b", detail="got SIGTERM", grace_s=25.0))
+    job.fail(job.of(StageStep)[1], "rank 2 was past step 36")
+    assert len(job.of(StopGroup)) == 2 and len(job.all(StageStep)) == 2
 
 
 def test_a_node_that_does_not_answer_is_awaited_for_a_limited_time() -> None:
@@ -247,9 +276,11 @@ def test_a_new_controller_requests_a_step_when_all_members_have_reconnected() ->
     assert len(job.of(StopGroup)) == 2
 
 
-def test_a_request_lost_with_its_connection_ends_the_wait() -> None:
+def test_a_request_lost_with_its_connection_is_repeated_once() -> None:
     job = trained()
     ask(job, "resize")
+    job.apply(ActionUnknown(action_id=job.of(StageStep)[0].action_id))
+    assert not job.of(StopGroup)
     job.apply(ActionUnknown(action_id=job.of(StageStep)[0].action_id))
     assert len(job.of(StopGroup)) == 2
 
@@ -318,7 +349,8 @@ def test_an_answer_to_an_earlier_request_does_not_count() -> None:
     assert len(job.of(StageStep)) == 2
     job.apply(ActionSucceeded(action_id=old.action_id))
     assert job.state.quiesce is not None and len(job.state.quiesce.waiting) == 2
-    job.fail(job.all(StageStep)[-1], "past it")
+    for _request in range(2):
+        job.fail(job.all(StageStep)[-1], "past it")
     assert len(job.of(StopGroup)) == 2
 
 

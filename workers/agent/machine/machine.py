@@ -445,10 +445,13 @@ class AgentMachine:
         if group is None or group.stop is not None:
             detail = f"generation {message.generation} does not run here"
             return [stage_result(message.action_id, detail)] if message.action_id else []
+        replaced = group.stage_request if message.action_id else None
         if message.action_id:
             group.stage_request = message
         request = worker_protocol.StageAt(step=message.step, hold=message.hold)
-        return [commands.ToRank(group.generation, w.seat.rank, request) for w in group.alive]
+        out = [commands.ToRank(group.generation, w.seat.rank, request) for w in group.alive]
+        again = f"step {message.step} was requested after it"
+        return [stage_result(replaced.action_id, again), *out] if replaced else [*out]
 
     def _stage_every(self, group: Generation | None, message: m.StageEvery) -> list[Command]:
         """Have all workers stage every Nth step from a step that is ahead of them."""

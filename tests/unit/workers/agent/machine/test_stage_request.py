@@ -104,3 +104,14 @@ def test_a_request_without_answer_leaves_the_answer_of_another_one_pending(
     assert answers(harness.stage(12)) == [(9, True, "")]
     assert not answers(harness.stage(14))
     assert not answers(harness.receive(m.Stage(action_id=0, generation=2, step=14)))
+
+
+def test_a_second_request_answers_the_first_and_both_steps_are_staged(
+    harness: AgentHarness,
+) -> None:
+    harness.receive(REQUEST)
+    out = harness.receive(m.Stage(action_id=11, generation=1, step=14, hold=True))
+    assert answers(out) == [(9, False, "step 14 was requested after it")]
+    assert [one.message.step for one in of(commands.ToRank, out)] == [14, 14]
+    assert not answers(harness.stage(12))
+    assert answers(harness.stage(14)) == [(11, True, "")]
