@@ -20,7 +20,7 @@ from holdfast.orchestrator.api.v1alpha1.parallelism import ActivationCheckpointi
 from holdfast.orchestrator.catalogue.load import load_catalogue
 from holdfast.orchestrator.catalogue.types import Architecture
 from holdfast.orchestrator.planner import step_time as timing
-from holdfast.orchestrator.planner.memory import device_bytes
+from holdfast.orchestrator.planner.memory import USABLE, device_bytes
 from holdfast.orchestrator.planner.model import count_parameters
 from holdfast.orchestrator.planner.workload import ParallelLayout, Workload
 from holdfast.orchestrator.protocol.mesh import Mesh
@@ -346,6 +346,8 @@ context. TorchTitan states the peak of what the allocator reserved, with fragmen
 and without the context. Predicted / published is {low:.2f} to {high:.2f}, in the middle
 {middle:.2f}. The rows of H200 are above 1: their loss is compiled and keeps less than the recipe's.
 No row was corrected by a share; {near} of {stated} are within {close:.0%}.
+{below} are below {usable:.0%} of what was reserved. That is more than a device must have: the
+allocator gives cached blocks back before it runs out.
 """
 _NOT_FITTED = """
 ## Not fitted
@@ -371,6 +373,8 @@ def page(found: list[Compared]) -> str:
             near=sum(abs(ratio - 1) <= WITHIN_MEMORY for ratio in ratios),
             stated=len(ratios),
             close=WITHIN_MEMORY,
+            below=sum(ratio < USABLE for ratio in ratios),
+            usable=USABLE,
         ),
         *_table(found),
         _NOT_FITTED,

@@ -176,6 +176,13 @@ def page(rows: list[Row], alone: list[plan_processor_time.Step], about: dict[str
         f"Within their bound: {within[0]} of {len(rows)} cold, {within[1]} of {len(rows)} "
         f"calibrated.",
     ]
+    if min(within) < len(rows):
+        lines += [
+            "",
+            "The others are mostly too low:",
+            "[a profile of the step](../../docs/user/plan.md#where-a-figure-comes-from) shows what",
+            "the formulas do not have.",
+        ]
     quiet = 0.5
     cores = len(os.sched_getaffinity(0))
     if any(row.load > cores + quiet for row in rows):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ..protocol.host_memory import RESERVE
 from ..protocol.mesh import Mesh
-from .activations import activation_terms, in_flight
+from .activations import activation_terms, in_flight, layer_bytes, rank_tokens
 from .model import Counts, block_matrices, factor_rank
 from .terms import (
     ALWAYS,
@@ -278,6 +278,14 @@ def _gathered(work: Workload, layout: ParallelLayout, part: StageEnds) -> Iterat
         again = layout.num_micro_batches > in_flight(layout, part)
         when = during if again else BACKWARD_ENDS
         yield Term("gradients", "whole gradients", 4 * total, when, lambda: whole, _FSDP2)
+        if not again:
+            # They appear while the activations of the block are freed.
+            freed = layer_bytes(work, layout) * rank_tokens(work, layout)
+            first = max(0.0, 4 * work.counts.layer / mesh.tensor - freed)
+            yield Term(
+                "gradients", "gradients of a block beyond its activations", first, BACKWARD_BEGINS,
+                lambda: f"4 x a block ({work.counts.layer:,}){by} - its activations", _FSDP2,
+            )  # fmt: skip
         return
     until_backward = FORWARD | LOSS | BACKWARD_BEGINS  # each block frees its parameters there
     if keep is False:
