@@ -1,8 +1,8 @@
 """Quiesce: all ranks stage the same step before a planned interruption, so that no step is lost.
 
 Only needed where workers do not stage every step anyway. The agents are asked for one step, a
-little ahead of where the ranks are. If a rank was past it already, a later one is requested once, if
-there is time: the memory tier keeps the newest step that is complete over all nodes. Training
+little ahead of where the ranks are. If a rank was past it already, a later one is requested once,
+if there is time: the memory tier keeps the newest step that is complete over all nodes. Training
 goes on meanwhile; recovery.py stops the generation afterwards.
 """
 

@@ -95,9 +95,14 @@ def _verdict(work: Workload, best: Ranked | None, found: list[tuple[Cluster, Fou
         f"{USABLE * cluster.devices * cluster.memory_bytes / 2**30:,.0f}"
     )
     fewest = min_devices(work, cluster)
-    if fewest is not None:
-        text += f"; the fewest on which it fits: {fewest}"
-    return text
+    if fewest is None:
+        return text
+    text += f"; the fewest on which it fits: {fewest}"
+    if not search(work, cluster._replace(devices=fewest)).ranked[0].layout.offload:
+        return text
+    in_devices = min_devices(work, cluster._replace(host_bytes=0))
+    without = f", {in_devices} without" if in_devices is not None else ""
+    return f"{text} with offload to main memory{without}"
 
 
 # -- the job that launches it -------------------------------------------------------------------

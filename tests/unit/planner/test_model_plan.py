@@ -102,8 +102,13 @@ def test_nothing_that_fits_has_a_verdict_with_the_fewest_devices() -> None:
     assert plan.chosen is None and plan.estimate is None and plan.spec is None
     assert plan.alternatives == () and plan.lost
     assert plan.verdict.startswith("does not fit: ")
-    fewest = int(plan.verdict.rsplit(" ", 1)[1])
-    assert search(workload("llama3-405b"), cluster(fewest)).ranked
+    _, _, fewest = plan.verdict.partition("; the fewest on which it fits: ")
+    offloaded, _, without = fewest.partition(" with offload to main memory, ")
+    work = workload("llama3-405b")
+    assert all(one.layout.offload for one in search(work, cluster(int(offloaded))).ranked)
+    alone = cluster(int(without.removesuffix(" without")))._replace(host_bytes=0)
+    assert search(work, alone).ranked
+    assert not search(work, alone._replace(devices=int(offloaded))).ranked
 
 
 def test_the_price_of_tokens_is_that_of_the_devices_and_the_step() -> None:
