@@ -177,7 +177,7 @@ def test_only_a_job_on_this_machine_is_measured(
 def test_a_model_without_a_job_is_not_measured(holdfast: Holdfast) -> None:
     result = holdfast("plan", "--model", "llama3-8b", "--devices", "8xH100-80", "--calibrate")
     assert result.code == 2
-    assert "--calibrate: got True with --model" in result.err
+    assert "--calibrate: got it with --model" in result.err
 
 
 def test_a_script_is_not_measured(write: Write, holdfast: Holdfast) -> None:
