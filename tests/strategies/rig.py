@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from holdfast.orchestrator.runtime.observe.view import JobView
+from holdfast.workers.agent.pool import preload
 from tests.e2e.local.local_rig import Job
 from tests.e2e.ports import free_port
 
@@ -139,7 +140,7 @@ def of_ranks(place: Path, words: Sequence[str], world_size: int, **variables: st
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        environment |= {"MASTER_PORT": str(port), **variables}
+        environment |= {"MASTER_PORT": str(port), **preload.SINGLE_THREADED, **variables}
         with (place / f"rank-{rank}.log").open("w") as log:
             ranks.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))
     try:
