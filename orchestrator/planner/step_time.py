@@ -12,6 +12,7 @@ Hockney 1994; bubbles: Narayanan et al. 2021, section 2.2, and Qi et al. 2023.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -290,8 +291,10 @@ def transfer(row: Collective, layout: ParallelLayout, hardware: Hardware) -> flo
     A ring enters and leaves each node once, and NCCL makes as many rings as the node has devices
     with a network port in the group; so K members on a node share K ports.
     """
-    stride, _size = span(row, layout)
+    stride, size = span(row, layout)
     together = max(1, min(row.ranks, layout.workers_per_node // stride))
+    if size < layout.workers_per_node:  # where it does not divide a node, some groups are on two
+        together = max(1, math.gcd(size, layout.workers_per_node) // stride)
     nodes = -(-row.ranks // together)
     local, network = hardware.node_link, hardware.network
     bandwidth, hops = local.bandwidth, (row.ranks - nodes) * local.latency
@@ -335,8 +338,9 @@ def span(row: Collective, layout: ParallelLayout) -> tuple[int, int]:
 
 
 def crosses_nodes(row: Collective, layout: ParallelLayout) -> bool:
+    """Whether any of its groups does."""
     _stride, size = span(row, layout)
-    return size > layout.workers_per_node
+    return layout.workers_per_node % size != 0
 
 
 def _beside(

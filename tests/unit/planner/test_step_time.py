@@ -17,6 +17,7 @@ from holdfast.orchestrator.planner.step_time import (
     EFFICIENCY,
     Hardware,
     StepTime,
+    crosses_nodes,
     mfu,
     peak_flops,
     span,
@@ -280,6 +281,19 @@ def test_a_ring_over_nodes_uses_a_port_for_each_of_its_ranks_on_a_node() -> None
     # Behind a tensor axis of 8 each ring has one rank on a node, and one port.
     alone = transfer(_ring(("shard",), 4), layout(Mesh(shard=4, tensor=8)), on)
     assert alone == pytest.approx(46e9 / 46e9 + 3 * 8e-6)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "workers", "crosses"), [(2, 4, False), (4, 2, True), (2, 3, True), (4, 6, True)]
+)
+def test_a_tensor_axis_that_does_not_divide_a_node_waits_for_the_network(
+    tensor: int, workers: int, crosses: bool
+) -> None:
+    row = _ring(("tensor",), tensor)
+    on_nodes = replace(layout(Mesh(tensor=tensor, replicate=6)), workers_per_node=workers)
+    assert crosses_nodes(row, on_nodes) is crosses
+    within = transfer(row, layout(Mesh(tensor=tensor, replicate=6)), hardware())
+    assert (transfer(row, on_nodes, hardware()) > within) is crosses
 
 
 def test_a_shared_port_is_divided_by_the_rings_of_a_node() -> None:
