@@ -32,21 +32,17 @@ def test_the_ring_of_gpus_computes_what_one_gpu_computes(tmp_path: Path) -> None
         assert got == pytest.approx(expected, rel=2e-2), "bfloat16"
 
 
-def test_a_loop_on_a_tensor_axis_computes_what_one_process_computes(tmp_path: Path) -> None:
-    words = (sys.executable, str(TENSOR_LOOP))
+@pytest.mark.parametrize(
+    ("loop", "ranks", "axis"), [(TENSOR_LOOP, 4, "TENSOR"), (PIPELINE_LOOP, 2, "PIPELINE")]
+)
+def test_a_loop_on_an_axis_computes_what_one_process_computes(
+    tmp_path: Path, loop: Path, ranks: int, axis: str
+) -> None:
+    words = (sys.executable, str(loop))
     one = numbers_in(of_ranks(tmp_path, words, 1, **ON_CPUS))
-    four = numbers_in(of_ranks(tmp_path, words, 4, TENSOR="2", **ON_CPUS))
+    many = numbers_in(of_ranks(tmp_path, words, ranks, **{axis: "2"}, **ON_CPUS))
     assert len(one) == 5
-    for got, expected in zip(four, one, strict=True):
-        assert got == pytest.approx(expected, rel=DIGITS)
-
-
-def test_a_loop_on_a_pipeline_axis_computes_what_one_process_computes(tmp_path: Path) -> None:
-    words = (sys.executable, str(PIPELINE_LOOP))
-    one = numbers_in(of_ranks(tmp_path, words, 1, **ON_CPUS))
-    two = numbers_in(of_ranks(tmp_path, words, 2, PIPELINE="2", **ON_CPUS))
-    assert len(one) == 5
-    for got, expected in zip(two, one, strict=True):
+    for got, expected in zip(many, one, strict=True):
         assert got == pytest.approx(expected, rel=DIGITS)
 
 
