@@ -59,10 +59,8 @@ def prepare(ctx: StepContext, cause: Cause) -> None:
             ctx.arm("stage", pace_left_s(state))
         else:
             _request(ctx, cause.reason)
-    elif state.quiesce is not None and state.quiesce.missed:
-        state.quiesce.missed = False
-        if not state.quiesce.again and _all_members_confirmed(state):
-            _request(ctx, cause.reason, SECOND_MARGIN_S)
+    elif state.quiesce is not None and state.quiesce.missed and not state.quiesce.again:
+        _request(ctx, cause.reason, SECOND_MARGIN_S)
     if state.quiesce is not None:
         state.quiesce.requested_ns = ctx.now_ns
         room_s = _room_s(ctx)

@@ -146,6 +146,15 @@ def test_a_step_that_a_rank_was_past_is_followed_by_one_further_ahead(purpose: s
     assert len(job.of(StopGroup)) == 2
 
 
+def test_a_second_step_lies_behind_the_first_also_if_steps_have_become_slow() -> None:
+    job = trained()
+    ask(job, "resize")
+    order = job.of(StageStep)[1]
+    job.state.step_s = 12.0
+    job.fail(order, "rank 2 was past step 42")
+    assert {one.step for one in job.of(StageStep)} == {order.step + 1}
+
+
 def test_a_node_that_cannot_stage_the_second_step_either_ends_the_wait() -> None:
     job = trained()
     ask(job, "resize")
