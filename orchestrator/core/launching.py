@@ -241,7 +241,6 @@ def _fill_incident(
     if incident is None or incident.generation_after is not None:
         return
     restore, counted_by = membership.restore, ctx.state.counted_by
-    own = counted_by in ("script", "posted", "collectives")
     # One rank alone may need no collective.
     alone = counted_by == "collectives" and membership.world_size == 1
     incident.shows_progress = bool(counted_by) and not alone
@@ -249,7 +248,7 @@ def _fill_incident(
     incident.generation_after = membership.generation
     incident.world_size_after = membership.world_size
     incident.launched_ns = ctx.now_ns
-    if restore is None and own:
+    if restore is None and ctx.state.keeps_own_checkpoints:
         return  # the script restores a checkpoint of its own
     incident.resumed_after_step = restore.step if restore else -1
     incident.restored_from = _tier(restore) if restore else "nothing"

@@ -1,9 +1,10 @@
 """Quiesce: all ranks stage the same step before a planned interruption, so that no step is lost.
 
-Only needed where workers do not stage every step anyway. The agents are asked for one step, a
-little ahead of where the ranks are. If a rank was past it already, a later one is requested once,
-if there is time: the memory tier keeps the newest step that is complete over all nodes. Training
-goes on meanwhile; recovery.py stops the generation afterwards.
+Only needed where workers do not stage every step anyway, and only of use where they stage: a script
+that keeps its own checkpoints learns from the stop itself after which step it has to save. The
+agents are asked for one step, a little ahead of where the ranks are. If a rank was past it already,
+a later one is requested once, if there is time: the memory tier keeps the newest step that is
+complete over all nodes. Training goes on meanwhile; recovery.py stops the generation afterwards.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def awaited(ctx: StepContext, purpose: Purpose) -> bool:
 
 
 def _useful(state: JobState, purpose: Purpose) -> bool:
-    every_step = state.stage_every_steps <= 1
-    return purpose not in AT_ONCE and state.first_step_done and not every_step
+    staged = state.stage_every_steps <= 1 or state.keeps_own_checkpoints
+    return purpose not in AT_ONCE and state.first_step_done and not staged
 
 
 def _all_members_confirmed(state: JobState) -> bool:

@@ -469,6 +469,11 @@ class JobState(Struct):
         return memory_on(self.job, (node.facts for node in self.nodes.values()))
 
     @property
+    def keeps_own_checkpoints(self) -> bool:
+        """The script does, or nothing is known of its steps: Holdfast stages and restores none."""
+        return self.counted_by in ("script", "posted", "collectives")
+
+    @property
     def incident(self) -> IncidentRecord | None:
         """The interruption that is not over yet."""
         if self.incidents and self.incidents[-1].first_step_ns is None:

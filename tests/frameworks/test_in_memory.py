@@ -41,11 +41,10 @@ def losses(log: StepLog) -> list[tuple[int, float | None]]:
     return [(line.step, line.loss) for line in log.lines()]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("script", "name"), SCRIPTS.items(), ids=SCRIPTS)
 def test_a_killed_worker_costs_no_step_and_changes_no_loss(
-    script: str, start: Start, tmp_path: Path
+    script: str, name: str, start: Start, tmp_path: Path
 ) -> None:
-    name = SCRIPTS[script]
     framework = replace(by_name(name), script=script)
     fields = IN_MEMORY | {"parallelism": {"shard": "world" if script in SHARDED else 1}}
     job, log = start(framework, save_every=RARELY, **fields)
