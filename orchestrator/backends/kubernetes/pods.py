@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,10 @@ from holdfast.orchestrator.errors import Problem, UserError
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.names import Owner
 from holdfast.orchestrator.kube.strategic_merge import merge
+from holdfast.orchestrator.protocol.environment import CACHE_VARIABLE
+
+from . import shared_volumes
+from .shared_volumes import SharedVolume
 
 RUN_AS = 65532
 """The user `nonroot` of common base images; a restricted pod may not run as root."""
@@ -64,6 +67,8 @@ class PodSettings:
     paths of jobs with its own credentials (hosts/kubernetes/storage_access.py)."""
     user_credentials: bool = True
     """Jobs may use other stores with credentials of their own."""
+    cache_volume: Mapping[str, Any] = field(default_factory=dict)
+    """A volume source: each pod keeps what compilers produce in the directory of its namespace."""
 
 
 def pod_document(
@@ -82,14 +87,21 @@ def pod_document(
     Raises UserError for a template that leaves no container, or that mounts checkpoints of other
     jobs."""
     blamed = blamed or {}
-    mount = checkpoint_mount(settings, checkpoint_path(job, settings, known_path))
+    volumes = (
+        shared_volumes.checkpoints(
+            settings.checkpoint_volume,
+            settings.checkpoint_root,
+            checkpoint_path(job, settings, known_path),
+        ),
+        shared_volumes.compile_cache(settings.cache_volume, owner.namespace),
+    )
     ours: dict[str, Any] = {
         "metadata": {"labels": dict(job.metadata.labels), "annotations": {}},
-        "spec": _spec(job, owner, settings, mount),
+        "spec": _spec(job, owner, settings, [one for one in volumes if one.mount]),
     }
     pod: dict[str, Any] = merge(ours, job.spec.kubernetes.pod_template)
     _add_requests(pod["spec"], settings.requests, job.spec.workers_per_node)
-    _check_checkpoint_volume(pod["spec"], settings, mount)
+    shared_volumes.check(pod["spec"], volumes)
     metadata = pod["metadata"]
     metadata["name"], metadata["namespace"] = node, owner.namespace
     metadata.pop("generateName", None)
@@ -143,7 +155,7 @@ def _arguments(job: TrainingJob, owner: Owner, settings: PodSettings, node: str)
 
 
 def _spec(
-    job: TrainingJob, owner: Owner, settings: PodSettings, mount: dict[str, Any]
+    job: TrainingJob, owner: Owner, settings: PodSettings, shared: Sequence[SharedVolume]
 ) -> dict[str, Any]:
     wanted = job.spec.kubernetes
     spec: dict[str, Any] = {
@@ -160,8 +172,8 @@ def _spec(
             "fsGroup": RUN_AS,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "containers": [_worker(job, settings, mount)],
-        "volumes": _volumes(job, owner, settings if mount else PodSettings(settings.endpoint)),
+        "containers": [_worker(job, settings, shared)],
+        "volumes": _volumes(job, owner, shared),
     }
     if wanted.service_account_name is not None:
         spec["serviceAccountName"] = wanted.service_account_name
@@ -173,13 +185,10 @@ def _spec(
     return spec
 
 
-def _worker(job: TrainingJob, settings: PodSettings, mount: dict[str, Any]) -> dict[str, Any]:
-    mounts = [
-        {"name": "agents", "mountPath": SECRETS, "readOnly": True},
-        {"name": "shm", "mountPath": "/dev/shm"},
-    ]
-    if mount:
-        mounts.append(mount)
+def _worker(
+    job: TrainingJob, settings: PodSettings, shared: Sequence[SharedVolume]
+) -> dict[str, Any]:
+    has_cache = any(one.name == shared_volumes.CACHE for one in shared)
     container: dict[str, Any] = {
         "name": names.CONTAINER,
         "image": job.spec.image or settings.image,
@@ -191,6 +200,7 @@ def _worker(job: TrainingJob, settings: PodSettings, mount: dict[str, Any]) -> d
             # The image need not have a passwd entry or a home directory for its user.
             {"name": "HOME", "value": "/tmp"},
             {"name": "USER", "value": "holdfast"},
+            *([{"name": CACHE_VARIABLE, "value": shared_volumes.CACHE_DIRECTORY}] * has_cache),
         ],
         "resources": _resources(job),
         "securityContext": {
@@ -198,7 +208,11 @@ def _worker(job: TrainingJob, settings: PodSettings, mount: dict[str, Any]) -> d
             "capabilities": {"drop": ["ALL"]},
             "runAsNonRoot": True,
         },
-        "volumeMounts": mounts,
+        "volumeMounts": [
+            {"name": "agents", "mountPath": SECRETS, "readOnly": True},
+            {"name": "shm", "mountPath": "/dev/shm"},
+            *(dict(one.mount) for one in shared),
+        ],
         # The last log lines of a failed agent become the pod's status.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
@@ -244,20 +258,18 @@ def _times(name: str, amount: str, count: int) -> str:
     return f"{math.ceil(total * 1000)}m" if name == "cpu" else str(math.ceil(total))
 
 
-def _volumes(job: TrainingJob, owner: Owner, settings: PodSettings) -> list[dict[str, Any]]:
+def _volumes(
+    job: TrainingJob, owner: Owner, shared: Sequence[SharedVolume]
+) -> list[dict[str, Any]]:
     memory: dict[str, Any] = {"medium": "Memory"}
     if job.spec.kubernetes.shared_memory is not None:
         memory["sizeLimit"] = str(math.ceil(job.spec.kubernetes.shared_memory))
     secret = {"secretName": names.secret_name(owner.name), "defaultMode": 0o440}
-    volumes = [{"name": "agents", "secret": secret}, {"name": "shm", "emptyDir": memory}]
-    if settings.checkpoint_volume:
-        volumes.append({"name": CHECKPOINTS, **settings.checkpoint_volume})
-    return volumes
-
-
-# -- the checkpoint volume -------------------------------------------------------------------------
-CHECKPOINTS = "checkpoints"
-"""The volume of checkpoints in a pod."""
+    return [
+        {"name": "agents", "secret": secret},
+        {"name": "shm", "emptyDir": memory},
+        *(one.document for one in shared),
+    ]
 
 
 def checkpoint_path(job: TrainingJob, settings: PodSettings, known_path: str = "") -> str:
@@ -267,59 +279,6 @@ def checkpoint_path(job: TrainingJob, settings: PodSettings, known_path: str = "
         return job.spec.checkpoint.path
     root = settings.checkpoint_root.rstrip("/")
     return known_path or "/".join([root, job.metadata.namespace, job.name])
-
-
-def checkpoint_mount(settings: PodSettings, path: str) -> dict[str, Any]:
-    """The mount of the job's own directory of the volume, at the path where the operator has it;
-    empty: its checkpoints are elsewhere. The operator creates the directory before the pods."""
-    root = posixpath.normpath(settings.checkpoint_root)
-    if not settings.checkpoint_volume or not path.startswith("/"):
-        return {}
-    inside = posixpath.relpath(path, root)
-    if inside.split("/")[0] == "..":
-        return {}
-    mount = {"name": CHECKPOINTS, "mountPath": posixpath.normpath(path)}
-    return mount if inside == "." else {**mount, "subPath": inside}
-
-
-def _check_checkpoint_volume(
-    spec: dict[str, Any], settings: PodSettings, mount: dict[str, Any]
-) -> None:
-    """The template must not reach the directories of other jobs. Raises UserError."""
-    if not settings.checkpoint_volume:
-        return
-    field = "spec.kubernetes.podTemplate.spec"
-    for volume in spec.get("volumes") or ():
-        source = {name: value for name, value in volume.items() if name != "name"}
-        ours = volume.get("name") == CHECKPOINTS and bool(mount)
-        if (ours and source != settings.checkpoint_volume) or (
-            not ours and _same_volume(source, settings.checkpoint_volume)
-        ):
-            expected = "a volume of your own: this one holds the checkpoints of other jobs too"
-            got = f"{volume.get('name')} with {json.dumps(source)}"
-            raise UserError(str(Problem(f"{field}.volumes", got, expected, "use another claim")))
-    for kind in ("containers", "initContainers", "ephemeralContainers"):
-        for container in spec.get(kind) or ():
-            for one in container.get("volumeMounts") or ():
-                where = (one.get("subPath", ""), one.get("subPathExpr", ""))
-                if mount and one.get("name") == CHECKPOINTS and where != (
-                    mount.get("subPath", ""), ""
-                ):  # fmt: skip
-                    got = f"{CHECKPOINTS} with the subPath {where[1] or where[0] or 'nothing'}"
-                    expected = f"the directory of this job ({mount.get('subPath', '')})"
-                    problem = Problem(f"{field}.{kind}.volumeMounts", got, expected)
-                    raise UserError(str(problem))
-
-
-def _same_volume(source: Mapping[str, Any], volume: Mapping[str, Any]) -> bool:
-    """Whatever the fields that only say how it is mounted, such as readOnly."""
-    for kind, ours in volume.items():
-        theirs = source.get(kind)
-        if isinstance(theirs, dict) and isinstance(ours, dict):
-            names = set(ours) - {"readOnly"}
-            if all(theirs.get(name) == ours[name] for name in names):
-                return True
-    return False
 
 
 def _affinity(job: TrainingJob, owner: Owner) -> dict[str, Any]:

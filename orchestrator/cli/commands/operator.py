@@ -68,6 +68,14 @@ VolumeOption = Annotated[
         help="Volume source that every pod mounts at --checkpoint-root, if that is a directory.",
     ),
 ]
+CacheOption = Annotated[
+    str,
+    typer.Option(
+        "--cache-volume",
+        metavar="JSON",
+        help="Volume source where pods keep what compilers produce, apart for each namespace.",
+    ),
+]
 PrefixesOption = Annotated[
     str,
     typer.Option(
@@ -140,6 +148,7 @@ def operator(
     checkpoint_volume: VolumeOption = "",
     checkpoint_prefixes: PrefixesOption = "",
     user_credentials: CredentialsOption = True,
+    cache_volume: CacheOption = "",
     lease_namespace: LeaseNamespaceOption = "",
     lease_name: LeaseNameOption = "holdfast-operator",
     lease_s: LeaseOption = 10.0,
@@ -172,10 +181,11 @@ def operator(
         image=worker_image,
         image_pull_policy=image_pull_policy,
         requests=_requests(worker_requests),
-        checkpoint_volume=_volume(checkpoint_volume, checkpoint_root),
+        checkpoint_volume=_checkpoint_volume(checkpoint_volume, checkpoint_root),
         checkpoint_root=checkpoint_root,
         checkpoint_prefixes=_prefixes(checkpoint_prefixes),
         user_credentials=user_credentials,
+        cache_volume=_volume("--cache-volume", cache_volume),
     )
     process = run.OperatorProcess(
         identity=identity or _unique_identity(),
@@ -250,20 +260,23 @@ def _requests(text: str) -> dict[str, str]:
     return {name: str(amount) for name, amount in found.items()}
 
 
-def _volume(text: str, root: str) -> dict[str, Any]:
+def _checkpoint_volume(text: str, root: str) -> dict[str, Any]:
     """Raises UserError."""
-    if not text:
-        return {}
-    if not root.startswith("/"):
+    if text and not root.startswith("/"):
         mounted = "an absolute directory, where --checkpoint-volume is mounted"
         raise UserError(str(Problem("--checkpoint-root", root or "nothing", mounted)))
-    expected = 'JSON such as {"persistentVolumeClaim": {"claimName": "checkpoints"}}'
+    return _volume("--checkpoint-volume", text)
+
+
+def _volume(option: str, text: str) -> dict[str, Any]:
+    """A volume source; empty without a text. Raises UserError."""
+    if not text:
+        return {}
+    expected = 'JSON such as {"persistentVolumeClaim": {"claimName": "shared"}}'
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise UserError(
-            str(Problem("--checkpoint-volume", f"{text} ({error})", expected))
-        ) from None
+        raise UserError(str(Problem(option, f"{text} ({error})", expected))) from None
     if not isinstance(found, dict):
-        raise UserError(str(Problem("--checkpoint-volume", text, expected)))
+        raise UserError(str(Problem(option, text, expected)))
     return found

@@ -156,6 +156,16 @@ def test_the_operator_gets_further_volumes_a_startup_probe_and_a_priority_class(
     assert "PriorityClass" not in kinds(chosen)
 
 
+def test_a_volume_for_what_is_compiled_reaches_the_operators_command_line(chart: Helm) -> None:
+    volume = {"persistentVolumeClaim": {"claimName": "cache"}}
+    documents = rendered(chart, "--set-json", f"worker.cacheVolume={json.dumps(volume)}")
+    (deployment,) = [d for d in documents if d["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    (option,) = [one for one in container["args"] if one.startswith("--cache-volume=")]
+    assert json.loads(option.partition("=")[2]) == volume
+    assert all(one["name"] != "compile-cache" for one in container["volumeMounts"])
+
+
 def test_monitoring_resources_are_optional(chart: Helm) -> None:
     foreign = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
     assert not foreign & kinds(rendered(chart))

@@ -11,13 +11,11 @@ from .local_rig import Job, spec
 
 COMPILERS = ("g++", "clang++", "c++")
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(
-        not any(map(shutil.which, COMPILERS)),
-        reason=f"torch.compile on a CPU needs a C++ compiler: one of {', '.join(COMPILERS)}",
-    ),
-]
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, COMPILERS)),
+    reason=f"torch.compile on a CPU needs a C++ compiler: one of {', '.join(COMPILERS)}",
+)
+pytestmark = [pytest.mark.e2e, needs_compiler]
 
 KINDS = ("fxgraph", "aotautograd")
 """Directories of inductor's cache with an entry for each graph that was compiled."""

@@ -10,13 +10,14 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 
 from holdfast.orchestrator.protocol import cgroup
-from holdfast.orchestrator.protocol.environment import VISIBLE_DEVICES, chosen_cache
+from holdfast.orchestrator.protocol.environment import CACHE_VARIABLE, VISIBLE_DEVICES, chosen_cache
 from holdfast.orchestrator.protocol.facts import Gpu, NetworkInterface, NodeFacts
 from holdfast.orchestrator.protocol.hardware import (
     cpus,
@@ -51,8 +52,23 @@ def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str)
         failure_domain=failure_domain,
         torch_version=_torch_version(),
         pid=os.getpid(),
-        cache_directory=chosen_cache(os.environ),
+        cache_directory=cache_directory(),
     )
+
+
+def cache_directory() -> str:
+    """Where compilers keep what they produce; empty: where they do by themselves."""
+    chosen = chosen_cache(os.environ)
+    if not chosen:
+        return ""
+    try:
+        Path(chosen).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=chosen):
+            return chosen
+    except OSError as error:
+        got = f"{CACHE_VARIABLE}: {chosen} cannot be written ({error.strerror})"
+        print(f"{got}; what compilers produce is kept where they do by default", file=sys.stderr)
+        return ""
 
 
 def available_bytes() -> int:

@@ -87,8 +87,10 @@ def _lines(packages: PythonPackages, work: Path) -> list[str]:
 
 
 def _key(lines: list[str], work: Path) -> str:
-    """Names an environment. One with paths belongs to the directory that they begin in."""
-    parts = [sys.version, sys.prefix, *lines]
+    """Names an environment: of one Python with its packages, since images that share a cache may
+    have others. One with paths belongs to the directory that they begin in."""
+    here = {f"{one.name}=={one.version}" for one in importlib.metadata.distributions()}
+    parts = [sys.version, sys.prefix, *sorted(here), *lines]
     if any(_LOCAL.search(line.strip()) for line in lines):
         parts.append(str(work))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -1,5 +1,6 @@
 """The chart on a cluster with nodes: `helm install` under the restricted pod security standard
-starts operators, which train a job and survive the end of the leader.
+starts operators, which train a job and survive the end of the leader. What its pods compile is kept
+for those that replace them.
 
 On a separate cluster, because this operator watches all namespaces.
 """
@@ -26,11 +27,13 @@ from tests.e2e.kubernetes.rig.run import Run
 from tests.e2e.kubernetes.rig.waiting import until
 from tests.e2e.kubernetes.rig.workloads import shared_storage
 from tests.e2e.kubernetes.test_chart import Helm
+from tests.e2e.local.test_compile import KINDS, entries, needs_compiler
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 JOBS = "jobs"
 CLAIM = "checkpoints"
+CACHE_CLAIM = "compile-cache"
 RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
 OPERATOR = "app.kubernetes.io/component=operator"
 
@@ -41,6 +44,8 @@ class Installed:
 
     cluster: Cluster
     helm: Helm
+    cache: Path
+    """What this machine sees of `worker.cacheVolume`."""
 
     @property
     def system(self) -> Kubectl:
@@ -70,19 +75,24 @@ def installed(
         for namespace in (render.NAMESPACE, JOBS):
             kubectl.run("create", "namespace", namespace)
             kubectl.run("label", "namespace", namespace, RESTRICTED)
-            storage = shared_storage(f"{CLAIM}-{namespace}", run.directory / CLAIM, CLAIM)
-            kubectl.inside(namespace).apply(*storage)
+            for claim in (CLAIM, CACHE_CLAIM):
+                storage = shared_storage(f"{claim}-{namespace}", run.directory / claim, claim)
+                kubectl.inside(namespace).apply(*storage)
         kubeconfig = cluster.control_plane.kubeconfig
         helm = Helm(node_binaries.path("helm"), tmp_path_factory.mktemp("helm"), kubeconfig)
         helm.run(*install(Path("/checkpoints")))
-        yield Installed(cluster, helm)
+        yield Installed(cluster, helm, run.directory / CACHE_CLAIM)
 
 
 def install(root: Path) -> tuple[str, ...]:
-    volume = json.dumps({"persistentVolumeClaim": {"claimName": CLAIM}})
+    volume, cache = (
+        json.dumps({"persistentVolumeClaim": {"claimName": claim}})
+        for claim in (CLAIM, CACHE_CLAIM)
+    )
     return (
         *("install", "holdfast", str(render.CHART), "--namespace", render.NAMESPACE),
         *("--set", f"checkpoints.root={root}", "--set-json", f"checkpoints.volume={volume}"),
+        *("--set-json", f"worker.cacheVolume={cache}"),
         *("--wait", "--timeout", "100s"),
     )
 
@@ -115,6 +125,30 @@ def test_a_job_survives_its_operator_and_the_other_one_takes_over(installed: Ins
     after = job.wait_steps(3)
     assert after["generation"] == before["generation"], job.report()
     assert job.incidents_after(before) == []
+    job.delete()
+
+
+@needs_compiler
+def test_a_pod_that_replaces_another_one_compiles_nothing_again(installed: Installed) -> None:
+    document = example("compiled", ENDLESS, nodes={"min": 1, "max": 1}, workersPerNode=1)
+    document["spec"]["entrypoint"]["recipe"]["config"]["compile"] = True
+    document["spec"]["parallelism"] = {"shard": 1}
+    job = Job(installed.jobs, document)
+    job.wait_running(1)
+    before = job.wait_steps(3)
+    cache = installed.cache / JOBS / "inductor"
+    compiled = entries(cache)
+    assert {name.split("/")[0] for name in compiled} == set(KINDS), job.report()
+    (pod,) = job.pods()
+    installed.jobs.run("delete", "pod", pod["metadata"]["name"], "--grace-period=0", "--force")
+    job.wait(
+        lambda s: s.get("generation", 0) > before["generation"] and s.get("state") == "running",
+        "to run on another pod",
+    )
+    job.wait_steps(3)
+    (other,) = job.pods()
+    assert other["metadata"]["uid"] != pod["metadata"]["uid"]
+    assert entries(cache) == compiled
     job.delete()
 
 

@@ -264,6 +264,44 @@ def test_a_template_that_reaches_the_checkpoints_of_other_jobs_is_refused(
         pod(settings=WITH_VOLUME, kubernetes={"podTemplate": {"spec": spec}})
 
 
+CACHE = {"persistentVolumeClaim": {"claimName": "cache"}}
+WITH_CACHE = PodSettings("e:1", "i", cache_volume=CACHE)
+
+
+def test_pods_keep_what_compilers_produce_in_the_directory_of_their_namespace() -> None:
+    document = pod(settings=WITH_CACHE)
+    assert {"name": "compile-cache", **CACHE} in document["spec"]["volumes"]
+    (mount,) = [one for one in worker(document)["volumeMounts"] if one["name"] == "compile-cache"]
+    directory = mount["mountPath"]
+    namespace = document["metadata"]["namespace"]
+    assert mount == {"name": "compile-cache", "mountPath": directory, "subPath": namespace}
+    assert {"name": "HOLDFAST_CACHE_DIR", "value": directory} in worker(document)["env"]
+
+
+def test_a_job_may_keep_what_is_compiled_elsewhere() -> None:
+    mine = {"name": "worker", "env": [{"name": "HOLDFAST_CACHE_DIR", "value": "/mine"}]}
+    template = {"podTemplate": {"spec": {"containers": [mine]}}}
+    found = worker(pod(settings=WITH_CACHE, kubernetes=template))["env"]
+    chosen = [one["value"] for one in found if one["name"] == "HOLDFAST_CACHE_DIR"]
+    assert chosen == ["/mine"]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"containers": [{"name": "worker", "volumeMounts": [
+            {"name": "compile-cache", "mountPath": "/x", "subPath": "team-b"}]}]},
+        {"volumes": [{"name": "again", **CACHE}]},
+    ],
+    ids=["other-namespace", "same-claim"],
+)  # fmt: skip
+def test_a_template_that_reaches_what_other_namespaces_compile_is_refused(
+    spec: dict[str, Any],
+) -> None:
+    with pytest.raises(UserError, match=r"spec.kubernetes.podTemplate.spec.\w+.*got .*expected"):
+        pod(settings=WITH_CACHE, kubernetes={"podTemplate": {"spec": spec}})
+
+
 WITH_REQUESTS = PodSettings("e:1", "i", requests={"cpu": "250m", "memory": "512Mi"})
 
 

@@ -63,3 +63,18 @@ def test_a_bridge_with_the_address_of_the_node_is_its_way_out() -> None:
     names = [nic.name for nic in inventory.nics("10.0.8.1")]
     assert names == ["br0", "ens5", "ens6"]
     assert inventory.interface_of("10.0.8.1") == "br0"
+
+
+def test_a_cache_that_cannot_be_written_is_named_and_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOLDFAST_CACHE_DIR", str(tmp_path / "new" / "cache"))
+    assert inventory.cache_directory() == str(tmp_path / "new" / "cache")
+    assert (tmp_path / "new" / "cache").is_dir()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOLDFAST_CACHE_DIR", str(tmp_path / "file"))
+    assert inventory.cache_directory() == ""
+    assert f"HOLDFAST_CACHE_DIR: {tmp_path / 'file'} cannot be written" in capsys.readouterr().err
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+    assert inventory.cache_directory() == ""
+    assert capsys.readouterr().err == "", "the user's own choice needs no word"

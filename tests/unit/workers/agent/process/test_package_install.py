@@ -132,3 +132,17 @@ def test_a_forked_worker_gets_them_unless_one_takes_the_place_of_an_import(
     assert found[1].stdout.split() == ["False"], "msgspec is imported already"
     assert printed(other.directory, "import msgspec; print(msgspec.VERSION)") == "99.0"
     assert package_path.packages_of(other.directory).is_dir()
+
+
+def test_an_image_with_other_packages_has_another_environment(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images may share a cache; what is left out as provided is another thing in each."""
+    spec = job("hftiny==1.0")
+    first = package_install.ready(spec, str(work), tmp_path / "cache")
+    assert package_install.ready(spec, str(work), tmp_path / "cache").directory == first.directory
+    wheel(tmp_path / "made", "hfmore", "1.0")
+    with zipfile.ZipFile(next((tmp_path / "made").glob("*.whl"))) as file:
+        file.extractall(tmp_path / "more")
+    monkeypatch.syspath_prepend(str(tmp_path / "more"))
+    assert package_install.ready(spec, str(work), tmp_path / "cache").directory != first.directory
