@@ -174,7 +174,6 @@ def operator(
     from holdfast.orchestrator.hosts.kubernetes.reconciler import ReconcilerTiming
     from holdfast.orchestrator.protocol.messages import parse_endpoints
 
-    address, port = _address(listen)
     parse_endpoints(agent_endpoint, "--agent-endpoint")  # pods would refuse an invalid one
     pods = PodSettings(
         endpoint=agent_endpoint,
@@ -197,14 +196,15 @@ def operator(
         context=context,
     )
     run.log_to_stderr("json" if _is_json(log_format) else "text")
-    gangs = {"gang_wait_s": gang_wait_s, "gang_hold_s": gang_hold_s}
+    pod_timing = PodTiming(
+        gang_wait_s=gang_wait_s, gang_hold_s=gang_hold_s, provisioning_s=provisioning_s
+    )
     options = Options(
         pods,
-        namespaces=tuple(namespace or ()),
-        listen_address=address,
-        listen_port=port,
+        tuple(namespace or ()),
+        *_address(listen),
         timing=ReconcilerTiming(status_interval_s=status_interval_s),
-        pod_timing=PodTiming(**gangs, provisioning_s=provisioning_s),
+        pod_timing=pod_timing,
     )
     asyncio.run(run.run_operator(process, options))
 
