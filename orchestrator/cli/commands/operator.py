@@ -196,15 +196,13 @@ def operator(
         context=context,
     )
     run.log_to_stderr("json" if _is_json(log_format) else "text")
-    pod_timing = PodTiming(
-        gang_wait_s=gang_wait_s, gang_hold_s=gang_hold_s, provisioning_s=provisioning_s
-    )
+    gangs = {"gang_wait_s": gang_wait_s, "gang_hold_s": gang_hold_s}
     options = Options(
         pods,
         tuple(namespace or ()),
         *_address(listen),
         timing=ReconcilerTiming(status_interval_s=status_interval_s),
-        pod_timing=pod_timing,
+        pod_timing=PodTiming(**gangs, provisioning_s=provisioning_s),
     )
     asyncio.run(run.run_operator(process, options))
 
