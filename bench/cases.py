@@ -158,6 +158,12 @@ def cases() -> list[Case]:
     spare = lambda w: Holdfast(w, spares=1)  # noqa: E731
     shards = lambda w: Holdfast(w, engine="shards")  # noqa: E731
     shards_spare = lambda w: Holdfast(w, engine="shards", spares=1)  # noqa: E731
+    others = [
+        Case("store's node lost", "torchrun", plain, lose_store_node, 30, repeat=False),
+        Case("store's node lost", "Holdfast, spare", spare, lose_store_node, repeat=False),
+        Case("worker hangs", "torchrun", plain, hang_worker, 30, repeat=False),
+        Case("worker hangs", "Holdfast", ours, hang_worker),
+    ]
     return [
         Case("worker killed", "torchrun", plain, kill_worker),
         Case("worker killed", "Holdfast", ours, kill_worker),
@@ -183,12 +189,10 @@ def cases() -> list[Case]:
                 Case("worker killed", "Holdfast", ours, kill_worker),
                 Case("node lost, replaced", "torchrun tuned", tuned, lose_node),
                 Case("node lost, replaced", "Holdfast, spare", spare, lose_node),
+                *others,
             ]
         ),
-        Case("store's node lost", "torchrun", plain, lose_store_node, 30, repeat=False),
-        Case("store's node lost", "Holdfast, spare", spare, lose_store_node, repeat=False),
-        Case("worker hangs", "torchrun", plain, hang_worker, 30, repeat=False),
-        Case("worker hangs", "Holdfast", ours, hang_worker),
+        *others,
     ]
 
 
@@ -213,10 +217,13 @@ def run_without_fault(build: Callable[[Workload], Contestant], steps: int) -> Re
 UNDISTURBED: list[type[Torchrun] | type[Bare] | type[Holdfast]] = [Bare, Torchrun, Holdfast]
 
 
-def controller_killed() -> Result:
-    """SIGKILL of the controller, attached again 5 s later: the longest step gap of all ranks."""
+def controller_killed(full_shard: bool) -> Result:
+    """SIGKILL of the controller, attached again 15 steps later: the longest step gap of all
+    ranks."""
+    name = f"{FULL if full_shard else ''}controller killed"
     directory = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
-    contestant = Holdfast(Workload(directory))
+    workload = Workload(directory)
+    contestant = Holdfast(replace(workload, shard="world") if full_shard else workload)
     try:
         contestant.start()
         before = timeline.wait_for_step(contestant.workload.timeline, FAULT_STEP, 120)
@@ -229,7 +236,7 @@ def controller_killed() -> Result:
         incarnations = timeline.read(contestant.workload.timeline)
         gaps = timeline.step_seconds(incarnations[0], at, at + 30)
         note = "" if len(incarnations) == 1 else "training was restarted"
-        return Result("controller killed", "Holdfast", max(gaps), 0, None, typical, note)
+        return Result(name, "Holdfast", max(gaps), 0, None, typical, note)
     finally:
         contestant.stop()
         shutil.rmtree(directory, ignore_errors=True)

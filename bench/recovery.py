@@ -51,8 +51,9 @@ def plan(only: re.Pattern[str], first: bool) -> Iterable[Any]:
         # The launch of torchrun is seen in every other row.
         if only.search(f"undisturbed: {build.name}") and (first or build is not Torchrun):
             yield lambda build=build: cases.run_without_fault(build, 40)
-    if only.search("controller killed: Holdfast") and first:
-        yield cases.controller_killed
+    for prefix in ("", cases.FULL):
+        if only.search(f"{prefix}controller killed: Holdfast") and first:
+            yield lambda full=prefix == cases.FULL: cases.controller_killed(full)
 
 
 def describe(result: Result) -> str:
