@@ -13,9 +13,9 @@ LONG = (
     "tests/strategies/test_recipe.py",
     "tests/strategies/test_three_axes.py",
     "tests/strategies/test_variants.py",
-    # Forty faults, all copies of a shard on a node, a cache of compiled code, memory limits, a
-    # built wheel, files of the user's with our names; test_kill, test_hangs and test_hand_over
-    # have each kind of fault once.
+    # All copies of a shard on a node, a cache of compiled code, memory limits, a built wheel, files
+    # of the user's with our names; test_soak, test_kill, test_hangs and test_hand_over have each
+    # kind of fault.
     "tests/e2e/local/test_adopt.py",
     "tests/e2e/local/test_compile.py",
     "tests/e2e/local/test_hand_over.py::test_a_controller_that_returns_in_time",
@@ -23,7 +23,6 @@ LONG = (
     "tests/e2e/local/test_host_memory.py",
     "tests/e2e/local/test_large_spec.py",
     "tests/e2e/local/test_name_collision.py",
-    "tests/e2e/local/test_soak.py",
     "tests/e2e/local/test_twins.py",
     "tests/e2e/local/test_wheel.py",
     "tests/e2e/workers/test_shards.py",
