@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from holdfast.orchestrator.protocol.facts import NetworkInterface
+from holdfast.orchestrator.protocol.environment import CACHES
 from holdfast.workers.agent.linux import inventory
 
 
@@ -68,6 +69,8 @@ def test_a_bridge_with_the_address_of_the_node_is_its_way_out() -> None:
 def test_a_cache_that_cannot_be_written_is_named_and_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for name in CACHES:  # a test before this one may have imported torch._dynamo, which sets one
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOLDFAST_CACHE_DIR", str(tmp_path / "new" / "cache"))
     assert inventory.cache_directory() == str(tmp_path / "new" / "cache")
     assert (tmp_path / "new" / "cache").is_dir()
