@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from holdfast.orchestrator.protocol.facts import NetworkInterface
 from holdfast.orchestrator.protocol.environment import CACHES
+from holdfast.orchestrator.protocol.facts import NetworkInterface
 from holdfast.workers.agent.linux import inventory
 
 
