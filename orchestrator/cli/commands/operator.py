@@ -184,7 +184,7 @@ def operator(
         checkpoint_root=checkpoint_root,
         checkpoint_prefixes=_prefixes(checkpoint_prefixes),
         user_credentials=user_credentials,
-        cache_volume=_volume("--cache-volume", cache_volume),
+        cache_volume=_cache_volume(cache_volume, checkpoint_volume),
     )
     process = run.OperatorProcess(
         identity=identity or _unique_identity(),
@@ -264,6 +264,15 @@ def _checkpoint_volume(text: str, root: str) -> dict[str, Any]:
         mounted = "an absolute directory, where --checkpoint-volume is mounted"
         raise UserError(str(Problem("--checkpoint-root", root or "nothing", mounted)))
     return _volume("--checkpoint-volume", text)
+
+
+def _cache_volume(text: str, checkpoint_volume: str) -> dict[str, Any]:
+    """Raises UserError."""
+    found = _volume("--cache-volume", text)
+    if found and found == _volume("--checkpoint-volume", checkpoint_volume):
+        expected = "another volume than --checkpoint-volume: all jobs of a namespace write to it"
+        raise UserError(str(Problem("--cache-volume", text, expected, "use another claim")))
+    return found
 
 
 def _volume(option: str, text: str) -> dict[str, Any]:

@@ -84,3 +84,17 @@ def test_addresses_of_an_operator_are_checked_before_a_cluster_is_contacted(
     result = holdfast("operator", *(word for pair in options.items() for word in pair))
     assert result.code == 2
     assert f"{option}: got {value}; expected {expected}" in result.err
+
+
+def test_compiled_code_and_checkpoints_do_not_share_a_volume(
+    holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All jobs of a namespace write to the one, and no job may reach the other's."""
+    monkeypatch.setenv("KUBECONFIG", "/nowhere")
+    volume = json.dumps({"persistentVolumeClaim": {"claimName": "shared"}})
+    result = holdfast(
+        "operator", "--agent-endpoint", "host:7077", "--checkpoint-root", "/checkpoints",
+        "--checkpoint-volume", volume, "--cache-volume", volume,
+    )  # fmt: skip
+    assert result.code == 2
+    assert f"--cache-volume: got {volume}; expected another volume than" in result.err

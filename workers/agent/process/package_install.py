@@ -89,7 +89,9 @@ def _lines(packages: PythonPackages, work: Path) -> list[str]:
 def _key(lines: list[str], work: Path) -> str:
     """Names an environment: of one Python with its packages, since images that share a cache may
     have others. One with paths belongs to the directory that they begin in."""
-    here = {f"{one.name}=={one.version}" for one in importlib.metadata.distributions()}
+    # By the names of their directories, NAME-VERSION.dist-info: this is done in each recovery, and
+    # to read what they contain takes 0.1 s.
+    here = {path.name for place in sys.path for path in Path(place).glob("*-info")}
     parts = [sys.version, sys.prefix, *sorted(here), *lines]
     if any(_LOCAL.search(line.strip()) for line in lines):
         parts.append(str(work))
