@@ -128,7 +128,7 @@ def output_of(
     for number, job in enumerate(jobs):
         file = place / f"job-{number}.yaml"
         file.write_text(yaml.safe_dump(job))
-        words.append(f"{free_port()}={file}")
+        words.append(str(file))
     return of_ranks(place, words, world_size, **({} if on_gpus else ON_CPUS))
 
 
@@ -147,7 +147,8 @@ def of_ranks(place: Path, words: Sequence[str], world_size: int, **variables: st
         while any(process.poll() is None for process in ranks):
             failed = [rank for rank, process in enumerate(ranks) if process.returncode]
             logs = [(place / f"rank-{rank}.log").read_text()[-3000:] for rank in failed]
-            assert not failed, f"ranks {failed} failed, and the others wait for them:\n{logs[:1]}"
+            last = "".join(logs[:1]).strip().rpartition("\n")[2]
+            assert not failed, f"ranks {failed} failed: {last}\n{logs[:1]}"
             time.sleep(0.1)
     finally:
         for process in ranks:

@@ -1,5 +1,6 @@
-"""`python -m tests.strategies.several PORT=JOB.yaml ...`: one rank of several jobs, one after the
-other, without Holdfast.
+"""`python -m tests.strategies.several JOB.yaml ...`: one rank of several jobs, one after the other,
+without Holdfast. Rank 0 chooses the port of a job when the job begins: a port that was free minutes
+earlier may be another test's by then.
 
 Importing torch takes longer than such a job, so each job is a fork of a process that has. One
 process for all would keep what torch derives for one mesh, which is wrong for the next that is
@@ -11,25 +12,41 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+import time
+from pathlib import Path
 
 from holdfast.orchestrator.api.v1alpha1 import load_job
 from holdfast.workers.agent.linux import processes
 from holdfast.workers.agent.pool import preload
+from tests.e2e.ports import free_port
 
 from .rig import MARK
+
+
+def port_of(file: Path) -> str:
+    """The port of a job's store, which rank 0 tells the other ranks in a file."""
+    told = file.with_suffix(".port")
+    if os.environ["RANK"] == "0":
+        part = told.with_suffix(".part")
+        part.write_text(str(free_port()))
+        part.replace(told)
+    while not told.exists():  # whoever started the ranks ends those that wait for a failed one
+        time.sleep(0.01)
+    return told.read_text()
+
 
 faulthandler.enable()
 preload.preload()
 preload.import_all(("torch.distributed.pipelining", "torch.distributed.tensor.experimental"))
 parent = os.getpid()
 for argument in sys.argv[1:]:
-    port, file = argument.split("=", 1)
+    file = Path(argument)
     child = os.fork()
     if child == 0:
         processes.die_with(parent)
         from holdfast.workers.training.recipes.pretrain import main
 
-        os.environ["MASTER_PORT"] = port
+        os.environ["MASTER_PORT"] = port_of(file)
         job = load_job(file)
         print(MARK, job.name, flush=True)
         main(job)

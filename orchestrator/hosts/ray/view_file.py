@@ -19,7 +19,10 @@ from holdfast.orchestrator.runtime.control_api import view_body
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 SHARE = 0.01
-"""Of the time, at most, that goes into writing: the view of a large job has megabytes."""
+"""Of the controller's processor time, at most, that goes into writing: the view of a large job has
+megabytes."""
+MAX_PERIOD_S = 20.0
+"""Readers do not show a view that is older than a minute."""
 
 log = logging.getLogger("holdfast")
 
@@ -32,7 +35,7 @@ class ViewFile:
 
     def write(self, view: JobView) -> float:
         """Returns how long to wait until the next write. Raises nothing: the file is a copy."""
-        began = time.perf_counter()
+        began = time.thread_time()  # a disk that is busy is no reason to write later
         part = self._path.with_suffix(".part")
         try:
             part.write_text(
@@ -44,7 +47,8 @@ class ViewFile:
             if str(error) != self._problem:
                 self._problem = str(error)
                 log.warning("commands over http:// are slower: %s", error)
-        return max(self._period_s, (time.perf_counter() - began) / SHARE)
+        wait_s = (time.thread_time() - began) / SHARE
+        return min(max(self._period_s, wait_s), max(self._period_s, MAX_PERIOD_S))
 
     def remove(self) -> None:
         with suppress(OSError):

@@ -56,6 +56,10 @@ OLD_S = 60.0
 """A view that is older, by the clock of this machine, is not shown: its controller may be stuck,
 and would not answer a command in the cluster either."""
 
+NOT_YET = "the job's controller has published nothing yet"
+START_S = 3.0
+"""A controller that has just started has published nothing yet; a Ray job takes longer."""
+
 log = logging.getLogger("holdfast.ray")
 
 
@@ -72,26 +76,35 @@ class DashboardTarget:
         self._address, self._open, self._run_inside = address, open_api, run_inside
 
     def find(self, name: str) -> DashboardJob:
-        view, why = None, ""
+        found, why, give_up = None, "", time.monotonic() + START_S
         try:
             api = self._open(self._address)
-            view = self._view(api, name)
+            while (controller := api.controller(name)) is not None:
+                view, why = self._view(api, name, controller)
+                found = None if view is None else (view, controller)
+                if why != NOT_YET or time.monotonic() > give_up:
+                    break
+                time.sleep(POLL_S)
         except Exception as error:  # of Ray, of requests, of a file that another version wrote
             why = _failed(f"the state of job {name} cannot be read", error)
-        if view is None:
+        if found is None:
             self._inside(why)
-        return DashboardJob(api, *view, self._inside)
+        return DashboardJob(api, *found, self._inside)
 
-    def _view(self, api: StateApi, name: str) -> tuple[JobView, ControllerProcess] | None:
-        controller = api.controller(name)
-        if controller is None:
-            return None
+    def _view(
+        self, api: StateApi, name: str, controller: ControllerProcess
+    ) -> tuple[JobView | None, str]:
+        """(What the controller has published, why it is not shown)."""
         found = json.loads(api.log_file(controller.ray_node, names.view_file(name)))
-        if found["pid"] != controller.pid or not found.get("requests"):
-            return None  # of an earlier process, or of an earlier version
+        if found["pid"] != controller.pid:
+            return None, NOT_YET
+        if not found.get("requests"):
+            return None, f"the controller of job {name} is of an earlier version of Holdfast"
         view = msgspec.convert(found["view"], JobView)
-        is_old = abs(time.time() - view.now_ns / SECOND_NS) > OLD_S
-        return None if is_old else (view, controller)
+        old_s = abs(time.time() - view.now_ns / SECOND_NS)
+        if old_s > OLD_S:
+            return None, f"the published state of job {name} is {old_s:.0f} s old by this clock"
+        return view, ""
 
     def _inside(self, why: str = "") -> NoReturn:
         raise typer.Exit(self._run_inside(self._address, why))

@@ -20,10 +20,16 @@ from holdfast.orchestrator.backends.ray.state_api import ControllerProcess
 from holdfast.orchestrator.cli.client import RequestRefused
 from holdfast.orchestrator.cli.targets.base import LogSelector, Response
 from holdfast.orchestrator.cli.targets.ray import dashboard
-from holdfast.orchestrator.cli.targets.ray.dashboard import OLD_S, DashboardTarget, can_look
+from holdfast.orchestrator.cli.targets.ray.dashboard import (
+    NOT_YET,
+    OLD_S,
+    DashboardTarget,
+    can_look,
+)
 from holdfast.orchestrator.core.events import CancelRequested, JobSubmitted
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.hosts.ray.gcs_journal import KvJournal
+from holdfast.orchestrator.hosts.ray.host import RayHostTiming
 from holdfast.orchestrator.hosts.ray.uploaded_requests import UploadedRequests
 from holdfast.orchestrator.hosts.ray.view_file import ViewFile
 from holdfast.orchestrator.runtime.observe.view import JobView
@@ -245,9 +251,25 @@ def test_in_doubt_the_command_runs_in_the_cluster(tmp_path: Path, case: str) -> 
     with pytest.raises(typer.Exit) as ended:
         target(tmp_path, of_actor, ran).find("a")
     assert ran[0] == ADDRESS and ended.value.exit_code == 3
-    failed = case == "no file"
-    assert len(ran) == 1 + failed
-    assert not failed or ran[1].startswith("the state of job a cannot be read through the dash")
+    why = {
+        "no file": "the state of job a cannot be read through the dashboard (",
+        "another process": NOT_YET,
+        "no view": "the controller of job a is of an earlier version of Holdfast",
+        "old": "the published state of job a is 12",
+    }
+    assert len(ran) == 1 + (case in why)
+    assert case not in why or ran[1].startswith(why[case])
+
+
+def test_the_first_view_of_a_controller_is_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, ran = published(tmp_path), list[str]()
+    file = tmp_path / names.view_file("a")
+    of_now = file.read_text()
+    file.write_text(json.dumps(json.loads(of_now) | {"pid": os.getpid() + 1}))  # the one before
+    monkeypatch.setattr(time, "sleep", lambda seconds: file.write_text(of_now))
+    assert target(tmp_path, os.getpid(), ran).find("a").view() == view and not ran
 
 
 def test_a_loss_that_is_no_number_is_published(tmp_path: Path) -> None:
@@ -271,3 +293,13 @@ def test_a_full_disk_does_not_disturb_the_controller(tmp_path: Path) -> None:
     file = ViewFile(tmp_path / "missing", "a", 2.0)
     assert file.write(JobView(name="a")) >= 2.0
     file.remove()
+
+
+def test_a_view_of_any_size_is_written_before_readers_call_it_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([0.0, 0.1, 0.0, 5.0])
+    monkeypatch.setattr(time, "thread_time", lambda: next(times))
+    file = ViewFile(tmp_path, "a", 2.0)
+    assert file.write(JobView(name="a")) == pytest.approx(10.0)
+    assert file.write(JobView(name="a")) + RayHostTiming().view_refresh_s < OLD_S
