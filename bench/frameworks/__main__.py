@@ -7,26 +7,30 @@ measured again take the place of the older ones; the page is made from all of th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from bench import conditions
-from tests.frameworks.catalogue import FRAMEWORKS, Framework, by_name
+from tests.frameworks.catalogue import FRAMEWORKS, TORCHTITAN, Framework, by_name
 
 from . import table
 from .faults import FAULTS, SAVE, Measured, causes, measure
-from .sides import SIDES, Side
+from .sides import SIDES, InMemory, Preloaded, Side
 
+EVERY = (*FRAMEWORKS, TORCHTITAN)
+PACKAGES = ("transformers", "accelerate", "trl", "peft", "lightning", "deepspeed", "torchtitan")
 OUT = Path(__file__).parents[1] / "results" / "frameworks"
 
 
 def main() -> None:
-    names = [one.name for one in FRAMEWORKS]
+    names = [one.name for one in EVERY]
     sides = {side.name: side for side in SIDES}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", choices=names, default=names)
@@ -61,12 +65,14 @@ def after_each_fault(
     """The results so far: a bench that is ended keeps them."""
     measured = Measured(
         framework=framework.name,
-        conditions={**conditions.describe(), "load": table.load()},
+        conditions={**conditions.describe(), "load": table.load(), "versions": versions()},
         workers=options.workers, save_every=options.save_every, pace_s=options.pace,
         results=[], accounts=[],
     )  # fmt: skip
     for side in sides:
-        if side.name == "Holdfast, preload" and not framework.preload:
+        if (side is Preloaded and not framework.preload) or (
+            side is InMemory and not framework.memory
+        ):
             continue
 
         def build(side: type[Side] = side) -> Side:
@@ -83,6 +89,9 @@ def write(out: Path, measured: Measured) -> None:
     """The results, with those of other frameworks, sides and faults, and the page."""
     known = read(out)
     same = [one for one in known if one.framework == measured.framework]
+    settings = (measured.workers, measured.save_every, measured.pace_s)
+    if any((one.workers, one.save_every, one.pace_s) != settings for one in known):
+        raise SystemExit(f"{out}.json has results with other settings: give another --out")
     new = {(one.side, one.fault) for one in measured.results}
     sides = {one.side for one in measured.accounts}
     merged = msgspec.structs.replace(
@@ -99,6 +108,15 @@ def write(out: Path, measured: Measured) -> None:
     write_page(out)
 
 
+def versions() -> str:
+    """Of the packages that are in this environment."""
+    found = []
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{package} {version(package)}")
+    return ", ".join(found)
+
+
 def read(out: Path) -> list[Measured]:
     file = out.with_suffix(".json")
     return msgspec.json.decode(file.read_bytes(), type=list[Measured]) if file.exists() else []
@@ -109,7 +127,11 @@ def write_page(out: Path) -> None:
     facts = dict(every[-1].conditions)
     facts["date"] = ", ".join(f"{one.framework} {one.conditions['date']}" for one in every)
     facts["load"] = ", ".join(f"{one.framework} {one.conditions['load']}" for one in every)
-    facts["commits"] = ", ".join(sorted({one.conditions["commit"] for one in every}))
+    of_results = [r for one in every for r in one.results]
+    facts["commits"] = ", ".join(sorted({one.commit for one in of_results}))
+    facts["versions"] = ", ".join(
+        dict.fromkeys(part for one in every for part in one.conditions["versions"].split(", "))
+    )
     del facts["commit"]
     facts |= {f"remark on {one.framework}": one.remark for one in every if one.remark}
     results = list(_flat(one.results for one in every))
@@ -123,7 +145,7 @@ def _flat(parts: Any) -> Iterator[Any]:
 
 
 def _place(name: str) -> int:
-    return [one.name for one in FRAMEWORKS].index(name)
+    return [one.name for one in EVERY].index(name)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from tests.frameworks.step_log import (
 from .sides import Side, UnderHoldfast
 
 START_BOUND_S = 300.0
-HANG_BOUND_S = 40.0
+HANG_BOUND_S = 100.0
+"""More than a hang of a script may take that reports nothing."""
 CLOSED_S = 30.0
 """Until an incident is over for Holdfast: a framework that posts its steps does so every 5 s."""
 SAVE_BOUND_S = 120.0
@@ -62,6 +63,9 @@ class Result(msgspec.Struct, kw_only=True):
     """From the first step of a launch to the fault, at least."""
     at: str = ""
     """When the fault was caused, in UTC."""
+    bound_s: float = 0.0
+    """How long the next step was waited for."""
+    commit: str = ""
 
 
 class Account(msgspec.Struct, kw_only=True):
@@ -131,7 +135,14 @@ class Run:
             return lines[-1].pid not in known
 
         self.side.log.until(gone_on, bound_s)
-        return self.side.log.recovery(before, fault, 1.0)
+        found = self.side.log.recovery(before, fault, 1.0)
+        if found.late_steps:
+            raise Missed(f"{found.late_steps} steps were trained after the fault")
+        return found
+
+
+class Missed(Exception):
+    """The fault did not happen to the launch that trained."""
 
 
 Cause = Callable[[Run, list[Line]], float]
@@ -162,7 +173,16 @@ def hang(run: Run, _: list[Line]) -> float:
     return time.time()
 
 
+def stuck(run: Run, _: list[Line]) -> float:
+    """One rank waits in its own code, outside of a collective."""
+    Path(f"{run.side.log.path}.stuck-{run.side.workers()[1]}").touch()
+    return time.time()
+
+
 def let_go_on(run: Run) -> None:
+    """A rank that `hang` or `stuck` keeps."""
+    for file in run.side.place.glob(f"{run.side.log.path.name}.stuck-*"):
+        file.unlink()
     with contextlib.suppress(KeyError, psutil.NoSuchProcess):
         psutil.Process(run.side.workers()[1]).send_signal(signal.SIGCONT)
 
@@ -194,8 +214,10 @@ class KillInSave:
                 raise TimeoutError(f"no save began in {place} within {SAVE_BOUND_S:g} s")
             time.sleep(0.001)
         time.sleep(delay_s)
-        with contextlib.suppress(ProcessLookupError):  # a launch in between
+        try:
             os.kill(victim, signal.SIGKILL)
+        except ProcessLookupError:
+            raise Missed("a launch ended between the look for the victim and the kill") from None
         return time.time()
 
 
@@ -210,13 +232,20 @@ def _entries(place: Path) -> dict[str, int]:
 
 
 SHRINK = "node killed, shrink"
+STUCK = "stuck rank"
+HANGS = ("hang", STUCK)
+SUSPEND = "suspend, resume"
+NO_STEP = "no step within {:g} s"
+NOT_COUNTED = "not counted: "
+"""Notes of results."""
 FAULTS: dict[str, Cause] = {
     "worker killed": kill_worker,
     "node killed, replaced": replace_node,
     SHRINK: shrink,
     "grow": grow,
     "hang": hang,
-    "suspend, resume": suspend,
+    STUCK: stuck,
+    SUSPEND: suspend,
 }
 SAVE = "killed in a save"
 
@@ -238,7 +267,7 @@ def measure(
             if run is None:
                 run = Run(build(), bound_s, settled_s)
                 run.side.start()
-            result, ok = _one(run, fault, cause)
+            result, ok = _one(run, fault, cause, measured.conditions["commit"])
             measured.results.append(result)
             print(_line(result), flush=True)
             yield
@@ -263,13 +292,18 @@ def causes(faults: list[str], kill_points: int) -> list[tuple[str, Cause]]:
     return [(one, FAULTS[one]) for one in FAULTS if one in faults] + several
 
 
-def _one(run: Run, fault: str, cause: Cause) -> tuple[Result, bool]:
+def _one(run: Run, fault: str, cause: Cause, commit: str) -> tuple[Result, bool]:
     """The result, and whether the job can be used for another fault."""
     side = run.side
     result = Result(
-        framework=side.framework.name, side=side.name, fault=fault, settled_s=run.settled_s
+        framework=side.framework.name,
+        side=side.name,
+        fault=fault,
+        settled_s=run.settled_s,
+        commit=commit,
     )
-    bound_s = min(run.bound_s, HANG_BOUND_S) if fault == "hang" else run.bound_s
+    bound_s = min(run.bound_s, HANG_BOUND_S) if fault in HANGS else run.bound_s
+    result.bound_s = bound_s
     try:
         if fault == "grow":
             before = side.log.until(
@@ -278,12 +312,15 @@ def _one(run: Run, fault: str, cause: Cause) -> tuple[Result, bool]:
         else:
             before = run.settle()
         result.load = os.getloadavg()[0]
-        result.at = time.strftime("%H:%M", time.gmtime())
+        result.at = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
         at = cause(run, before)
         seen = run.recovery(before, at, bound_s)
+    except Missed as error:
+        result.note = f"{NOT_COUNTED}{error}"
+        return result, True
     except TimeoutError as error:
-        result.note = f"no step within {bound_s:g} s" if result.load else f"did not start: {error}"
-        if fault == "hang":
+        result.note = NO_STEP.format(bound_s) if result.load else f"did not start: {error}"
+        if fault in HANGS:
             let_go_on(run)
             return result, True
         return result, False
@@ -333,6 +370,7 @@ def _close(run: Run, results: list[Result]) -> list[Account]:
                 steps_known=view.step >= 0, step_s=step_seconds(lines), seconds=known_s,
             ))  # fmt: skip
     finally:
+        let_go_on(run)
         side.stop()
         if results[-1].note:
             print(f"  kept for a look: {side.place}", flush=True)

@@ -6,6 +6,7 @@ environment.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +101,19 @@ def wait_for(condition: Callable[[], bool], bound_s: float, what: str) -> None:
 class UnderHoldfast(Side):
     name = "Holdfast"
     preload = False
+    memory = False
+    """The script's state is in memory, by the integration of its framework."""
 
     def start(self) -> None:
+        framework, changes = self.framework, dict[str, Any]()
+        if self.memory:
+            framework = replace(framework, script=framework.memory)
+            changes = {"checkpoint": {"memory": {"everySteps": 1}}, "parallelism": {"shard": 1}}
         self.job = Job(
             self.place,
-            document(self.framework, self.place, steps=STEPS, save_every=self.save_every,
+            document(framework, self.place, steps=STEPS, save_every=self.save_every,
                      pace_s=self.pace_s, preload=self.preload, recovery=PATIENT,
-                     workersPerNode=self.workers_per_node),
+                     workersPerNode=self.workers_per_node, **changes),
         )  # fmt: skip
         self.job.run()
 
@@ -156,6 +164,11 @@ class Preloaded(UnderHoldfast):
     preload = True
 
 
+class InMemory(UnderHoldfast):
+    name = "Holdfast, in memory"
+    memory = True
+
+
 class UnderTorchrun(Side):
     """One elastic agent per node. TORCH_DISABLE_SHARE_RDZV_TCP_STORE: see bench.contestants."""
 
@@ -199,10 +212,11 @@ class UnderTorchrun(Side):
     def workers(self) -> dict[int, int]:
         found = {}
         for agent in self._alive():
-            for child in psutil.Process(agent.pid).children():
-                variables = child.environ()
-                if "RANK" in variables:
-                    found[int(variables["RANK"])] = child.pid
+            with contextlib.suppress(psutil.NoSuchProcess):  # one that ends meanwhile
+                for child in psutil.Process(agent.pid).children():
+                    variables = child.environ()
+                    if "RANK" in variables:
+                        found[int(variables["RANK"])] = child.pid
         return found
 
     def lose_node(self, *, replaced: bool) -> float:
@@ -250,4 +264,4 @@ class TorchrunDefaults(UnderTorchrun):
     variables: dict[str, str] = {}  # noqa: RUF012
 
 
-SIDES: list[type[Side]] = [UnderHoldfast, Preloaded, UnderTorchrun, TorchrunDefaults]
+SIDES: list[type[Side]] = [UnderHoldfast, InMemory, Preloaded, UnderTorchrun, TorchrunDefaults]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 
-from tests.frameworks.catalogue import FRAMEWORKS, by_name
+from tests.frameworks.catalogue import FRAMEWORKS, TORCHTITAN, by_name
 
-from .faults import SAVE, Account, Measured, Result
+from .faults import HANGS, NO_STEP, NOT_COUNTED, SAVE, SUSPEND, Account, Measured, Result
+from .sides import InMemory
 
+FACTOR, NAMED_S, NAMED_STEPS, OFF = 4.0, 10.0, 3, 0.05
+"""Of the goals: times faster than torchrun, seconds and steps until a hang is named, and how far
+the report may be from the step log."""
 HEAD = """\
 Each script is written for torchrun and has no line about Holdfast
 (`tests/frameworks/scripts`). 2 nodes x {workers} workers on one machine, gloo, one thread a
@@ -20,9 +23,10 @@ the fault to the first step of the next launch; *twice* is the number of steps t
 trained again. A fault comes in the middle between two checkpoints. `grow` has no fault: its
 seconds are those without a step. `suspend, resume` counts from `resume`; for torchrun that is
 a start of both agents after SIGTERM. Each figure is one observation unless a number of runs
-stands beside it; `load` is the load average at the fault. Sides with different loads must not
-be compared. "No step within N s" is no more than that: torchrun starts Python again, and on
-loaded cores the import of torch alone takes a minute.
+stands beside it; `load` is the load average at the fault. Sides with different loads are
+not compared. "No step within N s" counts as N s in a ratio, which is then marked with >=. `hang` is
+a rank stopped by SIGSTOP; `stuck rank` is one that waits in its own code, outside of a collective.
+A fault that did not stop the launch that trained is not counted, and said.
 """
 OURS, THEIRS = "Holdfast", "torchrun, best settings"
 BUSY = """\
@@ -48,23 +52,13 @@ def page(
         "",
         HEAD.format(every=last.save_every, pace=last.pace_s, workers=last.workers),
         SETTINGS,
-        "Versions: " + versions() + ".",
         "",
     ]
+    lines += ["## Goals", "", *goals(results, accounts), "", "## Recoveries", ""]
     lines += list(recoveries(results))
     lines += ["", "## What Holdfast reports, beside the step log", "", *claims(results)]
     lines += ["", *whole_runs(accounts)]
     return "\n".join(lines) + "\n"
-
-
-def versions() -> str:
-    found = []
-    for package in ("torch", "transformers", "accelerate", "trl", "peft", "lightning", "deepspeed"):
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            found.append(f"{package} not installed")
-    return ", ".join(found)
 
 
 def recoveries(results: list[Result]) -> Iterator[str]:
@@ -72,7 +66,7 @@ def recoveries(results: list[Result]) -> Iterator[str]:
     sides = list(dict.fromkeys(one.side for one in results))
     yield "| framework | fault | " + " | ".join(sides) + " | torchrun / Holdfast |"
     yield "|---|---|" + "---|" * (len(sides) + 1)
-    order = [one.name for one in FRAMEWORKS]
+    order = [one.name for one in (*FRAMEWORKS, TORCHTITAN)]
     for name in sorted({one.framework for one in results}, key=order.index):
         some = [one for one in results if one.framework == name]
         for fault in dict.fromkeys(one.fault for one in some):
@@ -96,28 +90,126 @@ def cell(some: list[Result]) -> str:
     known = [s for one in some if (s := shown_seconds(one)) is not None]
     notes = [one.note.replace("|", "/").replace("\n", " ")[-120:] for one in some if one.note]
     if not known:
-        return f"{notes[0]}, load {some[0].load:.0f}"
+        return f"{notes[0]}, load {some[0].load:.1f}"
     text = f"**{median(known):.1f} s**"
     if len(known) > 1:
         text += f" [{min(known):.1f} to {max(known):.1f}] ({len(known)})"
     twice = [one.trained_twice for one in some if one.trained_twice is not None]
     text += f", twice {median(twice):g}"
     text += f", after {some[0].settled_s:.0f} s of steps" if some[0].settled_s else ""
-    text += f", load {median(one.load for one in some):.0f}"
+    text += f", load {median(one.load for one in some):.1f}"
     return text + (f"; {len(notes)} of {len(some)}: {notes[0]}" if notes else "")
 
 
 def ratio(some: list[Result]) -> str:
-    """Of medians, where both sides had about the same load."""
+    found = factor(some)
+    return "" if found is None else f"{'>= ' if found[1] else ''}{found[0]:.1f}x"
 
-    def of(side: str) -> list[float]:
-        return [s for one in some if one.side == side and (s := shown_seconds(one)) is not None]
+
+def factor(some: list[Result]) -> tuple[float, bool] | None:
+    """(The median of torchrun over that of Holdfast, whether it is at least that), of one fault.
+    None: not measured on both sides, with about the same load."""
+
+    def of(side: str) -> list[tuple[float, bool]]:
+        found = []
+        for one in some:
+            if one.side == side and (seconds := shown_seconds(one)) is not None:
+                found.append((seconds, False))
+            elif one.side == side and one.note == NO_STEP.format(one.bound_s):
+                found.append((one.bound_s, True))
+        return sorted(found)
 
     ours, theirs = of(OURS), of(THEIRS)
-    loads = [median(one.load for one in some if one.side == side) for side in (OURS, THEIRS)
-             if any(one.side == side for one in some)]  # fmt: skip
-    equal = len(loads) == 2 and max(loads) < 1.25 * min(loads)
-    return f"{median(theirs) / median(ours):.1f}x" if ours and theirs and equal else ""
+    if not ours or not theirs or any(late for _seconds, late in ours):
+        return None
+    loads = [median(one.load for one in some if one.side == side) for side in (OURS, THEIRS)]
+    if max(loads) > 1.25 * max(min(loads), os.cpu_count() or 1):
+        return None  # both below the number of processors are alike
+    middle = theirs[(len(theirs) - 1) // 2]
+    return middle[0] / median(seconds for seconds, _late in ours), middle[1]
+
+
+def goals(results: list[Result], accounts: list[Account]) -> Iterator[str]:
+    """A row per framework: what each goal of the comparison came to."""
+    yield (
+        f"| framework | faults that it went on after | torchrun / Holdfast, least of the faults "
+        f"(goal {FACTOR:g}x) | a rank that does not go on, named after (goal {NAMED_S:g} s + "
+        f"{NAMED_STEPS} steps) | report beside the log (goal {OFF:.0%}) | steps lost with its "
+        "state in memory (goal 0) |"
+    )
+    yield "|---|---|---|---|---|---|"
+    for framework in (*FRAMEWORKS, TORCHTITAN):
+        some = [one for one in results if one.framework == framework.name]
+        ours = [one for one in some if one.side == OURS and not one.note.startswith(NOT_COUNTED)]
+        account = next(
+            (a for a in accounts if (a.framework, a.side) == (framework.name, OURS)), None
+        )
+        cells = [
+            _judged(f"{sum(shown_seconds(one) is not None for one in ours)} of {len(ours)}",
+                    all(shown_seconds(one) is not None for one in ours)) if ours else "",
+            _least(some),
+            _named(ours, account.step_s if account else 0.0),
+            _off(ours, account),
+            _kept([one for one in some if one.side == InMemory.name])
+            if framework.memory else "no such integration",
+        ]  # fmt: skip
+        yield f"| {framework.title} | " + " | ".join(one or "not measured" for one in cells) + " |"
+
+
+def _judged(text: str, met: bool) -> str:
+    return f"{text}, {'met' if met else '**missed**'}"
+
+
+def _least(some: list[Result]) -> str:
+    found = []
+    for fault in dict.fromkeys(one.fault for one in some):
+        factors = factor([one for one in some if one.fault == fault])
+        if factors is not None and fault != "grow":  # it has no fault
+            found.append((*factors, fault))
+    if not found:
+        return ""
+    least, late, fault = min(found)
+    text = f"{'>= ' if late else ''}{least:.1f}x ({fault}; {len(found)} faults compared)"
+    return _judged(text, least >= FACTOR)
+
+
+def _named(ours: list[Result], step_s: float) -> str:
+    hangs = [one for one in ours if one.fault in HANGS and one.load]
+    parts = [
+        f"{one.fault} not within {one.bound_s:g} s"
+        if one.named_s is None
+        else f"{one.fault} {one.named_s:.1f} s"
+        for one in hangs
+    ]
+    limit_s = NAMED_S + NAMED_STEPS * step_s
+    met = all(one.named_s is not None and one.named_s <= limit_s for one in hangs)
+    return _judged(", ".join(parts), met) if hangs else ""
+
+
+def _off(ours: list[Result], account: Account | None) -> str:
+    """Of goodput, and of the seconds of all incidents together."""
+    if account is None or not account.goodput_by_log:
+        return ""
+    goodput = account.goodput / account.goodput_by_log - 1
+    pairs = []
+    for one in ours:
+        if one.fault != SUSPEND and one.seconds and one.named_s and one.reported_s:
+            pairs.append((one.named_s + one.reported_s, one.seconds))
+    text, met = f"goodput {goodput:+.1%}", abs(goodput) <= OFF
+    if pairs:
+        seconds = sum(said for said, _log in pairs) / sum(log for _said, log in pairs) - 1
+        text, met = f"{text}, seconds of incidents {seconds:+.1%}", met and abs(seconds) <= OFF
+    return _judged(text, met)
+
+
+def _kept(in_memory: list[Result]) -> str:
+    """`trained_twice` may be 1: rank 0 has logged the step in which its peer was killed."""
+    known = [one.reported_lost for one in in_memory if one.reported_lost is not None]
+    if not known:
+        return ""
+    logged = max(one.trained_twice or 0 for one in in_memory)
+    text = f"{sum(known)} in {len(known)} faults; twice in the log {logged} at most"
+    return _judged(text, not any(known) and logged <= 1)
 
 
 def claims(results: list[Result]) -> Iterator[str]:

@@ -26,6 +26,8 @@ class Framework:
     """Folder below `--out` in which a save begins with a new or changed entry."""
     preload: tuple[str, ...] = ()
     """For spec.preload: what takes long to import."""
+    memory: str = ""
+    """The same script with the integration that keeps its state in memory."""
     importable: bool = True
     """Before the script runs, as a standby imports what the script imports."""
 
@@ -44,14 +46,15 @@ FRAMEWORKS = [
     Framework("ddp", "DDP tutorial", "ddp.py", "torch"),
     Framework("fsdp2", "FSDP2 and DCP", "fsdp2_dcp.py", "torch"),
     Framework("muon", "Muon, DDP", "muon.py", "torch"),
-    Framework("hf", "HF Trainer", "hf_trainer.py", "transformers", preload=HUGGING_FACE),
+    Framework("hf", "HF Trainer", "hf_trainer.py", "transformers", preload=HUGGING_FACE,
+              memory="hf_memory.py"),
     Framework("trl", "TRL SFT, LoRA", "trl_sft.py", "trl", preload=(*HUGGING_FACE, "trl", "peft")),
     Framework(
         "accelerate", "accelerate, DDP", "accelerate_loop.py", "accelerate",
         checkpoints="checkpoints", preload=("accelerate",),
     ),
     Framework("lightning", "Lightning, DDP", "lightning_ddp.py", "lightning",
-              preload=("lightning",)),
+              preload=("lightning",), memory="lightning_memory.py"),
     Framework(
         "zero1", "DeepSpeed ZeRO-1", "deepspeed_zero.py", "deepspeed", ("--stage", "1"),
         preload=("deepspeed",),
@@ -63,7 +66,7 @@ FRAMEWORKS = [
 ]  # fmt: skip
 TORCHTITAN = Framework(
     "torchtitan", "torchtitan, FSDP2", "titan_llama3.py", "torchtitan", checkpoints="checkpoint",
-    importable=False,
+    importable=False, memory="titan_memory.py",
 )  # fmt: skip
 """In an environment of its own: it needs a datasets before 4.8. Its data loader needs the number of
 ranks that wrote a checkpoint."""

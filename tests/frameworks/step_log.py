@@ -15,6 +15,9 @@ from statistics import median
 
 import msgspec
 
+LATE_S = 1.0
+"""Until a fault stops rank 0: the others wait for a killed rank in their next collective."""
+
 
 class Line(msgspec.Struct, frozen=True):
     """One finished step of rank 0."""
@@ -39,6 +42,8 @@ class Recovery:
     """The first step afterwards."""
     trained_twice: int
     world: int
+    late_steps: int
+    """Of the launch before, that ended more than a step after the fault: it had not stopped."""
 
 
 class StepLog:
@@ -75,6 +80,7 @@ class StepLog:
             step=first.step,
             trained_twice=max(0, last.step + 1 - first.step),
             world=first.world,
+            late_steps=sum(line.time > fault + LATE_S + 2 * step_seconds(lines) for line in old),
         )
 
 
