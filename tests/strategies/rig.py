@@ -146,9 +146,14 @@ def of_ranks(place: Path, words: Sequence[str], world_size: int, **variables: st
     try:
         while any(process.poll() is None for process in ranks):
             failed = [rank for rank, process in enumerate(ranks) if process.returncode]
-            logs = [(place / f"rank-{rank}.log").read_text()[-3000:] for rank in failed]
-            last = "".join(logs[:1]).strip().rpartition("\n")[2]
-            assert not failed, f"ranks {failed} failed: {last}\n{logs[:1]}"
+            if failed:
+                # Of the last job: from its first error on, without what follows at exit.
+                log_text = (place / f"rank-{failed[0]}.log").read_text().rpartition(MARK)[2]
+                errors = re.search(
+                    r"^(?!step |parameters).*(Error|Fatal|corrupt|free|what)", log_text, re.M
+                )
+                shown = log_text[errors.start() if errors else -3000 :][:4000]
+                raise AssertionError(f"ranks {failed} failed: {shown}")
             time.sleep(0.1)
     finally:
         for process in ranks:
