@@ -7,12 +7,12 @@ each step it stages it. The trainer's own checkpoints (`save_steps`) are written
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers import Trainer, set_seed
 from transformers.trainer_callback import ExportableState, TrainerState
-from transformers.trainer_utils import get_last_checkpoint
 
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers import session
@@ -191,14 +191,27 @@ def _packed(trainer: Any) -> str:
 
 
 def _history(trainer: Any, newest: list[Any], older: bool) -> list[Any]:
-    """Logs that did not fit are taken from the trainer's newest checkpoint, as far as it has
-    them."""
-    path = get_last_checkpoint(trainer.args.output_dir) if older else None
-    if path is None:
-        return newest
-    before = TrainerState.load_from_json(f"{path}/trainer_state.json").log_history
+    """Logs that did not fit are taken from the newest checkpoint of the trainer that has them and
+    can be read. A restore does not fail for them: nothing looks for torn checkpoints before it, and
+    a node may have none."""
     first = newest[0]["step"] if newest else trainer.state.global_step + 1
-    return [one for one in before if one["step"] < first] + newest
+    for path in _states_of_checkpoints(Path(trainer.args.output_dir)) if older else ():
+        try:
+            before = TrainerState.load_from_json(str(path)).log_history
+            return [one for one in before if one["step"] < first] + newest
+        except (OSError, ValueError, TypeError, KeyError):  # torn, or gone
+            continue
+    return newest
+
+
+def _states_of_checkpoints(folder: Path) -> list[Path]:
+    """The newest one first."""
+    by_step = {}
+    for path in folder.glob("checkpoint-*/trainer_state.json"):
+        step = path.parent.name.removeprefix("checkpoint-")
+        if step.isdecimal():
+            by_step[int(step)] = path
+    return [by_step[step] for step in sorted(by_step, reverse=True)]
 
 
 def _stateful(trainer: Any) -> list[Any]:
