@@ -10,12 +10,14 @@ fetched ahead: batches that were fetched and not trained on are fetched again.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from numbers import Integral
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
-from torch.utils.data import IterableDataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import Dataset, Sampler, default_collate
 
 from holdfast.orchestrator.errors import Problem, UserError
 
@@ -42,6 +44,15 @@ class _Fixed:
     next_step: int
 
 
+class _Opened:
+    """An epoch of a stream that one process reads, and where it is in the order."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.samples: Iterator[Any] = iter(())
+        self.at = self.epoch_end = 0
+
+
 class ElasticSampler(Sampler[list[int]]):
     """The `batch_sampler` of a DataLoader over `size` samples: yields this rank's samples of each
     step, from the session's next step on. A batch is a step. Give it to restore, to be stored:
@@ -59,7 +70,8 @@ class ElasticSampler(Sampler[list[int]]):
     last batch has what is left, or up to one more sample a rank, so that each rank has one; if less
     than one a rank is left, as after a resize, ranks without one get a sample of weight 0.
 
-    Raises UserError for wrong settings, and for fewer samples in a batch than ranks.
+    Raises UserError for wrong settings, for fewer samples in a batch than ranks, and, when it is
+    used with `rank_batch` in a job that had trained, if it was not given to restore.
     """
 
     def __init__(
@@ -67,23 +79,27 @@ class ElasticSampler(Sampler[list[int]]):
         size: int,
         session: StepOfRank,
         *,
-        global_batch: int = 0,
-        rank_batch: int = 0,
+        global_batch: int | None = None,
+        rank_batch: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         epochs: int | None = None,
     ) -> None:
         ranks = session.data_parallel_size
-        if (global_batch > 0) == (rank_batch > 0):
+        if (global_batch is None) == (rank_batch is None):
             got = f"global_batch={global_batch} and rank_batch={rank_batch}"
             raise _wrong("global_batch", got, "one of the two, 1 or more")
-        if size < 1 or (epochs is not None and epochs < 1):
-            raise _wrong("size", f"{size} samples in {epochs} epochs", "1 or more of each")
-        if 0 < global_batch < ranks:
-            raise _wrong("global_batch", str(global_batch), f"at least {ranks}, one a rank")
-        self.size, self.seed, self.shuffle, self.epochs = size, seed, shuffle, epochs
-        self.batch = global_batch or rank_batch * ranks
+        self.size, self.seed, self.shuffle = _whole("size", size, 1), _whole("seed", seed), shuffle
+        self.epochs = None if epochs is None else _whole("epochs", epochs, 1)
+        if global_batch is not None:
+            self.batch = _whole("global_batch", global_batch, 1)
+        else:
+            self.batch = _whole("rank_batch", rank_batch, 1) * ranks
         """Samples of a global batch."""
+        if self.batch < ranks:
+            raise _wrong("global_batch", str(global_batch), f"at least {ranks}, one a rank")
+        self._trained_before = session.next_step if rank_batch is not None else 0
+        """Steps of earlier generations, of which only load_state_dict knows the batches."""
         self._session = session
         self._step = self._position = 0
         """All ranks had trained on so much of the order before this step."""
@@ -110,7 +126,12 @@ class ElasticSampler(Sampler[list[int]]):
 
     def share(self, step: int) -> BatchShare:
         """This rank's positions in the order, and their weights, of a step; empty after the last
-        one. Raises UserError for a step before this rank began."""
+        one. Raises UserError for a step before this rank began, and without the state of a job that
+        had trained."""
+        if self._trained_before:
+            got = f"a job that has trained {self._trained_before} steps, and no state of it"
+            fix = 'its state, as it may have had other ranks: restore(extra={"sampler": sampler})'
+            raise _wrong("rank_batch", got, fix)
         rank, ranks = self._session.data_parallel_rank, self._session.data_parallel_size
         first, end = self._begin(step), self._begin(step + 1)
         mine = tuple(range(first + rank, end, ranks))
@@ -137,12 +158,13 @@ class ElasticSampler(Sampler[list[int]]):
         """The epoch, from 0, of the first sample of a step."""
         return self._begin(step) // self.size
 
+    def _steps(self) -> Iterator[int]:
+        """Those that are left, from the session's next one on."""
+        steps = itertools.count(self._session.next_step)
+        return itertools.takewhile(lambda step: self.share(step).indices, steps)
+
     def __iter__(self) -> Iterator[list[int]]:
-        for step in itertools.count(self._session.next_step):
-            ids = self.ids(step)
-            if not ids:
-                return
-            yield ids
+        return map(self.ids, self._steps())
 
     def __len__(self) -> int:
         """Batches from the next step on. Raises TypeError without `epochs`."""
@@ -166,6 +188,7 @@ class ElasticSampler(Sampler[list[int]]):
                 wanted = f"{stored}, as in the checkpoint, so that each sample occurs once an epoch"
                 raise _wrong(name, str(got), wanted)
         self._step, self._position = state["step"], state["position"]
+        self._trained_before = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """For a process of a DataLoader, which has no session."""
@@ -174,15 +197,33 @@ class ElasticSampler(Sampler[list[int]]):
         return {**self.__dict__, "_session": fixed}
 
 
-class ElasticStream(IterableDataset[Any]):
+class _Steps(Sampler[int]):
+    """The steps of a sampler: each iteration of a loader begins at the session's next one."""
+
+    def __init__(self, batches: ElasticSampler) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[int]:
+        return self._batches._steps()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+class ElasticStream(Dataset[Any]):
     """This rank's batches of a stream, in the order of a sampler with `shuffle=False`.
 
     `open_epoch(epoch, first)` returns the samples of an epoch from number `first` on, in the same
     order each time; it is called again in each process of the loader, and may skip by reading.
-    Use it as `DataLoader(stream, batch_size=None, num_workers=2)`: each item is the batch of a
-    step, made by `collate` from a list of samples. Each process reads the whole stream and drops
-    what is of others. Raises UserError for a stream of another length than the sampler's `size`,
-    and for a sampler that shuffles.
+    Each item is the batch of a step, made by `collate` from a list of samples:
+
+        stream = ElasticStream(open_epoch, sampler)
+        loader = DataLoader(stream, sampler=stream.steps, batch_size=None, num_workers=2)
+
+    `steps` are read in the process of the session, so that processes of the loader that persist
+    follow it too. Each process reads the whole stream and drops what is of others. Raises UserError
+    for a stream of another length than the sampler's `size`, for a sampler that shuffles, and in a
+    loader without `steps` or with a batch size.
     """
 
     def __init__(
@@ -194,27 +235,43 @@ class ElasticStream(IterableDataset[Any]):
         if sampler.shuffle:
             raise _wrong("shuffle", "True for a stream", "shuffle=False: its order is its own")
         self._open_epoch, self._sampler, self._collate = open_epoch, sampler, collate
+        self.steps = _Steps(sampler)
+        self._opened = _Opened()
+
+    def __getitem__(self, step: int) -> Any:
+        # Not left in place while it is read: after an error the epoch is opened again.
+        now, self._opened = self._opened, _Opened()
+        if now.process != os.getpid():  # a fork must not read on in its parent's file
+            now = _Opened()
+        batch = []
+        for wanted in self._sampler.share(step).indices:
+            if wanted >= now.epoch_end or wanted < now.at:
+                epoch, place = divmod(wanted, self._sampler.size)
+                now.samples = iter(self._open_epoch(epoch, place))
+                now.at, now.epoch_end = wanted, (epoch + 1) * self._sampler.size
+            batch.append(self._read(now.samples, now.at, wanted))
+            now.at = wanted + 1
+            if now.at == now.epoch_end:
+                self._expect_end(now.samples)
+        self._opened = now
+        if not batch:
+            raise IndexError(f"step {step} is after the last one")
+        return self._collate(batch)
 
     def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        samples: Iterator[Any] = iter(())
-        at, epoch_end = 0, 0
-        # A loader takes the items of its processes in turn.
-        for step in itertools.count(self._sampler._session.next_step + first, every):
-            batch = []
-            for wanted in self._sampler.share(step).indices:
-                if wanted >= epoch_end or wanted < at:
-                    epoch, place = divmod(wanted, self._sampler.size)
-                    samples = iter(self._open_epoch(epoch, place))
-                    at, epoch_end = wanted, (epoch + 1) * self._sampler.size
-                batch.append(self._read(samples, at, wanted))
-                at = wanted + 1
-                if at == epoch_end:
-                    self._expect_end(samples)
-            if not batch:
-                return
-            yield self._collate(batch)
+        return map(self.__getitem__, self.steps)
+
+    def __len__(self) -> NoReturn:
+        """A DataLoader without `sampler` asks for it, to count steps from 0."""
+        raise _wrong("steps", "a DataLoader without them", "sampler=stream.steps", "ElasticStream")
+
+    def __getitems__(self, steps: list[int]) -> NoReturn:
+        """A DataLoader with a batch size asks for several items."""
+        got = "a DataLoader with a batch_size"
+        raise _wrong("steps", got, "batch_size=None, as each item is a batch", "ElasticStream")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": _Opened()}
 
     def _read(self, samples: Iterator[Any], at: int, wanted: int) -> Any:
         for position in range(at, wanted + 1):
@@ -233,5 +290,14 @@ class ElasticStream(IterableDataset[Any]):
         return _wrong("size", got, f"{self._sampler.size}, the size of the sampler, in each epoch")
 
 
-def _wrong(field: str, got: str, expected: str) -> UserError:
-    return UserError(str(Problem(f"ElasticSampler.{field}", got, expected)))
+def _whole(field: str, value: object, least: int | None = None) -> int:
+    expected = "an integer" if least is None else f"an integer, {least} or more"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise _wrong(field, repr(value), expected)
+    if least is not None and value < least:
+        raise _wrong(field, str(value), expected)
+    return int(value)
+
+
+def _wrong(field: str, got: str, expected: str, of: str = "ElasticSampler") -> UserError:
+    return UserError(str(Problem(f"{of}.{field}", got, expected)))

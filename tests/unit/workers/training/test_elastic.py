@@ -173,7 +173,7 @@ def test_a_stream_is_divided_among_ranks_and_continued_at_another_size(workers: 
                 sampler.load_state_dict(state)
                 at.next_step = state["step"]
             stream = ElasticStream(Lines(10), sampler)
-            loader = DataLoader(stream, batch_size=None, num_workers=workers)
+            loader = DataLoader(stream, sampler=stream.steps, batch_size=None, num_workers=workers)
             batches = list(itertools.islice(loader, steps))
             for number, batch in enumerate(batches):
                 weights = sampler.weights(at.next_step + number)
@@ -199,7 +199,76 @@ def test_a_stream_begins_where_it_goes_on() -> None:
 def test_a_stream_of_another_length_is_refused(size: int, got: str) -> None:
     sampler = ElasticSampler(10, At(), global_batch=5, shuffle=False, epochs=1)
     with pytest.raises(UserError, match=f"ElasticSampler.size: got .*{got}; expected 10"):
-        list(ElasticStream(Lines(size), sampler))
+        list(iter(ElasticStream(Lines(size), sampler)))
+
+
+def test_processes_of_a_loader_that_persist_follow_the_step_of_the_session() -> None:
+    at = At()
+    sampler = ElasticSampler(12, at, global_batch=4, shuffle=False, epochs=3)
+    stream = ElasticStream(Lines(12), sampler)
+    how: Any = {"sampler": stream.steps, "batch_size": None, "persistent_workers": True}
+    loader = DataLoader(stream, num_workers=2, **how)
+    seen = []
+    for _ in range(3):
+        for batch in itertools.islice(iter(loader), 3):
+            seen += batch.tolist()
+            at.next_step += 1
+    assert seen == [*range(12), *range(1000, 1012), *range(2000, 2012)]
+    assert list(loader) == [] and len(loader) == 0
+
+
+def test_a_stream_that_failed_is_opened_again() -> None:
+    class Breaking(Lines):
+        """Its first reader breaks after three samples."""
+
+        def __call__(self, epoch: int, first: int) -> Iterator[int]:
+            for sample in super().__call__(epoch, first):
+                if len(self.opened) == 1 and sample == 3:
+                    raise OSError("the disk is away")
+                yield sample
+
+    lines = Breaking(8)
+    sampler = ElasticSampler(8, At(), global_batch=2, shuffle=False, epochs=1)
+    stream = ElasticStream(lines, sampler, collate=list)
+    assert stream[0] == [0, 1]
+    with pytest.raises(OSError, match="away"):
+        stream[1]
+    assert (stream[1], stream[2]) == ([2, 3], [4, 5])
+    assert lines.opened == [(0, 0), (0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ({"batch_size": None}, "got a DataLoader without them; expected sampler=stream.steps"),
+        ({"batch_size": 2}, "got a DataLoader with a batch_size; expected batch_size=None"),
+    ],
+)
+def test_a_loader_that_would_not_follow_the_session_is_refused(
+    more: dict[str, Any], what: str
+) -> None:
+    sampler = ElasticSampler(10, At(), global_batch=5, shuffle=False, epochs=1)
+    stream = ElasticStream(Lines(10), sampler)
+    if more["batch_size"]:
+        more = {**more, "sampler": stream.steps}
+    with pytest.raises(UserError, match=f"ElasticStream.steps: {what}"):
+        next(iter(DataLoader(stream, **more)))
+
+
+def test_a_job_that_had_trained_needs_the_state_of_its_sampler() -> None:
+    state = ElasticSampler(40, At(0, 4), rank_batch=2, epochs=1).state_dict()
+    resumed = ElasticSampler(40, At(0, 2, 3), rank_batch=2, epochs=1)
+    what = r"rank_batch: got a job that has trained 3 steps, and no state of it; expected its state"
+    with pytest.raises(UserError, match=f'{what}.*restore.extra={{"sampler": sampler}}'):
+        next(iter(resumed))
+    resumed.load_state_dict({**state, "step": 3, "position": 24})
+    assert resumed.share(3).indices == (24, 26)
+    at = At(0, 4)
+    begun = ElasticSampler(40, at, rank_batch=2, epochs=1)
+    at.next_step = 3  # of this process itself
+    assert begun.share(3).indices == (24, 28)
+    fixed = ElasticSampler(40, At(0, 2, 3), global_batch=8, epochs=1)
+    assert fixed.share(3).indices == (24, 26, 28, 30), "the same of any number of ranks"
 
 
 def test_a_sampler_travels_to_a_process_without_its_session() -> None:
@@ -211,20 +280,32 @@ def test_a_sampler_travels_to_a_process_without_its_session() -> None:
 
     sampler = ElasticSampler(10, Session(1, 2, 3), global_batch=4)
     assert pickle.loads(pickle.dumps(sampler)).ids(5) == sampler.ids(5)
+    ordered = ElasticSampler(10, Session(1, 2, 3), global_batch=4, shuffle=False)
+    stream = ElasticStream(Lines(10), ordered, collate=list)
+    assert stream[3] == pickle.loads(pickle.dumps(stream))[3] == [1003, 1005]
 
 
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ({}, "global_batch: got global_batch=0 and rank_batch=0"),
+        ({}, "global_batch: got global_batch=None and rank_batch=None"),
         ({"global_batch": 4, "rank_batch": 4}, "global_batch: got global_batch=4 and"),
         ({"global_batch": 2}, "global_batch: got 2; expected at least 3, one a rank"),
-        ({"rank_batch": 2, "epochs": 0}, "size: got 10 samples in 0 epochs"),
+        ({"rank_batch": 2, "epochs": 0}, "epochs: got 0; expected an integer, 1 or more"),
+        ({"rank_batch": 2, "size": 0}, "size: got 0; expected an integer, 1 or more"),
+        ({"rank_batch": 2, "size": 9.0}, "size: got 9.0; expected an integer, 1 or more"),
+        ({"rank_batch": 2, "global_batch": -4}, "global_batch: got global_batch=-4 and rank_batch"),
+        ({"rank_batch": 2, "global_batch": 0}, "global_batch: got global_batch=0 and rank_batch=2"),
+        ({"global_batch": -4}, "global_batch: got -4; expected an integer, 1 or more"),
+        ({"global_batch": 6.0}, "global_batch: got 6.0; expected an integer, 1 or more"),
+        ({"rank_batch": 0}, "rank_batch: got 0; expected an integer, 1 or more"),
+        ({"rank_batch": True}, "rank_batch: got True; expected an integer, 1 or more"),
+        ({"rank_batch": 2, "seed": 1.5}, "seed: got 1.5; expected an integer"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(more: dict[str, Any], what: str) -> None:
     with pytest.raises(UserError, match=f"ElasticSampler.{what}"):
-        ElasticSampler(10, At(0, 3), **more)
+        ElasticSampler(session=At(0, 3), **{"size": 10, **more})
 
 
 def test_the_state_of_another_order_is_refused() -> None:
