@@ -282,6 +282,13 @@ LOG_GENERATIONS = 50
 MAX_INCIDENTS_IN_FULL = 20
 """Incidents whose traceback and stacks are kept; older ones keep the rest of their record."""
 
+MAX_LAUNCH_INCIDENTS = 4
+"""Incidents that the workers of a launch are told of: the last one, and others only if no step was
+finished between them."""
+
+MAX_LAUNCH_INCIDENT_CHARS = 400
+"""Of each text of such an incident: two sentences. It is an environment variable of each worker."""
+
 MAX_INCIDENT_STACK_BYTES = 128 * 1024
 """Stacks kept of one incident: a thousand ranks wait in the same collective, and a few show why."""
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
+
 from .. import limits
 from ..api.v1alpha1 import TrainingJob
 from .fabric import Setting, Source, choose_profile, is_loopback, nccl_settings, socket_settings
@@ -30,6 +32,10 @@ RESUME_FROM = "HOLDFAST_RESUME_FROM_CHECKPOINT"
 """The newest complete checkpoint that the script itself wrote, for frameworks that need its name
 (`Trainer.train(resume_from_checkpoint=...)`). The agent sets it when it starts workers again and
 has found one; not with a state that Holdfast restores."""
+
+INCIDENTS = "HOLDFAST_INCIDENTS"
+"""The incidents that led to this launch, oldest first: a list of LaunchIncident in JSON. On all
+ranks, so that a script may decide by it."""
 
 CACHE_VARIABLE = "HOLDFAST_CACHE_DIR"
 """In the environment of an agent: where the caches of compilers are kept on its machine. The local
@@ -94,6 +100,7 @@ def explain_environment(
         *_recovery(job, log_directory),
         *_caches(job, facts),
         *_trackers(job, seat, job_id),
+        *_incidents(job, membership),
     ]
     settings: list[Setting] = []
     for setting in ours:
@@ -243,3 +250,9 @@ def _trackers(job: TrainingJob, seat: WorkerSeat, job_id: str) -> Iterator[Setti
     why = "the job's id: wandb.init continues one run over restarts"
     yield Setting("WANDB_RUN_ID", job_id, why, "recovery")
     yield Setting("WANDB_RESUME", "allow", "begin the run if it is not there yet", "recovery")
+
+
+def _incidents(job: TrainingJob, membership: Membership) -> Iterator[Setting]:
+    if membership.incidents and job.spec.entrypoint.recipe is None:
+        text = msgspec.json.encode(membership.incidents).decode()
+        yield Setting(INCIDENTS, text, "why the script was started again", "recovery")

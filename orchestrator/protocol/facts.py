@@ -292,6 +292,31 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     """Directory of a committed checkpoint, relative to the checkpoint path; empty: from memory."""
 
 
+class LaunchIncident(msgspec.Struct, frozen=True, kw_only=True):
+    """An incident that led to a launch, as its workers are told. Its steps lost and its duration
+    are known only when they train again."""
+
+    number: int
+    """From 1, in the job."""
+    at_ns: int
+    """Unix time of the controller's machine."""
+    failure_class: str
+    """user, infrastructure, preemption, hang; resize, suspend, new-code for planned ones."""
+    title: str
+    """`worker 2 on node-1 was killed by SIGKILL`."""
+    decision: str = ""
+    """`restart on the same 2 nodes, from memory after step 41`; empty: the next incident came
+    before the launch."""
+    last_step: int = -1
+    """The last step that all ranks are known to have finished before it; -1: none, or not known."""
+    last_step_at_least: bool = False
+    """Ranks were lost without a last report: it may be a few more."""
+    rehearsal: bool = False
+    """A user caused it with `holdfast chaos`."""
+    world_size_before: int
+    world_size_after: int
+
+
 class Membership(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes, ranks and mesh of one generation; the same on all its nodes."""
 
@@ -310,6 +335,9 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     networks: tuple[str, ...] = ()
     """For sockets over several interfaces of a node (networks.shared_networks); empty: the
     interface of its address."""
+    incidents: tuple[LaunchIncident, ...] = ()
+    """Why this generation was launched, oldest first, for what the script logs to. The runtime adds
+    them to the message; no decision depends on them."""
 
     @property
     def world_size(self) -> int:

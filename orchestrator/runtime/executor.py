@@ -28,6 +28,7 @@ from ..core.copy_rounds import CopyOrder
 from ..core.events import ActionFailed, ActionSucceeded, ActionUnknown, AnyEvent
 from ..core.staging_interval import IntervalOrder
 from ..protocol import messages as wire
+from ..protocol.facts import LaunchIncident
 from .agent_server import AgentConnection
 from .checkpoint_store.async_store import AsyncCheckpointStore
 from .checkpoint_store.store import NotCovered
@@ -47,11 +48,13 @@ class Executor:
         links: Mapping[str, AgentConnection],
         submit: Callable[[AnyEvent], None],
         settle_s: float = 5.0,
+        incidents: Callable[[int], tuple[LaunchIncident, ...]] = lambda generation: (),
     ) -> None:
         """`settle_s`: how long `close` and the end of the job wait for the storage tier to finish
-        the calls that are under way."""
+        the calls that are under way. `incidents`: those that led to the launch of a generation."""
         self._backend, self._store, self._links = backend, store, links
         self._submit, self._settle_s = submit, settle_s
+        self._incidents = incidents
         self._awaited = AwaitedAnswers()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -93,9 +96,13 @@ class Executor:
             # The node may reconnect, and what it runs is not known until then.
             self._unknown(action, f"{action.node} is not connected")
             return
-        buddy = self._links.get(action.buddy) if isinstance(action, LaunchGroup) else None
         self._awaited.sent(action)
-        link.send(to_message(action, buddy.facts if buddy is not None else None))
+        if not isinstance(action, LaunchGroup):
+            link.send(to_message(action))
+            return
+        buddy = self._links.get(action.buddy)
+        incidents = self._incidents(action.generation)
+        link.send(to_message(action, buddy.facts if buddy is not None else None, incidents))
 
     def _send_unanswered(self, action: PersistStep | InspectGroup) -> None:
         """Succeeds when it is sent; what follows is reported by itself (Persisted, Inspected)."""

@@ -40,6 +40,7 @@ from .inquiries import Inquiries
 from .job_loop import JobLoop, Ready
 from .notifier import ChangeNotifier
 from .observe.incident_traces import IncidentTraces
+from .observe.incidents import launch_incidents
 from .observe.view import JobView
 
 
@@ -204,7 +205,12 @@ class JobRuntime:
         self.driver = Driver(loop, journal, self._clock, self._changed, self._journal_problem)
         submit = self.driver.submit
         self._executor = Executor(
-            self.backend, self._storage, self.links, submit, self._timing.storage_settle_s
+            self.backend,
+            self._storage,
+            self.links,
+            submit,
+            self._timing.storage_settle_s,
+            lambda generation: launch_incidents(loop.state, generation),
         )
         inquiries, send_code = Inquiries(self.links), self._code_sender.requested
         self._gateway = AgentGateway(

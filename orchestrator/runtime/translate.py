@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import msgspec
+
 from ..core import events
 from ..core.actions import InspectGroup, LaunchGroup, PersistStep, StageStep, StopGroup
 from ..core.copy_rounds import CopyOrder
 from ..core.staging_interval import IntervalOrder
 from ..core.state import JobState
 from ..protocol import messages as wire
-from ..protocol.facts import NodeFacts
+from ..protocol.facts import LaunchIncident, NodeFacts
 
 Order = CopyOrder | IntervalOrder
 """Sent like an action, but without a result: what an agent reports shows whether it has it."""
@@ -163,15 +165,19 @@ def _checkpoint_event(node: str, message: wire.Message) -> events.AnyEvent | Non
 
 
 def to_message(
-    action: NodeAction | PersistStep | InspectGroup | Order, buddy: NodeFacts | None = None
+    action: NodeAction | PersistStep | InspectGroup | Order,
+    buddy: NodeFacts | None = None,
+    incidents: tuple[LaunchIncident, ...] = (),
 ) -> wire.Message:
-    """The message that has a node carry out an action. `buddy`: the facts of the buddy of a launch,
-    if it is connected."""
+    """The message that has a node carry out an action. Of a launch, `buddy`: the facts of the
+    buddy, if it is connected; `incidents`: those that led to it."""
     match action:
         case LaunchGroup():
             membership = action.membership
             if action.own_shards:
                 membership = membership.with_sources_of(seat.shard for seat in action.seats)
+            if incidents:
+                membership = msgspec.structs.replace(membership, incidents=incidents)
             return wire.LaunchWorkers(
                 action_id=action.action_id,
                 membership=membership,

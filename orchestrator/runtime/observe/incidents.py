@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.state import IncidentRecord, JobState
+from holdfast.orchestrator.protocol.facts import LaunchIncident
 
 from .view import Incident, IncidentCount, JobView, PhaseTotal
 
@@ -109,13 +111,49 @@ def incident(record: IncidentRecord, *, no_steps: bool) -> Incident:
         resumed_after_step=record.resumed_after_step,
         restored_from=record.restored_from,
         steps_lost=lost,
-        steps_lost_at_least=record.at_least and lost is not None,
+        steps_lost_at_least=(record.at_least or record.resumed_estimated) and lost is not None,
         seconds=_seconds(record, no_steps=no_steps),
         no_steps=no_steps,
         inferred=no_steps and record.first_step_ns is not None,
         traceback=record.traceback,
         stacks={str(rank): text for rank, text in record.stacks.items()},
     )
+
+
+def launch_incidents(state: JobState, generation: int) -> tuple[LaunchIncident, ...]:
+    """What the workers of this generation are told: the incident that led to its launch, and those
+    right before that were not over when the next one began. Oldest first."""
+    if not state.incidents or state.incidents[-1].generation_after != generation:
+        return ()
+    found = [state.incidents[-1]]
+    for record in state.incidents[-2 : -limits.MAX_LAUNCH_INCIDENTS - 1 : -1]:
+        began = None if record.shows_progress else record.started_ns
+        if record.first_step_ns is not None or began is not None:
+            break
+        found.insert(0, record)
+    return tuple(_for_launch(record, found[-1]) for record in found)
+
+
+def _for_launch(record: IncidentRecord, newest: IncidentRecord) -> LaunchIncident:
+    shown = incident(record, no_steps=False)
+    assert newest.world_size_after is not None
+    return LaunchIncident(
+        number=shown.number,
+        at_ns=shown.at_ns,
+        failure_class=shown.failure_class,
+        title=_short(shown.title),
+        decision=_short(shown.decision),
+        last_step=record.step_before,
+        last_step_at_least=record.at_least,
+        rehearsal=shown.rehearsal,
+        world_size_before=shown.world_size_before,
+        world_size_after=shown.world_size_after or newest.world_size_after,
+    )
+
+
+def _short(text: str) -> str:
+    limit = limits.MAX_LAUNCH_INCIDENT_CHARS
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def _seconds(record: IncidentRecord, *, no_steps: bool) -> dict[str, float]:

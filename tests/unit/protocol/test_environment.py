@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
 import pytest
 
-from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping, job_to_mapping
 from holdfast.orchestrator.protocol.environment import (
+    INCIDENTS,
     chosen_cache,
     explain_environment,
     worker_environment,
 )
-from holdfast.orchestrator.protocol.facts import Gpu, Membership, NodeFacts, WorkerSeat
+from holdfast.orchestrator.protocol.facts import (
+    Gpu,
+    LaunchIncident,
+    Membership,
+    NodeFacts,
+    WorkerSeat,
+)
 from holdfast.orchestrator.protocol.mesh import Mesh
 
 
@@ -245,3 +253,20 @@ def test_a_tracker_continues_one_run_over_restarts() -> None:
     assert env["WANDB_RUN_ID"] == "mine"
     other = worker_environment(job, MEMBERSHIP, SEAT, 1, make_facts(), job_id="6f52e481")
     assert SEAT.rank > 0 and "WANDB_RUN_ID" not in other
+
+
+def test_all_ranks_of_a_script_know_which_incident_led_to_their_start() -> None:
+    job = make_job(entrypoint={"script": "train.py"})
+    told = LaunchIncident(
+        number=3, at_ns=5, failure_class="hang", title="rank 2 hangs", last_step=41,
+        world_size_before=4, world_size_after=4,
+    )  # fmt: skip
+    assert INCIDENTS not in worker_environment(job, MEMBERSHIP, SEAT, 1, make_facts())
+    again = msgspec.structs.replace(MEMBERSHIP, incidents=(told,))
+    text = worker_environment(job, again, SEAT, 1, make_facts())[INCIDENTS]
+    assert msgspec.json.decode(text, type=tuple[LaunchIncident, ...]) == (told,)
+    assert json.loads(text)[0]["title"] == "rank 2 hangs"
+    document = job_to_mapping(make_job())
+    document["spec"]["entrypoint"] = {"recipe": {"name": "pretrain"}}
+    recipe = job_from_mapping(document)
+    assert INCIDENTS not in worker_environment(recipe, again, SEAT, 1, make_facts())

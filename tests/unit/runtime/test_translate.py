@@ -17,7 +17,7 @@ from holdfast.orchestrator.core.copy_rounds import CopyOrder
 from holdfast.orchestrator.core.events import ActionFailed, ActionSucceeded, GroupStopped
 from holdfast.orchestrator.core.staging_interval import IntervalOrder
 from holdfast.orchestrator.protocol import messages as wire
-from holdfast.orchestrator.protocol.facts import Exit, NodeFacts, ShardFile
+from holdfast.orchestrator.protocol.facts import Exit, LaunchIncident, NodeFacts, ShardFile
 from holdfast.orchestrator.protocol.host_memory import HostRoom, plan_host_memory
 from holdfast.orchestrator.runtime import translate
 from tests.unit.core.harness import Transcript
@@ -98,6 +98,17 @@ def test_a_launch_has_the_address_of_a_connected_buddy_only() -> None:
     assert (paired.buddy, paired.buddy_address, paired.buddy_port) == (
         launch.buddy, "10.0.0.2", 7001,
     )  # fmt: skip
+
+
+def test_a_launch_tells_the_workers_which_incidents_led_to_it() -> None:
+    launch = Transcript().started().last(LaunchGroup)
+    told = LaunchIncident(
+        number=1, at_ns=5, failure_class="hang", title="x", world_size_before=4, world_size_after=4
+    )
+    message = translate.to_message(launch, incidents=(told,))
+    assert isinstance(message, wire.LaunchWorkers) and message.membership.incidents == (told,)
+    assert wire.decode(wire.encode(message)[4:]) == message
+    assert launch.membership.incidents == (), "the journal has them already"
 
 
 def test_an_answer_counts_once_from_the_right_node_and_of_the_right_kind() -> None:

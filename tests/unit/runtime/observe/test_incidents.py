@@ -6,12 +6,14 @@ from typing import get_args
 
 import pytest
 
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.core.actions import LaunchGroup
 from holdfast.orchestrator.core.context import MAX_INCIDENTS
+from holdfast.orchestrator.core.events import StepCompleted
 from holdfast.orchestrator.core.state import FailureClass, Purpose
 from holdfast.orchestrator.hosts.local.job_records import replay
-from holdfast.orchestrator.runtime.observe.incidents import KINDS
+from holdfast.orchestrator.runtime.observe.incidents import KINDS, launch_incidents
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
 from holdfast.orchestrator.runtime.observe.view import JobView
 from tests.sim.run_seed import play
@@ -76,3 +78,54 @@ def test_counters_never_fall() -> None:
     assert counted(view) == {("infrastructure", "worker"): MAX_INCIDENTS + 9}
     assert view.num_incidents == MAX_INCIDENTS + 9 and len(view.incidents) == MAX_INCIDENTS
     assert view.recovery["total"].count == MAX_INCIDENTS + 9
+
+
+def test_the_workers_of_a_launch_are_told_why_they_start() -> None:
+    transcript = core.Transcript().started(step=41)
+    assert launch_incidents(transcript.state, 1) == ()
+    transcript.exits(2, signal=9)
+    transcript.all_stopped(41)
+    (told,) = launch_incidents(transcript.state, 2)
+    assert (told.number, told.last_step, told.failure_class) == (1, 41, "infrastructure")
+    assert "SIGKILL" in told.title and "restart on the same 2 nodes" in told.decision
+    assert launch_incidents(transcript.state, 1) == (), "the launch before it is sent again"
+
+
+def test_an_incident_that_was_not_over_is_told_with_the_next_one() -> None:
+    recovery = {"budgets": {"infrastructure": {"restarts": 100}}, "badNodeStrikes": 100}
+    transcript = core.Transcript(core.spec(recovery=recovery)).started(step=41)
+    transcript.apply(StepCompleted(generation=1, step=42, counted_by="script"))
+    num = limits.MAX_LAUNCH_INCIDENTS + 2
+    for _ in range(num):
+        transcript.exits(2, signal=9)
+        transcript.all_stopped(41)
+        transcript.succeed(LaunchGroup)
+    state = transcript.state
+    numbers = [one.number for one in launch_incidents(state, state.generation)]
+    assert numbers == [num - 3, num - 2, num - 1, num], "the newest ones, oldest first"
+    after = StepCompleted(generation=state.generation, step=43, counted_by="script")
+    transcript.apply(after)
+    transcript.exits(2, signal=9)
+    transcript.all_stopped(43)
+    (told,) = launch_incidents(transcript.state, transcript.state.generation)
+    assert told.number == num + 1
+
+
+def test_a_script_of_which_nothing_is_seen_is_told_the_last_incident() -> None:
+    """Whether it has trained since the one before is unknown."""
+    transcript = core.Transcript().started()
+    for _ in range(2):
+        transcript.exits(2, signal=9)
+        transcript.all_stopped()
+        transcript.succeed(LaunchGroup)
+    (told,) = launch_incidents(transcript.state, transcript.state.generation)
+    assert (told.number, told.last_step) == (2, -1)
+
+
+def test_long_texts_of_an_incident_are_cut_for_the_environment() -> None:
+    transcript = core.Transcript().started(step=41)
+    transcript.exits(2, code=1, error_type="ValueError", error_message="x" * 10_000)
+    transcript.all_stopped(41)
+    state = transcript.state
+    told = launch_incidents(state, state.generation)
+    assert told and all(len(one.title) <= limits.MAX_LAUNCH_INCIDENT_CHARS for one in told)
