@@ -7,7 +7,10 @@ by the name of the parameter. workers/integrations/ray_train.py is the side of t
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
+import os
 import re
 import secrets
 import tempfile
@@ -41,19 +44,27 @@ class ScalingConfig:
     accelerator_type: Any = None
     use_tpu: bool = False
     topology: Any = None
+    elastic_resize_monitor_interval_s: Any = None
 
     def __post_init__(self) -> None:
         _expect_unset(self, "trainer_resources", "label_selector", "accelerator_type", "topology")
+        _expect_unset(self, "elastic_resize_monitor_interval_s")
         if self.use_tpu or self.placement_strategy != "PACK":
             field = "use_tpu" if self.use_tpu else "placement_strategy"
             raise _unsupported(field, getattr(self, field), "False" if self.use_tpu else "PACK")
         for name, amount in (self.resources_per_worker or {}).items():
             if name not in ("CPU", "GPU", "memory"):
                 raise _unsupported("resources_per_worker", name, "CPU, GPU or memory")
+            if not isinstance(amount, (int, float)) or amount < 0:
+                raise _unsupported(f"resources_per_worker[{name!r}]", amount, "a number, 0 or more")
             if name == "GPU" and amount != int(amount):
                 raise _unsupported("resources_per_worker['GPU']", amount, "a whole number")
-        least, most = self.bounds
-        if not 1 <= least <= most:
+        if self.use_gpu and self.gpus == 0:
+            expected = "1 or more with use_gpu=True"
+            raise _unsupported("resources_per_worker['GPU']", 0, expected)
+        bounds = self.bounds
+        is_whole = len(bounds) == 2 and all(type(bound) is int for bound in bounds)
+        if not is_whole or not 1 <= bounds[0] <= bounds[1]:
             expected = "a number of at least 1, or (least, most)"
             raise _unsupported("num_workers", self.num_workers, expected)
 
@@ -82,8 +93,15 @@ class FailureConfig:
     max_failures: int | None = None
     """Failures within an hour of each class: errors of the function, and lost workers or nodes.
     None: what a spec has by default (spec.recovery.budgets); -1 is not supported."""
+    fail_fast: Any = None
+    controller_failure_limit: Any = None
+    max_preemption_failures: Any = None
+    relax_collectives_on_preemption: Any = None
+    preemption_grace_s: Any = None
 
     def __post_init__(self) -> None:
+        _expect_unset(self, "fail_fast", "controller_failure_limit", "max_preemption_failures")
+        _expect_unset(self, "relax_collectives_on_preemption", "preemption_grace_s")
         if self.max_failures is not None and self.max_failures < 0:
             raise _unsupported("max_failures", self.max_failures, "0 or more, or None")
 
@@ -96,9 +114,13 @@ class CheckpointConfig:
     """The newest ones; None: all."""
     checkpoint_score_attribute: Any = None
     checkpoint_score_order: str = "max"
+    checkpoint_frequency: Any = None
+    checkpoint_at_end: Any = None
 
     def __post_init__(self) -> None:
-        _expect_unset(self, "checkpoint_score_attribute")
+        _expect_unset(
+            self, "checkpoint_score_attribute", "checkpoint_frequency", "checkpoint_at_end"
+        )
         if self.num_to_keep is not None and self.num_to_keep < 1:
             raise _unsupported("num_to_keep", self.num_to_keep, "at least 1, or None")
 
@@ -109,7 +131,7 @@ class RunConfig:
 
     name: str | None = None
     """A run with the name of an earlier one goes on from its newest checkpoint. None: a new one."""
-    storage_path: str | None = None
+    storage_path: str | os.PathLike[str] | None = None
     """A directory that all nodes and this process see; ~/ray_results by default."""
     storage_filesystem: Any = None
     failure_config: FailureConfig | None = None
@@ -117,14 +139,42 @@ class RunConfig:
     callbacks: Any = None
     worker_runtime_env: Any = None
     logging_config: Any = None
+    sync_config: Any = None
+    verbose: Any = None
+    stop: Any = None
+    progress_reporter: Any = None
+    log_to_file: Any = None
 
     def __post_init__(self) -> None:
         _expect_unset(
-            self, "storage_filesystem", "callbacks", "worker_runtime_env", "logging_config"
-        )
-        if self.storage_path is not None and "://" in self.storage_path:
+            self, "storage_filesystem", "callbacks", "worker_runtime_env", "logging_config",
+            "sync_config", "verbose", "stop", "progress_reporter", "log_to_file",
+        )  # fmt: skip
+        _expect_type("failure_config", self.failure_config, FailureConfig)
+        _expect_type("checkpoint_config", self.checkpoint_config, CheckpointConfig)
+        if self.storage_path is not None and "://" in os.fspath(self.storage_path):
             expected = "a directory that all nodes see"
             raise _unsupported("storage_path", self.storage_path, expected)
+
+
+@dataclass
+class TorchConfig:
+    """The process group that the function finds."""
+
+    backend: str | None = None
+    """nccl, gloo or both, as in cpu:gloo,cuda:nccl. None: nccl with GPUs, gloo without."""
+    init_method: str = "env"
+    timeout_s: float = 1800
+    """Of a collective."""
+
+    def __post_init__(self) -> None:
+        if self.backend not in (None, "nccl", "gloo", "cpu:gloo,cuda:nccl"):
+            expected = "nccl, gloo, cpu:gloo,cuda:nccl or None"
+            raise _unsupported("backend", self.backend, expected)
+        if self.init_method != "env":
+            raise _unsupported("init_method", self.init_method, "env")
+        if self.timeout_s <= 0:
+            raise _unsupported("timeout_s", self.timeout_s, "more than 0")
 
 
 class TrainingFailedError(HoldfastError):
@@ -143,7 +193,44 @@ class Result:
     """The directory of the run."""
     view: JobView
     """The report of the job: incidents, goodput."""
+    best_checkpoints: list[tuple[TrainCheckpoint, dict[str, Any]]]
+    """Those that were kept, oldest first, each with the metrics of its report."""
+    _returned: Mapping[str, str]
     error: TrainingFailedError | None = None
+
+    @property
+    def return_value(self) -> Any:
+        """What the function of rank 0 has returned. Raises UserError for what is no plain value."""
+        if "refused" in self._returned:
+            expected = "numbers, texts, None, and lists, tuples, dicts and sets of them"
+            fix = "report other objects in a checkpoint"
+            raise UserError(str(Problem("return_value", self._returned["refused"], expected, fix)))
+        return ast.literal_eval(self._returned["value"])
+
+    @property
+    def metrics_dataframe(self) -> Any:
+        """The metrics of best_checkpoints, a row each; None: there are no checkpoints. Raises
+        UserError where pandas is not installed."""
+        if not self.best_checkpoints:
+            return None
+        try:
+            pandas = importlib.import_module("pandas")
+        except ModuleNotFoundError:
+            fix = "install it, or use best_checkpoints, which has the same metrics"
+            problem = Problem("metrics_dataframe", "no pandas", "pandas in this environment", fix)
+            raise UserError(str(problem)) from None
+        return pandas.DataFrame([metrics for _checkpoint, metrics in self.best_checkpoints])
+
+    def get_best_checkpoint(self, metric: str, mode: str) -> TrainCheckpoint | None:
+        """The kept checkpoint with the largest (mode max) or the smallest (min) metric."""
+        if mode not in ("max", "min"):
+            raise _unsupported("mode", mode, "max or min")
+        found = [(one, metrics) for one, metrics in self.best_checkpoints if metric in metrics]
+        if not found:
+            names = sorted({name for _one, metrics in self.best_checkpoints for name in metrics})
+            raise _unsupported("metric", metric, f"one of {', '.join(names) or 'none'}")
+        choose = max if mode == "max" else min
+        return choose(found, key=lambda one: one[1][metric])[0]
 
 
 class RayTrainer:
@@ -165,7 +252,7 @@ class RayTrainer:
         train_loop_per_worker: Callable[..., object],
         *,
         train_loop_config: Mapping[str, Any] | None = None,
-        torch_config: Any = None,
+        torch_config: TorchConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         datasets: Any = None,
@@ -175,7 +262,6 @@ class RayTrainer:
         resume_from_checkpoint: Any = None,
     ) -> None:
         given = {
-            "torch_config": torch_config,
             "datasets": datasets,
             "dataset_config": dataset_config,
             "validation_config": validation_config,
@@ -185,10 +271,16 @@ class RayTrainer:
         for name, value in given.items():
             if value is not None:
                 raise _unsupported(name, value, "nothing")
+        _expect_type("scaling_config", scaling_config, ScalingConfig)
+        _expect_type("run_config", run_config, RunConfig)
+        _expect_type("torch_config", torch_config, TorchConfig)
         self._function = train_loop_per_worker
         self._config = dict(train_loop_config or {})
         self._scaling = scaling_config or ScalingConfig()
         self._run = run_config or RunConfig()
+        self._torch = torch_config or TorchConfig()
+        if "nccl" in (self._torch.backend or "") and not self._scaling.gpus:
+            raise _unsupported("torch_config.backend", self._torch.backend, "gloo without GPUs")
 
     def fit(self) -> Result:
         """Run the function on the cluster that this process is connected to, or on $RAY_ADDRESS or
@@ -215,8 +307,7 @@ class RayTrainer:
         if view.state != "succeeded":
             text = f"job {job_name}: {view.state}: {view.reason}"
             raise TrainingFailedError("\n".join(filter(None, [text, view.traceback.rstrip()])))
-        found = run_directory.metrics(path), run_directory.newest(path)
-        return Result(*found, str(path), view)
+        return _result(path, view)
 
     def _script(self, directory: Path, path: Path, name: str) -> Path:
         takes = any(
@@ -226,7 +317,9 @@ class RayTrainer:
         keep = (self._run.checkpoint_config or CheckpointConfig()).num_to_keep
         before = [
             "from holdfast.workers.integrations import ray_train",
-            f"ray_train.begin({str(path)!r}, {name!r}, {keep!r})",
+            f"ray_train.begin({str(path)!r}, {name!r}, {keep!r}, {self._torch.backend!r},"
+            f" {self._torch.timeout_s!r})",
+            f"{self._function.__name__} = ray_train.keep_result({self._function.__name__})",
         ]
         args = (self._config,) if takes else ()
         return write_script(directory, self._function, args, {}, before)
@@ -261,6 +354,25 @@ class RayTrainer:
         return document
 
 
+def _result(path: Path, view: JobView) -> Result:
+    """Of a job that has succeeded. Raises UserError where this process does not see it."""
+    try:
+        returned = run_directory.returned(path)
+    except FileNotFoundError:
+        got = f"{path}, in which the workers have written and this process sees nothing"
+        expected = "a directory that all nodes and this process share"
+        fix = "the job has succeeded: read what it has written there, on the node of rank 0"
+        raise UserError(str(Problem("storage_path", got, expected, fix))) from None
+    return Result(
+        metrics=run_directory.metrics(path),
+        checkpoint=run_directory.newest(path),
+        path=str(path),
+        view=view,
+        best_checkpoints=run_directory.kept(path),
+        _returned=returned,
+    )
+
+
 def workers_per_node(scaling: ScalingConfig, capacities: list[Mapping[str, float]]) -> int:
     """The most workers for a node of the job with which the cluster, whose Ray nodes have these
     resources, can hold all workers; 1 where it cannot hold them now. Ray Train packs workers
@@ -288,6 +400,12 @@ def _expect_unset(config: object, *fields: str) -> None:
     for field in fields:
         if getattr(config, field) is not None:
             raise _unsupported(field, getattr(config, field), "nothing")
+
+
+def _expect_type(field: str, config: object, expected: type) -> None:
+    if config is not None and not isinstance(config, expected):
+        got = f"{type(config).__module__}.{type(config).__name__}"
+        raise _unsupported(field, got, f"holdfast.ray.{expected.__name__}")
 
 
 def _unsupported(field: str, got: object, expected: str) -> UserError:

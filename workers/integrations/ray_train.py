@@ -5,10 +5,17 @@ The directory of a run is described in protocol/run_directory.py.
 
 from __future__ import annotations
 
+import copy
+import enum
+import functools
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +24,15 @@ from typing import Any, NoReturn
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from holdfast.orchestrator.errors import Problem, UserError
 from holdfast.orchestrator.protocol import files, run_directory
@@ -25,6 +40,9 @@ from holdfast.orchestrator.protocol.run_directory import TrainCheckpoint, facts_
 from holdfast.workers.session import reporting
 
 _PARTIAL = ".partial-"
+_SHARED = ".shared-"
+_SHARED_S = 10.0
+"""A file that rank 0 wrote is looked for so long: some network file systems show it late."""
 
 
 @dataclass
@@ -45,23 +63,66 @@ _runs: list[_Run] = []
 """At most one."""
 
 
-def begin(path: str, name: str, num_to_keep: int | None = None) -> None:
-    """Make this process a worker of a run, in a process group with the others: NCCL where it has a
-    GPU, gloo elsewhere. `path`: the directory of the run, which all workers see."""
-    run = Path(path)
-    run.mkdir(parents=True, exist_ok=True)
+def begin(
+    path: str,
+    name: str,
+    num_to_keep: int | None = None,
+    backend: str | None = None,
+    timeout_s: float = 1800,
+) -> None:
+    """Make this process a worker of a run, in a process group with the others: by default NCCL
+    where it has a GPU, gloo elsewhere. `path`: the directory of the run. Raises UserError in all
+    ranks where one of them does not see it."""
+    run, mark = Path(path), f"{_SHARED}{secrets.token_hex(8)}"
     if int(os.environ["RANK"]) == 0:  # before the others can write: they wait in the group below
-        for rest in run.glob(f"{_PARTIAL}*"):
+        run.mkdir(parents=True, exist_ok=True)
+        for rest in [*run.glob(f"{_PARTIAL}*"), *run.glob(f"{_SHARED}*")]:
             shutil.rmtree(rest, ignore_errors=True)
-    found = run_directory.checkpoints(run)
-    number = run_directory.number(found[-1]) + 1 if found else 0
-    reports = int(json.loads(facts_file(found[-1]).read_text())["reports"]) if found else 0
+        (run / mark).mkdir()
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if has_gpu else torch.device("cpu")
     if has_gpu:
         torch.cuda.set_device(device)
+    chosen = backend or ("nccl" if has_gpu else "gloo")
+    dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_s))
+    _expect_shared(run, mark)
+    found = run_directory.checkpoints(run)
+    number = run_directory.number(found[-1]) + 1 if found else 0
+    reports = int(json.loads(facts_file(found[-1]).read_text())["reports"]) if found else 0
     _runs.append(_Run(run, name, num_to_keep, device, number, reports))
-    dist.init_process_group("nccl" if has_gpu else "gloo", timeout=timedelta(minutes=30))
+
+
+def _expect_shared(run: Path, mark: str) -> None:
+    """Raise UserError in all ranks if one does not see what rank 0 has made in the directory: it
+    would begin without the checkpoint that the others have. Waits for all."""
+    marks = [mark]
+    dist.broadcast_object_list(marks)
+    give_up = time.monotonic() + _SHARED_S
+    while not (seen := (run / marks[0]).exists()) and time.monotonic() < give_up:
+        time.sleep(0.1)
+    ranks: list[tuple[bool, str]] = [(seen, "")] * dist.get_world_size()
+    dist.all_gather_object(ranks, (seen, socket.gethostname()))
+    if dist.get_rank() == 0:
+        (run / mark).rmdir()
+    if blind := [f"{rank} on {host}" for rank, (sees, host) in enumerate(ranks) if not sees]:
+        got = (
+            f"{run}, in which rank 0 on {ranks[0][1]} has written and rank {blind[0]} sees nothing"
+        )
+        fix = "set RunConfig(storage_path=...) to a directory of a network file system"
+        expected = "a directory that all nodes share"
+        raise UserError(str(Problem("storage_path", got, expected, fix)))
+
+
+def keep_result(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, of which rank 0 writes what it returns, for `Result.return_value`."""
+
+    @functools.wraps(function)
+    def keeping(*args: Any) -> None:
+        returned = function(*args)
+        if dist.get_rank() == 0:
+            run_directory.write_returned(_run("Trainer").path, returned)
+
+    return keeping
 
 
 def _run(name: str) -> _Run:
@@ -71,22 +132,40 @@ def _run(name: str) -> _Run:
     return _runs[0]
 
 
+class CheckpointUploadMode(enum.Enum):
+    """How `report` keeps a checkpoint. Only SYNC is supported."""
+
+    ASYNC = "ASYNC"
+    SYNC = "SYNC"
+    NO_UPLOAD = "NO_UPLOAD"
+
+
 def report(
     metrics: Mapping[str, Any],
     checkpoint: TrainCheckpoint | None = None,
     checkpoint_dir_name: str | None = None,
+    checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
+    delete_local_checkpoint_after_upload: bool | None = None,
+    checkpoint_upload_fn: Any = None,
+    validation: Any = False,
 ) -> None:
     """Report metrics, and keep a checkpoint. All ranks call it equally often; it waits for all.
 
     The directories that ranks hand in become one directory below storage_path. It is complete, and
     what `get_checkpoint` returns after a restart, when `report` returns; before, the checkpoint
     before it is. Metrics are rank 0's: what JSON can hold, and numbers of numpy and torch. The
-    loss that Holdfast shows is `metrics["loss"]`. Raises UserError for `checkpoint_dir_name`.
+    loss that Holdfast shows is `metrics["loss"]`. Raises UserError for the other parameters, but
+    for the values that mean what it does.
     """
     run = _run("report")
-    if checkpoint_dir_name is not None:
-        expected = "nothing: checkpoints are numbered"
-        raise UserError(str(Problem("checkpoint_dir_name", checkpoint_dir_name, expected)))
+    mode = getattr(checkpoint_upload_mode, "name", checkpoint_upload_mode)  # also of Ray's enum
+    _refuse("checkpoint_dir_name", checkpoint_dir_name, "nothing: checkpoints are numbered")
+    _refuse("checkpoint_upload_mode", mode if mode != "SYNC" else None, "CheckpointUploadMode.SYNC")
+    fix = "False or None; delete the directory when report has returned"
+    _refuse("delete_local_checkpoint_after_upload", delete_local_checkpoint_after_upload, fix)
+    expected = "nothing: directories are copied to storage_path"
+    _refuse("checkpoint_upload_fn", checkpoint_upload_fn, expected)
+    _refuse("validation", validation, "False; validate in the function, and report the result")
     rank, name = dist.get_rank(), f"checkpoint_{run.number:06}"
     partial = run.path / f"{_PARTIAL}{name}"
     with reporting.phase("save"):
@@ -109,6 +188,12 @@ def report(
             run.number += 1
     loss = metrics.get("loss")
     reporting.report(run.reports - 1, loss=float(loss) if rank == 0 and loss is not None else None)
+
+
+def _refuse(field: str, got: object, expected: str) -> None:
+    """Raise UserError if something was given."""
+    if got is not None and got is not False:
+        raise UserError(str(Problem(field, str(got)[:80], expected)))
 
 
 def _sync(directory: Path) -> None:
@@ -184,6 +269,11 @@ def get_device() -> torch.device:
     return _run("get_device").device
 
 
+def get_devices() -> list[torch.device]:
+    """The device of this process; it has one."""
+    return [get_device()]
+
+
 def prepare_model(
     model: nn.Module,
     move_to_device: bool | torch.device = True,
@@ -215,19 +305,53 @@ def prepare_data_loader(
 ) -> Any:
     """The loader with a DistributedSampler, shuffled if the loader was, whose batches are moved to
     the device of this process. Call `loader.sampler.set_epoch(epoch)` as with Ray Train.
-    `auto_transfer` changes nothing: copies to a GPU do not wait for it."""
+
+    With one worker, an IterableDataset or a DistributedSampler of its own the loader keeps its
+    samples. Another sampler is replaced with a warning, as Ray Train does; a batch_sampler is
+    refused with UserError. `auto_transfer` changes nothing: copies to a GPU do not wait for it."""
     run = _run("prepare_data_loader")
-    if add_dist_sampler and dist.get_world_size() > 1:
-        sampler: DistributedSampler[Any] = DistributedSampler(
-            data_loader.dataset, shuffle=isinstance(data_loader.sampler, RandomSampler)
-        )
-        data_loader = DataLoader(
-            data_loader.dataset, batch_size=data_loader.batch_size, sampler=sampler,
-            num_workers=data_loader.num_workers, collate_fn=data_loader.collate_fn,
-            pin_memory=data_loader.pin_memory, drop_last=data_loader.drop_last,
-            timeout=data_loader.timeout, worker_init_fn=data_loader.worker_init_fn,
-        )  # fmt: skip
+    if add_dist_sampler and dist.get_world_size() > 1 and not _has_own_part(data_loader):
+        data_loader = _with_part(data_loader)
     return _OnDevice(data_loader, run.device) if move_to_device else data_loader
+
+
+def _has_own_part(loader: DataLoader[Any]) -> bool:
+    """Whether it decides itself which samples are those of this rank."""
+    samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
+    distributed = any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+    return distributed or isinstance(loader.dataset, IterableDataset)
+
+
+def _with_part(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The loader with the samples of this rank. A copy, so that it keeps its class and all other
+    settings, also those that a newer torch adds."""
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        fix = "pass add_dist_sampler=False if it has only the samples of its rank"
+        expected = "batch_size, and a sampler or shuffle"
+        got = type(loader.batch_sampler).__name__
+        raise UserError(str(Problem("data_loader.batch_sampler", got, expected, fix)))
+    shuffle = not isinstance(loader.sampler, SequentialSampler)
+    if shuffle and not _is_plain_shuffle(loader.sampler) and dist.get_rank() == 0:
+        warnings.warn(
+            f"prepare_data_loader replaces the {type(loader.sampler).__name__} of the loader with a"
+            " DistributedSampler that shuffles. To keep it, pass add_dist_sampler=False and give"
+            " each rank samples of its own.",
+            stacklevel=3,
+        )
+    sampler: DistributedSampler[Any] = DistributedSampler(loader.dataset, shuffle=shuffle)
+    size = loader.batch_size
+    batches = None if size is None else BatchSampler(sampler, size, loader.drop_last)
+    made = copy.copy(loader)
+    # A DataLoader refuses the assignment. _iterator: persistent workers are those of the old one.
+    vars(made).update(sampler=sampler, batch_sampler=batches, _iterator=None)
+    return made
+
+
+def _is_plain_shuffle(sampler: object) -> bool:
+    """Whether it is that of `shuffle=True`: each sample once."""
+    if type(sampler) is not RandomSampler:
+        return False
+    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
 class _OnDevice:
@@ -247,10 +371,11 @@ class _OnDevice:
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+    if isinstance(batch, (torch.Tensor, PackedSequence)):
+        return batch.to(device, non_blocking=True)  # type: ignore[arg-type] # of PackedSequence
     if isinstance(batch, Mapping):
         return {name: _moved(part, device) for name, part in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return type(batch)([_moved(part, device) for part in batch])
+        parts = [_moved(part, device) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch
