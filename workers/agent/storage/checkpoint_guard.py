@@ -5,7 +5,9 @@ the job for good. Nothing is deleted, and nothing is touched that was last writt
 was submitted.
 
 Every node looks before it starts its own workers, and no rank trains before all are started, so no
-save is under way. On a shared file system one of the nodes renames; the others find it done.
+save is under way. On a shared file system one of the nodes renames; the others find it done. Of the
+files that each rank writes, a node opens those of its own ranks and a few. Invariant: nothing is
+renamed or written after LOOK_TIMEOUT_S, as the workers are started then.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ MAX_JUDGED = 3
 """Older checkpoints with which the newest one is compared."""
 LOOK_TIMEOUT_S = 5.0
 """After this the workers are started all the same: a launch is sent again after 15 s."""
+TOO_SLOW = f"the file system did not answer within {LOOK_TIMEOUT_S:.0f} s; the rest stays as it is"
 SINGLE_FILES = (".ckpt", ".pt", ".pth")
 """Ends of the names of checkpoints that are one file."""
 SKIPPED = ("__pycache__", "node_modules", "site-packages", "wandb", "mlruns")
@@ -49,16 +52,19 @@ class Findings:
     set_aside: list[str] = field(default_factory=list)
     """A sentence each."""
     newest: tuple[int, Path] | None = None
-    """(when it was written, where) of the newest complete checkpoint of this job."""
+    """(when it was written, where) of the newest complete checkpoint of this job. A file that may
+    be something else, such as a cache, counts only if there is no other."""
+    certainty: int = 0
+    """How surely that is one: a folder or tag of a framework, 2; *.ckpt, 1; *.pt, *.pth, 0."""
     divided: tuple[Path, int] | None = None
     """(where, by how many ranks) of a newest complete checkpoint that ZeRO of DeepSpeed divided."""
     num_entries: int = 0
     cut_short: str = ""
     """Why not everything was looked at; empty: it was."""
 
-    def complete(self, path: Path, written_ns: int) -> None:
-        if self.newest is None or written_ns > self.newest[0]:
-            self.newest = (written_ns, path)
+    def complete(self, path: Path, written_ns: int, certainty: int) -> None:
+        if self.newest is None or (certainty, written_ns) > (self.certainty, self.newest[0]):
+            self.newest, self.certainty = (written_ns, path), certainty
 
 
 def roots(job: TrainingJob, spec_directory: str) -> list[Path]:
@@ -81,19 +87,22 @@ def _paths(word: str) -> Iterator[str]:
         yield value
 
 
-def look(where: Iterable[Path], since_ns: int) -> Findings:
+def look(where: Iterable[Path], since_ns: int, own: tuple[int, int, int] = (0, 1, 1)) -> Findings:
     """Set incomplete newest checkpoints aside, in these directories and below them.
 
-    `since_ns`: wall clock; what was written before is not touched.
+    `since_ns`: wall clock; what was written before is not touched. `own`: the first rank of this
+    node, how many it has, and how many the job has.
     """
-    return _Look(since_ns).run(where)
+    return _Look(since_ns, own).run(where)
 
 
 class _Look:
-    def __init__(self, since_ns: int) -> None:
+    def __init__(self, since_ns: int, own: tuple[int, int, int]) -> None:
         self._since_ns = since_ns
         self._deadline_s = time.monotonic() + LOOK_TIMEOUT_S
+        self._share = script_checkpoints.Share(*own, check=self._expect_time)
         self._seen: set[Path] = set()
+        self._links: list[Path] = []
         self.found = Findings()
 
     def run(self, where: Iterable[Path]) -> Findings:
@@ -102,13 +111,12 @@ class _Look:
                 self._below(root)
             elif root.suffix in script_checkpoints.SAVED_SUFFIXES and root.is_file():
                 self._guarded(partial(self._files, [root]))
+        self._guarded(partial(self._files, self._links))  # what they lead to was looked at
         return self.found
 
-    def _late(self) -> bool:
-        if time.monotonic() < self._deadline_s:
-            return False
-        self.found.cut_short = "the file system did not answer in time"
-        return True
+    def _expect_time(self) -> None:
+        if time.monotonic() >= self._deadline_s:
+            raise TimeoutError(TOO_SLOW)
 
     def _below(self, root: Path) -> None:
         """Breadth first: checkpoints are near the top."""
@@ -116,15 +124,19 @@ class _Look:
         for _depth in range(MAX_DEPTH + 1):
             deeper: list[Path] = []
             for directory in level:
-                if directory in self._seen or self._late():
+                if directory in self._seen:
                     continue
                 self._seen.add(directory)
                 try:
+                    self._expect_time()
                     with os.scandir(directory) as scan:
                         entries = [entry for entry, _ in zip(scan, range(left), strict=False)]
                     left -= len(entries)
                     folders = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
                     names = [Path(e.path) for e in entries if _of_interest(e)]
+                except TimeoutError:
+                    self.found.cut_short = TOO_SLOW
+                    return
                 except OSError:
                     continue
                 self.found.num_entries += len(entries)
@@ -140,7 +152,8 @@ class _Look:
             self._guarded(partial(self._deepspeed, directory))
             folders = [] if script_checkpoints.tags_in(directory) else folders
         saved = [one for one in names if one.suffix in SINGLE_FILES]
-        self._guarded(partial(self._files, saved))
+        self._links += [one for one in saved if one.is_symlink()]
+        self._guarded(partial(self._files, [one for one in saved if not one.is_symlink()]))
         rest = []
         for series in _series(folders):
             numbered = _number(series[0]) >= 0 or series[0].suffix == ".ckpt"
@@ -166,33 +179,44 @@ class _Look:
     # -- series of directories ----------------------------------------------------------------
     def _directories(self, kind: script_checkpoints.Kind, ordered: Sequence[Path]) -> None:
         for at, newest in enumerate(ordered):
-            written_ns = _written_ns(newest)
-            if written_ns < self._since_ns or self._late():
+            written_ns = self._written_ns(newest)
+            if written_ns < self._since_ns:
                 return
             older = ordered[at + 1 : at + 1 + MAX_JUDGED]
-            why = script_checkpoints.problem(kind, newest, older)
+            why = script_checkpoints.problem(kind, newest, older, self._share)
             if why:
                 self._set_aside(newest, why)
                 continue
             if kind:
-                self.found.complete(newest, written_ns)
+                self.found.complete(newest, written_ns, 2)
             return
+
+    def _written_ns(self, directory: Path) -> int:
+        """When the newest of a checkpoint's files, or its folder, was last changed."""
+        times = [directory.stat().st_mtime_ns]
+        for name in self._share.of(script_checkpoints.names_in(directory)):
+            self._expect_time()
+            times.append((directory / name).lstat().st_mtime_ns)
+        return max(times)
 
     # -- single files -------------------------------------------------------------------------
     def _files(self, saved: Sequence[Path]) -> None:
         for path in saved:
+            self._expect_time()
             if path.is_symlink() and not path.exists():
-                self._set_aside(path, "what it points to does not exist")
+                if path.lstat().st_mtime_ns >= self._since_ns:
+                    self._set_aside(path, "what it points to does not exist")
                 continue
             written_ns = path.stat().st_mtime_ns
-            if written_ns < self._since_ns or path.is_dir() or self._late():
+            if written_ns < self._since_ns or path.is_dir():
                 continue
             if why := script_checkpoints.torn(path):
                 self._set_aside(path, why)
             else:
-                self.found.complete(path, written_ns)
+                self.found.complete(path, written_ns, 1 if path.suffix == ".ckpt" else 0)
 
     def _set_aside(self, path: Path, why: str) -> None:
+        self._expect_time()
         then = _moved(path)
         if then is not None:
             what = f"checkpoint {path} is incomplete ({why}); it was renamed to {then}"
@@ -203,21 +227,23 @@ class _Look:
         latest, tags = directory / "latest", script_checkpoints.tags_in(directory)
         if latest.stat().st_mtime_ns < self._since_ns or not tags:
             return
-        why = script_checkpoints.deepspeed_problem(directory)
+        why = script_checkpoints.deepspeed_problem(directory, self._share)
         if not why:
             self._complete_tag(directory)
             return
-        good = next((tag for tag in tags if not script_checkpoints.tag_problem(tag)), None)
+        share = self._share
+        good = next((tag for tag in tags if not script_checkpoints.tag_problem(tag, share)), None)
         if good is None:
             self._set_aside(latest, f"{why}, and no complete tag is beside it")
             return
+        self._expect_time()
         files.replace(latest, good.name.encode())
         self._complete_tag(directory)
         text = f"checkpoint {directory}: {why}; latest names {good.name} now, which is complete"
         self.found.set_aside.append(text)
 
     def _complete_tag(self, directory: Path) -> None:
-        self.found.complete(directory, (directory / "latest").stat().st_mtime_ns)
+        self.found.complete(directory, (directory / "latest").stat().st_mtime_ns, 2)
         tag = script_checkpoints.tag_of_latest(directory)
         parts, model_ranks = script_checkpoints.optimizer_parts(tag) if tag else (0, 0)
         if tag and parts and self.found.newest and self.found.newest[1] == directory:
@@ -248,13 +274,6 @@ def _number(path: Path) -> int:
     """The number at the end of a name, by which frameworks find the newest; -1: there is none."""
     match = _NUMBERED.fullmatch(path.name)
     return int(match[2]) if match else -1
-
-
-def _written_ns(directory: Path) -> int:
-    """When the newest of a checkpoint's files, or its folder, was last changed."""
-    with os.scandir(directory) as scan:
-        inside = [entry.stat(follow_symlinks=False).st_mtime_ns for entry in scan]
-    return max([directory.stat().st_mtime_ns, *inside])
 
 
 def _moved(path: Path) -> Path | None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -33,7 +34,35 @@ _WEIGHTS = re.compile(
 )
 _HOLDS_OTHERS = re.compile(r"checkpoint[-_]\d+|checkpoints")
 """In the folder of a run, not in a checkpoint."""
+_OF_RANK = re.compile(r"(?:^rng_state|^random_states|zero_pp_rank|expp_rank|^rank|^_)_(\d+)")
+"""Files of which each rank writes one."""
+FEW = 8
+"""Files of other nodes' ranks that a node opens."""
 _OPTIMIZER_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which files of single ranks a node opens: thousands take seconds. All nodes together open all
+    of them, also those of a checkpoint that more ranks wrote."""
+
+    first_rank: int = 0
+    ranks: int = 1
+    of_ranks: int = 1
+    check: Callable[[], None] = lambda: None
+    """Called before each file; raises OSError if there is no time left."""
+
+    def of(self, names: Collection[str]) -> list[str]:
+        found = {name: _OF_RANK.search(name) for name in sorted(names)}
+        own = range(self.first_rank, self.first_rank + self.ranks)
+        others = [
+            name for name, one in found.items() if one and int(one[1]) % self.of_ranks not in own
+        ]
+        left_out = set(others) - set(others[:: max(1, len(others) // FEW)])
+        return [name for name in found if name not in left_out]
+
+
+ALL = Share()
 
 
 def kind_of(directories: Collection[Path]) -> Kind:
@@ -57,7 +86,9 @@ def names_in(directory: Path) -> set[str]:
     return {entry.name for entry in directory.iterdir()}
 
 
-def problem(kind: Kind, directory: Path, siblings: Collection[Path] = ()) -> str:
+def problem(
+    kind: Kind, directory: Path, siblings: Collection[Path] = (), share: Share = ALL
+) -> str:
     """What an incomplete checkpoint lacks; empty: it is complete as far as can be seen.
 
     `siblings`: complete checkpoints of the same series. Raises OSError.
@@ -66,13 +97,19 @@ def problem(kind: Kind, directory: Path, siblings: Collection[Path] = ()) -> str
     if not names:
         return "it is empty"
     if kind == "transformers":
-        return _transformers(directory, names)
+        return _transformers(directory, names, share)
     if kind == "accelerate":
-        return _accelerate(directory, names, siblings)
+        return _accelerate(directory, names, siblings, share)
     begun = any(name.endswith((".distcp", ".metadata.tmp")) for name in names)
     if kind == "dcp" and begun and ".metadata" not in names:
         return "it has no .metadata, which is written last"
     return ""
+
+
+def unfinished(kind: Kind, directory: Path) -> str:
+    """As problem, by what a save writes last and without opening tensors. Raises OSError."""
+    names = names_in(directory)
+    return _transformers_end(directory, names) if kind == "transformers" else ""
 
 
 def torn(path: Path) -> str:
@@ -108,8 +145,9 @@ def _torn_safetensors(path: Path, size: int) -> str:
     return f"{path.name} has {size} of {expected} bytes" if size < expected else ""
 
 
-def _torn_files(directory: Path, names: Collection[str]) -> Iterator[str]:
-    for name in sorted(names):
+def _torn_files(directory: Path, names: Collection[str], share: Share) -> Iterator[str]:
+    for name in share.of(names):
+        share.check()
         path = directory / name
         if path.suffix in SAVED_SUFFIXES and path.is_file():
             yield torn(path)
@@ -129,7 +167,15 @@ def _of_index(path: Path) -> str:
     return f"{missing[0]} is missing" if missing else ""
 
 
-def _transformers(directory: Path, names: set[str]) -> str:
+def _transformers(directory: Path, names: set[str], share: Share) -> str:
+    if found := _transformers_end(directory, names):
+        return found
+    if "latest" in names and (found := deepspeed_problem(directory, share)):
+        return found
+    return next(filter(None, _torn_files(directory, names, share)), "")
+
+
+def _transformers_end(directory: Path, names: set[str]) -> str:
     if SENTINEL in names:
         return f"it has {SENTINEL}"
     if "trainer_state.json" not in names:
@@ -140,12 +186,10 @@ def _transformers(directory: Path, names: set[str]) -> str:
         return "trainer_state.json is torn"
     if not any(_WEIGHTS.fullmatch(name) for name in names):
         return "it has no weights"
-    if "latest" in names and (found := deepspeed_problem(directory)):
-        return found
-    return next(filter(None, _torn_files(directory, names)), "")
+    return ""
 
 
-def _accelerate(directory: Path, names: set[str], siblings: Collection[Path]) -> str:
+def _accelerate(directory: Path, names: set[str], siblings: Collection[Path], share: Share) -> str:
     if "random_states_0.pkl" not in names:
         return "it has no random_states_0.pkl, which rank 0 writes after the model"
     if not any(_WEIGHTS.fullmatch(name) for name in names):
@@ -154,7 +198,7 @@ def _accelerate(directory: Path, names: set[str], siblings: Collection[Path]) ->
     missing = sorted(set.intersection(*own) - names) if own else []
     if missing:
         return f"it has no {missing[0]}, which the checkpoints before it have"
-    return next(filter(None, _torn_files(directory, names)), "")
+    return next(filter(None, _torn_files(directory, names, share)), "")
 
 
 # -- DeepSpeed --------------------------------------------------------------------------------
@@ -189,18 +233,18 @@ def _optimizer_shards(names: Collection[str]) -> set[tuple[int, int]]:
     return {(int(one[1]), int(one[2])) for one in found if one is not None}
 
 
-def deepspeed_problem(directory: Path) -> str:
+def deepspeed_problem(directory: Path, share: Share = ALL) -> str:
     """Why what `latest` names cannot be loaded; empty: it can, as far as can be seen."""
     tag = (directory / "latest").read_text(encoding="utf-8", errors="replace").strip()
     if not tag:
         return "latest is empty"
     if not (directory / tag).is_dir():
         return f"latest names {tag}, which does not exist"
-    found = tag_problem(directory / tag)
+    found = tag_problem(directory / tag, share)
     return f"latest names {tag}: {found}" if found else ""
 
 
-def tag_problem(tag: Path) -> str:
+def tag_problem(tag: Path, share: Share = ALL) -> str:
     """What an incomplete tag lacks; empty: nothing that can be seen. How many ranks wrote it is
     known only from the files themselves: a missing last one is not seen."""
     names = names_in(tag)
@@ -210,4 +254,4 @@ def tag_problem(tag: Path) -> str:
     missing = sorted(set(range(max(shards, default=-1) + 1)) - shards)
     if missing:
         return f"the optimizer states of rank {missing[0]} are missing"
-    return next(filter(None, _torn_files(tag, names)), "")
+    return next(filter(None, _torn_files(tag, names, share)), "")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
-from holdfast.workers.agent.storage import checkpoint_guard
+from holdfast.workers.agent.storage import checkpoint_guard, script_checkpoints
 from holdfast.workers.agent.storage.checkpoint_guard import MAX_ENTRIES, look, roots
 
 DAY_NS = 86_400 * 10**9
@@ -153,8 +153,43 @@ def test_a_link_to_a_file_that_was_set_aside_is_set_aside_too(tmp_path: Path) ->
     (tmp_path / "a" / "last.ckpt").symlink_to("epoch=2.ckpt")
     cut(tmp_path / "a" / "epoch=2.ckpt")
     look([tmp_path], 0)
+    assert names(tmp_path / "a") == [], "in one look"
+
+
+def test_a_link_to_a_folder_that_was_set_aside_is_set_aside_too(tmp_path: Path) -> None:
+    """As of Lightning with FSDP, also from another folder."""
+    for step in (1, 2):
+        dcp(tmp_path / "a" / f"step={step}.ckpt")
+    (tmp_path / "a" / "last.ckpt").symlink_to("step=2.ckpt")
+    (tmp_path / "newest.ckpt").symlink_to("a/step=2.ckpt")
+    (tmp_path / "a" / "step=2.ckpt" / ".metadata").unlink()
     look([tmp_path], 0)
-    assert names(tmp_path / "a") == []
+    assert names(tmp_path / "a") == ["step=1.ckpt"]
+    assert not (tmp_path / "newest.ckpt").is_symlink()
+
+
+def test_a_link_from_before_the_job_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "last.ckpt").symlink_to("nowhere.ckpt")
+    look([tmp_path], time.time_ns() + DAY_NS)
+    assert names(tmp_path) == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("make", [transformers, accelerate, dcp, tag, torch_file])
+def test_a_file_that_may_be_a_cache_is_named_only_without_a_checkpoint(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    cache = tmp_path / "tokenized_cache.pt"
+    torch_file(cache)
+    found = look([tmp_path], 0)
+    assert found.newest is not None and found.newest[1] == cache
+    own = tmp_path / "out" / ("checkpoint-10" if make is not torch_file else "epoch=1.ckpt")
+    make(own)
+    if make is tag:
+        (tmp_path / "out" / "latest").write_text(own.name)
+    os.utime(cache, ns=(time.time_ns() + DAY_NS, time.time_ns() + DAY_NS))
+    found = look([tmp_path], 0)
+    assert found.newest is not None
+    assert found.newest[1] == (own.parent if make is tag else own)
 
 
 @pytest.mark.parametrize("damage", ["torn", "missing", "empty latest"])
@@ -247,6 +282,65 @@ def test_the_look_is_bounded(tmp_path: Path) -> None:
     found = look([tmp_path], 0)
     assert found.num_entries == MAX_ENTRIES and "more than" in found.cut_short
     assert time.monotonic() - begin < 1.0
+
+
+RANKS, EACH = 64, 4
+
+
+def many_ranks(directory: Path) -> Path:
+    """Of so many ranks that a node does not open the files of all of them."""
+    newest = directory / "global_step5"
+    torch_file(newest / "mp_rank_00_model_states.pt")
+    for rank in range(RANKS):
+        torch_file(newest / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    (directory / "latest").write_text("global_step5")
+    return newest
+
+
+@pytest.mark.parametrize("ranks", [RANKS, RANKS // 2])
+def test_all_nodes_together_open_the_files_of_all_ranks(
+    tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after half of the nodes were lost."""
+    newest = many_ranks(tmp_path)
+    opened: list[str] = []
+    torn = script_checkpoints.torn
+
+    def noted(path: Path) -> str:
+        opened.append(path.name)
+        return torn(path)
+
+    monkeypatch.setattr(script_checkpoints, "torn", noted)
+    for first in range(0, ranks, EACH):
+        before = len(opened)
+        look([tmp_path], 0, (first, EACH, ranks))
+        assert EACH <= len(opened) - before <= RANKS // ranks * EACH + 2 * script_checkpoints.FEW
+    assert set(opened) == set(names(newest))
+
+
+def test_one_of_the_nodes_finds_the_torn_file_of_a_rank(tmp_path: Path) -> None:
+    newest = many_ranks(tmp_path)
+    cut(newest / "zero_pp_rank_41_mp_rank_00_optim_states.pt")
+    assert look([tmp_path], 0, (40, EACH, RANKS)).set_aside
+
+
+def test_after_its_time_a_look_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file system begins to answer slowly in the middle of a checkpoint."""
+    transformers(tmp_path / "checkpoint-5")
+    cut(tmp_path / "checkpoint-5" / "optimizer.pt")
+    now, torn = [0.0], script_checkpoints.torn
+
+    def slowly(path: Path) -> str:
+        now[0] += checkpoint_guard.LOOK_TIMEOUT_S
+        return torn(path)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(script_checkpoints, "torn", slowly)
+    found = look([tmp_path], 0)
+    assert (names(tmp_path), found.set_aside) == (["checkpoint-5"], [])
+    assert "did not answer within 5 s" in found.cut_short
 
 
 def test_arguments_of_the_script_name_directories(tmp_path: Path) -> None:
