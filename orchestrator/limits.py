@@ -283,7 +283,7 @@ MAX_INCIDENTS_IN_FULL = 20
 """Incidents whose traceback and stacks are kept; older ones keep the rest of their record."""
 
 MAX_LAUNCH_INCIDENTS = 4
-"""Incidents that the workers of a launch are told of: the last one, and others only if no step was
+"""Incidents that the workers of a launch receive: the last one, and others only if no step was
 finished between them."""
 
 MAX_LAUNCH_INCIDENT_CHARS = 400

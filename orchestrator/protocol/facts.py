@@ -293,7 +293,7 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaunchIncident(msgspec.Struct, frozen=True, kw_only=True):
-    """An incident that led to a launch, as its workers are told. Its steps lost and its duration
+    """An incident that led to a launch, as its workers receive it. Its steps lost and duration
     are known only when they train again."""
 
     number: int

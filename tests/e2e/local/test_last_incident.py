@@ -40,7 +40,7 @@ def test_a_script_reads_which_incident_led_to_its_start(tmp_path: Path) -> None:
     one = Job(tmp_path, {
         "apiVersion": "holdfast.dev/v1alpha1",
         "kind": "TrainingJob",
-        "metadata": {"name": "told"},
+        "metadata": {"name": "restarted"},
         "spec": {
             "entrypoint": {"script": "train.py"},
             "workersPerNode": 2,

@@ -257,14 +257,14 @@ def test_a_tracker_continues_one_run_over_restarts() -> None:
 
 def test_all_ranks_of_a_script_know_which_incident_led_to_their_start() -> None:
     job = make_job(entrypoint={"script": "train.py"})
-    told = LaunchIncident(
+    known = LaunchIncident(
         number=3, at_ns=5, failure_class="hang", title="rank 2 hangs", last_step=41,
         world_size_before=4, world_size_after=4,
     )  # fmt: skip
     assert INCIDENTS not in worker_environment(job, MEMBERSHIP, SEAT, 1, make_facts())
-    again = msgspec.structs.replace(MEMBERSHIP, incidents=(told,))
+    again = msgspec.structs.replace(MEMBERSHIP, incidents=(known,))
     text = worker_environment(job, again, SEAT, 1, make_facts())[INCIDENTS]
-    assert msgspec.json.decode(text, type=tuple[LaunchIncident, ...]) == (told,)
+    assert msgspec.json.decode(text, type=tuple[LaunchIncident, ...]) == (known,)
     assert json.loads(text)[0]["title"] == "rank 2 hangs"
     document = job_to_mapping(make_job())
     document["spec"]["entrypoint"] = {"recipe": {"name": "pretrain"}}

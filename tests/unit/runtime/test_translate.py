@@ -100,13 +100,13 @@ def test_a_launch_has_the_address_of_a_connected_buddy_only() -> None:
     )  # fmt: skip
 
 
-def test_a_launch_tells_the_workers_which_incidents_led_to_it() -> None:
+def test_a_launch_has_the_incidents_that_led_to_it() -> None:
     launch = Transcript().started().last(LaunchGroup)
-    told = LaunchIncident(
+    known = LaunchIncident(
         number=1, at_ns=5, failure_class="hang", title="x", world_size_before=4, world_size_after=4
     )
-    message = translate.to_message(launch, incidents=(told,))
-    assert isinstance(message, wire.LaunchWorkers) and message.membership.incidents == (told,)
+    message = translate.to_message(launch, incidents=(known,))
+    assert isinstance(message, wire.LaunchWorkers) and message.membership.incidents == (known,)
     assert wire.decode(wire.encode(message)[4:]) == message
     assert launch.membership.incidents == (), "the journal has them already"
 

@@ -80,18 +80,18 @@ def test_counters_never_fall() -> None:
     assert view.recovery["total"].count == MAX_INCIDENTS + 9
 
 
-def test_the_workers_of_a_launch_are_told_why_they_start() -> None:
+def test_a_launch_has_the_incident_that_led_to_it() -> None:
     transcript = core.Transcript().started(step=41)
     assert launch_incidents(transcript.state, 1) == ()
     transcript.exits(2, signal=9)
     transcript.all_stopped(41)
-    (told,) = launch_incidents(transcript.state, 2)
-    assert (told.number, told.last_step, told.failure_class) == (1, 41, "infrastructure")
-    assert "SIGKILL" in told.title and "restart on the same 2 nodes" in told.decision
+    (known,) = launch_incidents(transcript.state, 2)
+    assert (known.number, known.last_step, known.failure_class) == (1, 41, "infrastructure")
+    assert "SIGKILL" in known.title and "restart on the same 2 nodes" in known.decision
     assert launch_incidents(transcript.state, 1) == (), "the launch before it is sent again"
 
 
-def test_an_incident_that_was_not_over_is_told_with_the_next_one() -> None:
+def test_an_incident_that_was_not_over_comes_with_the_next_one() -> None:
     recovery = {"budgets": {"infrastructure": {"restarts": 100}}, "badNodeStrikes": 100}
     transcript = core.Transcript(core.spec(recovery=recovery)).started(step=41)
     transcript.apply(StepCompleted(generation=1, step=42, counted_by="script"))
@@ -107,19 +107,19 @@ def test_an_incident_that_was_not_over_is_told_with_the_next_one() -> None:
     transcript.apply(after)
     transcript.exits(2, signal=9)
     transcript.all_stopped(43)
-    (told,) = launch_incidents(transcript.state, transcript.state.generation)
-    assert told.number == num + 1
+    (known,) = launch_incidents(transcript.state, transcript.state.generation)
+    assert known.number == num + 1
 
 
-def test_a_script_of_which_nothing_is_seen_is_told_the_last_incident() -> None:
+def test_a_script_of_which_nothing_is_seen_receives_the_last_incident() -> None:
     """Whether it has trained since the one before is unknown."""
     transcript = core.Transcript().started()
     for _ in range(2):
         transcript.exits(2, signal=9)
         transcript.all_stopped()
         transcript.succeed(LaunchGroup)
-    (told,) = launch_incidents(transcript.state, transcript.state.generation)
-    assert (told.number, told.last_step) == (2, -1)
+    (known,) = launch_incidents(transcript.state, transcript.state.generation)
+    assert (known.number, known.last_step) == (2, -1)
 
 
 def test_long_texts_of_an_incident_are_cut_for_the_environment() -> None:
@@ -127,5 +127,5 @@ def test_long_texts_of_an_incident_are_cut_for_the_environment() -> None:
     transcript.exits(2, code=1, error_type="ValueError", error_message="x" * 10_000)
     transcript.all_stopped(41)
     state = transcript.state
-    told = launch_incidents(state, state.generation)
-    assert told and all(len(one.title) <= limits.MAX_LAUNCH_INCIDENT_CHARS for one in told)
+    known = launch_incidents(state, state.generation)
+    assert known and all(len(one.title) <= limits.MAX_LAUNCH_INCIDENT_CHARS for one in known)

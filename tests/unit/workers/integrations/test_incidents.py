@@ -1,4 +1,4 @@
-"""What a script is told of incidents, and how their notes read."""
+"""What a script receives of incidents, and how their notes read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.workers.integrations.incidents import IncidentNotes, describe
 AT_NS = 1_790_000_000 * 10**9
 
 
-def told(number: int = 1, **more: Any) -> LaunchIncident:
+def incident(number: int = 1, **more: Any) -> LaunchIncident:
     given = {
         "at_ns": AT_NS, "failure_class": "infrastructure", "title": "worker 1 was killed",
         "decision": "restart on the same node", "last_step": 41, "world_size_before": 2,
@@ -27,28 +27,28 @@ def told(number: int = 1, **more: Any) -> LaunchIncident:
     return LaunchIncident(number=number, **{**given, **more})
 
 
-def tell(monkeypatch: pytest.MonkeyPatch, *incidents: LaunchIncident) -> None:
+def pass_on(monkeypatch: pytest.MonkeyPatch, *incidents: LaunchIncident) -> None:
     monkeypatch.setenv(INCIDENTS, msgspec.json.encode(incidents).decode())
 
 
 def test_the_first_start_has_no_incident(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(INCIDENTS, raising=False)
     assert last_incident() is None
-    tell(monkeypatch)
+    pass_on(monkeypatch)
     assert last_incident() is None
 
 
 def test_the_last_incident_is_the_newest_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    tell(monkeypatch, told(1), told(2))
-    assert last_incident() == told(2)
+    pass_on(monkeypatch, incident(1), incident(2))
+    assert last_incident() == incident(2)
 
 
-def test_a_controller_may_tell_more_than_this_version_knows(
+def test_a_controller_may_send_more_than_this_version_knows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    more = msgspec.to_builtins(told()) | {"weather": "rain"}
+    more = msgspec.to_builtins(incident()) | {"weather": "rain"}
     monkeypatch.setenv(INCIDENTS, msgspec.json.encode([more]).decode())
-    assert last_incident() == told()
+    assert last_incident() == incident()
 
 
 @pytest.mark.parametrize("text", ["no", '{"number": 1}', '[{"number": "x"}]'])
@@ -61,19 +61,21 @@ def test_an_unreadable_variable_is_refused_by_name(
 
 
 def test_a_note_says_what_happened_and_what_it_cost() -> None:
-    before = describe(told())
+    before = describe(incident())
     assert before == (
         "incident 1 at 2026-09-21 14:13:20 UTC (infrastructure): worker 1 was killed; "
         "restart on the same node; the last step before it was 41"
     )
-    after = describe(told(world_size_after=1), began_after=39, now_s=AT_NS / 1e9 + 3.25)
+    after = describe(incident(world_size_after=1), began_after=39, now_s=AT_NS / 1e9 + 3.25)
     assert after.endswith(
         "2 ranks before, 1 now; 3.2 s until the next step was finished; 2 steps trained again"
     )
-    assert describe(told(last_step_at_least=True), 40).endswith("; at least 1 step trained again")
-    assert describe(told(), 41).endswith("; 0 steps trained again")
-    assert "trained again" not in describe(told(last_step=-1), 41), "it is not known"
-    assert "(infrastructure, caused with holdfast chaos)" in describe(told(rehearsal=True))
+    assert describe(incident(last_step_at_least=True), 40).endswith(
+        "; at least 1 step trained again"
+    )
+    assert describe(incident(), 41).endswith("; 0 steps trained again")
+    assert "trained again" not in describe(incident(last_step=-1), 41), "it is not known"
+    assert "(infrastructure, caused with holdfast chaos)" in describe(incident(rehearsal=True))
 
 
 class Writer:
@@ -92,7 +94,7 @@ class Writer:
 
 
 def test_notes_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tell(monkeypatch, told(1), told(2))
+    pass_on(monkeypatch, incident(1), incident(2))
     notes, writer = IncidentNotes(39), Writer()
     for step in (41, 42):
         notes.write(step, [writer])
@@ -107,7 +109,7 @@ def test_a_tracker_that_fails_is_named_and_ends_nothing(
     def fail() -> None:
         raise ConnectionError("no answer")
 
-    tell(monkeypatch, told())
+    pass_on(monkeypatch, incident())
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(active_run=fail))
     IncidentNotes(39).write(41, [Writer(broken=True)])
     errors = capsys.readouterr().err
