@@ -104,9 +104,9 @@ def steps(job: Job, pod: str) -> list[tuple[int, float]]:
     generation = 0
     for line in job.kubectl.run("logs", pod, "--timestamps").splitlines():
         at, _, text = line.partition(" ")
-        if text.startswith("[rank 0]") and ", generation " in text:
+        if text.startswith("[rank 0, ") and ", generation " in text:
             generation = int(text.rpartition(" ")[2])
-        elif text.startswith("[rank 0] step ") and " loss " in text:
+        elif text.startswith("[rank 0, ") and "] step " in text and " loss " in text:
             found.append((generation, seconds(at)))
     return found
 

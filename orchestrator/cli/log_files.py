@@ -24,13 +24,17 @@ class LogTail:
         self._prefix = prefix
         self._offset = 0
         self._rest = b""
+        self._begun = False
 
     def parts(self, *, all: bool = False) -> Iterator[list[str]]:
         """New complete lines, in batches; with `all` also a last line without a newline."""
         with suppress(OSError):
-            if self.path.stat().st_size < self._offset:  # rotated: read the rest first
-                yield from self._read(self.path.with_name(f"{self.path.name}.1"))
+            if not self._begun or self.path.stat().st_size < self._offset:
+                # Rotated, before or meanwhile: the unread rest of the older part comes first.
+                with suppress(OSError):
+                    yield from self._read(older_part(self.path))
                 self._offset = 0
+            self._begun = True
             yield from self._read(self.path)
         if all and self._rest:
             yield self._shown([self._rest])
@@ -38,6 +42,7 @@ class LogTail:
 
     def skip(self) -> None:
         """What the file has by now."""
+        self._begun = True
         with suppress(OSError):
             self._offset = self.path.stat().st_size
 
@@ -58,10 +63,19 @@ class LogTail:
                 yield self._shown(whole)
 
     def _shown(self, lines: list[bytes]) -> list[str]:
-        return [self._prefix + _folded(line).decode("utf-8", "replace") for line in lines]
+        return [self._prefix + folded(line).decode("utf-8", "replace") for line in lines]
 
 
-def _folded(line: bytes) -> bytes:
+class LogMissing(UserError):
+    """No log is kept of what was asked for."""
+
+
+def older_part(path: Path) -> Path:
+    """Where the content of a log goes when it is large."""
+    return path.with_name(f"{path.name}.1")
+
+
+def folded(line: bytes) -> bytes:
     """A terminal would show what follows the last carriage return: the last state of a progress
     bar."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
@@ -71,7 +85,7 @@ def print_files(
     directory: JobDirectory, rank: int | None, generation: int | None, node: str | None
 ) -> None:
     """Print the matching files one after the other: without a generation, those of each generation,
-    oldest first, below a line that names it. Raises UserError when none matches."""
+    oldest first, below a line that names it. Raises LogMissing when none matches."""
     numbers = generations(directory) if generation is None and node is None else []
     having = [number for number in numbers if rank is None or rank in _ranks(directory, number)]
     if len(having) < 2:
@@ -80,7 +94,7 @@ def print_files(
             _write(tail, all=True)
         return
     for number in having:
-        _print([f"== generation {number} =="])
+        _print([heading(number)])
         for tail in find(directory, rank, number, None):
             _write(tail, all=True)
 
@@ -93,20 +107,26 @@ def follow_files(
     interval_s: float,
 ) -> None:
     """Print the matching files and what is appended, until the job has no controller. Without a
-    generation, follow the newest one."""
+    generation, follow the newest one and those that come after it."""
     tails: dict[Path, LogTail] = {}
+    first: int | None = None
     while True:
         # Before reading, so that the last lines of a job that ends now are printed.
         alive = directory.controller_alive()
-        try:
-            found = find(directory, rank, generation, node)
-        except UserError:
-            # The newest generation lacks this rank, or has no log yet.
-            if not alive and not tails:
-                raise
-            found = []
-        for tail in found:
-            tails.setdefault(tail.path, tail)
+        wanted = [generation]
+        if generation is None:
+            numbers = generations(directory)
+            first = max(numbers, default=0) if first is None else first
+            wanted = [number for number in numbers if number >= first] or [None]
+        missing: LogMissing | None = None
+        for number in wanted:
+            try:
+                for tail in find(directory, rank, number, node):
+                    tails.setdefault(tail.path, tail)
+            except LogMissing as error:  # this generation lacks the rank, or has no log yet
+                missing = error
+        if missing is not None and not alive and not tails:
+            raise missing
         for tail in tails.values():
             _write(tail, all=not alive)
         if not alive:
@@ -117,26 +137,26 @@ def follow_files(
 def find(
     directory: JobDirectory, rank: int | None, generation: int | None, node: str | None
 ) -> list[LogTail]:
-    """The matching files. Raises UserError when none matches."""
+    """The matching files. Raises LogMissing when none matches."""
     if node is not None:
         path = directory.logs / f"agent-{node}.log"
         if not path.is_file():
             known = sorted(p.stem[len("agent-") :] for p in directory.logs.glob("agent-*.log"))
-            raise UserError(str(Problem("--node", node, _one_of(known, "node"))))
+            raise LogMissing(str(Problem("--node", node, one_of(known, "node"))))
         return [LogTail(path, "")]
     numbers = generations(directory)
     if generation is None:
         generation = numbers[-1] if numbers else 0
     if generation not in numbers:
         known = [str(number) for number in numbers]
-        raise UserError(str(Problem("--generation", str(generation), _one_of(known, "generation"))))
+        raise LogMissing(str(Problem("--generation", str(generation), one_of(known, "generation"))))
     found = _ranks(directory, generation)
     if rank is None:
         width = len(str(max(found, default=0)))
         return [LogTail(path, f"[{number:>{width}}] ") for number, path in found.items()]
     if rank not in found:
         known = [str(number) for number in found]
-        raise UserError(str(Problem("--rank", str(rank), _one_of(known, "rank"))))
+        raise LogMissing(str(Problem("--rank", str(rank), one_of(known, "rank"))))
     return [LogTail(found[rank], "")]
 
 
@@ -159,7 +179,11 @@ def _ranks(directory: JobDirectory, generation: int) -> dict[int, Path]:
     }
 
 
-def _one_of(known: list[str], noun: str) -> str:
+def heading(generation: int) -> str:
+    return f"== generation {generation} =="
+
+
+def one_of(known: list[str], noun: str) -> str:
     if not known:
         return f"a {noun} with a log; there are no logs yet"
     return "one of " + ", ".join(known)

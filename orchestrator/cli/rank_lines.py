@@ -41,9 +41,9 @@ class RankLines:
 
     def __enter__(self) -> Self:
         self._refresh()
-        self._open()
-        if self._tail is not None:  # of a job that is attached to
-            self._tail.skip()
+        for tail in self._newer():  # of a job that is attached to
+            tail.skip()
+            self._tail = tail
         self._thread.start()
         return self
 
@@ -60,23 +60,20 @@ class RankLines:
 
     def _poll(self, *, last: bool = False) -> None:
         self._refresh()
-        before, tail = self._generation, self._tail
-        self._open()
-        over = last or self._generation != before
-        if tail is not None:
-            self._print(tail, over=over)
-        if self._tail is not None and self._tail is not tail:
+        for tail in self._newer():  # several, if a generation was short
+            if self._tail is not None:
+                self._print(self._tail, over=True)
+            self._tail = tail
+        if self._tail is not None:
             self._print(self._tail, over=last)
 
-    def _open(self) -> None:
-        """Go on with the newest generation that has a log of rank 0."""
-        for number in reversed(generations(self._directory)):
-            path = self._directory.rank_log(number, 0)
-            if number <= self._generation:
-                return
-            if path.exists():
-                self._generation, self._tail = number, LogTail(path, "")
-                return
+    def _newer(self) -> list[LogTail]:
+        """Of the generations that came since the last look and have a log of rank 0."""
+        newer = [number for number in generations(self._directory) if number > self._generation]
+        paths = {number: self._directory.rank_log(number, 0) for number in newer}
+        found = {number: path for number, path in paths.items() if path.exists()}
+        self._generation = max(found, default=self._generation)
+        return [LogTail(path, "") for path in found.values()]
 
     def _print(self, tail: LogTail, *, over: bool) -> None:
         lines = [line for part in tail.parts(all=over) for line in part]

@@ -7,7 +7,7 @@ import re
 import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from . import ray_nodes
 
@@ -15,8 +15,15 @@ MAX_BYTES = 8 << 20
 """Of one file in one call."""
 ANSWER_S = 60.0
 
-FilePart = tuple[str, str, bytes]
-"""(identity of the file, path below the log directory, bytes from the requested offset)."""
+
+class FilePart(NamedTuple):
+    identity: str
+    """Of the file on all machines."""
+    path: str
+    """Below the log directory, of the log to which the bytes belong."""
+    data: bytes
+    end: int
+    """The offset in the file up to which it is read."""
 
 
 class LogFilter(NamedTuple):
@@ -24,10 +31,10 @@ class LogFilter(NamedTuple):
 
     rank: int | None
     generation: int | None
-    """None: the newest, or with `every` each of them."""
+    """None: the newest, or those from `since` on."""
     node: str | None
     """This node's agent, instead of workers."""
-    every: bool = False
+    since: int | None = None
 
 
 def fetch_logs(
@@ -46,16 +53,23 @@ def fetch_logs(
     # Through a Ray client (ray://) this process is on no machine of the cluster.
     if not ray.util.client.ray.is_connected():
         machines.pop(socket.gethostname(), None)
-        parts |= {part[0]: part for part in _read(*arguments)}
+        parts |= {part.identity: part for part in _read(*arguments)}
     for answer in _on_ray_nodes(machines.values(), _read, *arguments):
-        parts |= {part[0]: part for part in answer}
-    for identity, path, data in parts.values():
-        offsets[identity] = offsets.get(identity, 0) + len(data)
+        parts |= {part.identity: part for part in answer}
+    return append(parts.values(), offsets, target)
+
+
+def append(parts: Iterable[FilePart], offsets: dict[str, int], target: Path) -> bool:
+    """Write them to the copies; whether there was anything to write."""
+    some = False
+    for identity, path, data, end in parts:
+        offsets[identity] = end
         copy = target / path
         copy.parent.mkdir(parents=True, exist_ok=True)
         with copy.open("ab") as file:
             file.write(data)
-    return any(data for _identity, _path, data in parts.values())
+        some = some or bool(data)
+    return some
 
 
 def on_no_node(path: str) -> bool:
@@ -91,20 +105,51 @@ def _read(job: str, job_id: str, wanted: LogFilter, offsets: dict[str, int]) -> 
     """On a Ray node."""
     found: list[FilePart] = []
     root = ray_nodes.log_directory(job, job_id)
-    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     wanted_files = matching(root, wanted)
     for path in sorted(root.rglob("*.log")):
-        with path.open("rb") as file:
-            status: Any = os.fstat(file.fileno())
-            identity = f"{machine}:{status.st_dev}:{status.st_ino}"
-            data = b""
-            # The generation that was the newest until now may have written more lines.
-            if path in wanted_files or offsets.get(identity):
-                file.seek(offsets.get(identity, 0))
-                data = file.read(MAX_BYTES)
-            if data or identity not in offsets:  # of an empty file the name counts
-                found.append((identity, str(path.relative_to(root)), data))
+        try:
+            found += _read_log(path, str(path.relative_to(root)), path in wanted_files, offsets)
+        except FileNotFoundError:  # its generation was deleted meanwhile
+            continue
     return found
+
+
+def _read_log(path: Path, name: str, wanted: bool, offsets: dict[str, int]) -> list[FilePart]:
+    """What is new in one log. The agent moves the content of a large one to `NAME.1` and truncates
+    it: the unread rest of that comes first, so that the copy is whole."""
+    parts: list[FilePart] = []
+    with path.open("rb") as file:
+        identity, size = _identity(file)
+        begin = offsets.get(identity, 0)
+        rotated = size < begin
+        # The generation that was the newest until now may have written more lines.
+        wanted = wanted or begin > 0
+        older = path.with_name(f"{path.name}.1")
+        # The log is not read before its older part is, so that begin is 0 until then.
+        if (rotated or begin == 0) and older.is_file():
+            with older.open("rb") as rest:
+                of_older, _size = _identity(rest)
+                at = begin if rotated else offsets.get(of_older, 0)
+                wanted = wanted or at > 0
+                rest.seek(at)
+                data = rest.read(MAX_BYTES) if wanted else b""
+                if data or rotated:
+                    parts.append(FilePart(of_older, name, data, at + len(data)))
+        begin = 0 if rotated else begin
+        data = b""
+        if wanted and not (parts and len(parts[0].data) == MAX_BYTES):
+            file.seek(begin)
+            data = file.read(MAX_BYTES)
+        if data or rotated or identity not in offsets:  # of an empty file the name counts
+            parts.append(FilePart(identity, name, data, begin + len(data)))
+    return parts
+
+
+def _identity(file: BinaryIO) -> tuple[str, int]:
+    """Of an open file on all machines, and its size."""
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    status: Any = os.fstat(file.fileno())
+    return f"{machine}:{status.st_dev}:{status.st_ino}", status.st_size
 
 
 def matching(root: Path, wanted: LogFilter) -> set[Path]:
@@ -114,8 +159,8 @@ def matching(root: Path, wanted: LogFilter) -> set[Path]:
     generations = _numbered(root, r"gen-(\d+)")
     number = max(generations, default=0) if wanted.generation is None else wanted.generation
     chosen = {one for one in generations if one == number}
-    if wanted.every and wanted.generation is None:
-        chosen = set(generations)
+    if wanted.since is not None and wanted.generation is None:
+        chosen = {one for one in generations if one >= wanted.since}
     ranks = [_numbered(generations[one], r"rank-(\d+)\.log") for one in chosen]
     return {path for of in ranks for rank, path in of.items() if wanted.rank in (None, rank)}
 

@@ -146,6 +146,7 @@ def logs(
 
     Examples: `holdfast logs my-job -f --rank 0`, `holdfast logs my-job --failed`
     """
+    from ..log_files import LogMissing
     from ..targets.base import LogSelector
 
     found, wanted = target.find(job), LogSelector(rank, generation, node)
@@ -154,7 +155,15 @@ def logs(
             got, expected = "--failed with another option", "it alone: it chooses the log"
             raise UserError(str(Problem("--failed", got, expected)))
         wanted = _of_failure(found.view())
-    found.print_logs(wanted, follow=follow)
+    try:
+        found.print_logs(wanted, follow=follow)
+    except LogMissing:
+        if not failed:
+            raise
+        worker = "all workers" if wanted.rank is None else f"rank {wanted.rank}"
+        got = f"{worker} of generation {wanted.generation}"
+        fix = f"`{target.command('logs', found.name)}` prints those that are kept"
+        raise UserError(str(Problem("--failed", got, "a log that is kept", fix))) from None
 
 
 def _of_failure(view: JobView) -> LogSelector:

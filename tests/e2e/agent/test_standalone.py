@@ -178,7 +178,7 @@ def test_a_drained_pod_sends_its_address_and_machine_and_ends_with_code_0(pod: P
     assert (hello.job, hello.token) == ("ns/test", TOKEN)
     assert (hello.facts.address, hello.facts.failure_domain) == ("10.1.2.3", "machine-7")
     pod.launch()
-    pod.until_printed(r"^\[rank 0\] here 0", r"^\[rank 1\] here 1")
+    pod.until_printed(r"^\[rank 0, gen 1\] here 0", r"^\[rank 1, gen 1\] here 1")
     pod.terminate()
     notice = pod.controller.wait(m.NodeLeaving, "pod-1")
     assert 0 < notice.grace_s < 20
@@ -311,7 +311,7 @@ def test_a_user_without_a_name_can_train_on_a_read_only_file_system(pod: Pod) ->
     pod.start(wrapper=(*READ_ONLY, *AS_UID), environment={**bare, "TMPDIR": "/dev/shm"})
     pod.controller.wait(m.Hello, "pod-1")
     pod.launch()
-    text = pod.until_printed(r"^\[rank 0\] cache", r"^\[rank 1\] cache")
+    text = pod.until_printed(r"^\[rank 0, gen 1\] cache", r"^\[rank 1, gen 1\] cache")
     assert f"here 0 uid-{UID}" in text
     assert f"torchinductor_uid-{UID} True" in text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -95,10 +96,8 @@ class Job:
     def last_step(self) -> int:
         """From the pods' logs, which need no operator."""
         text = self.kubectl.run("logs", f"--selector=holdfast.dev/job={self.name}", "--tail=400")
-        found = [
-            int(line.split()[3]) for line in text.splitlines() if line.startswith("[rank 0] step")
-        ]
-        return max(found, default=0)
+        found = re.findall(r"^\[rank 0, gen \d+\] step +(\d+)", text, re.MULTILINE)
+        return max(map(int, found), default=0)
 
     def annotate(self, name: str, value: str) -> None:
         self.kubectl.run("annotate", "trainingjob", self.name, f"{name}={value}", "--overwrite")

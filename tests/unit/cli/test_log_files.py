@@ -12,6 +12,7 @@ from holdfast.orchestrator.cli.log_files import PART_BYTES, LogTail, follow_file
 from holdfast.orchestrator.cli.targets.local import LocalJob
 from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
 from holdfast.orchestrator.runtime.observe.view import Incident, JobView
+from holdfast.workers.agent.linux import output
 
 from .conftest import Holdfast
 from .test_client import JOB
@@ -160,3 +161,55 @@ def test_the_log_of_the_worker_that_failed(
     assert found.out == "generation 1\nlast words of 1\n"
     assert "generation 1: worker 1 failed" in found.err
     assert "expected it alone" in holdfast("logs", "demo", "--failed", "-f").err
+
+
+def test_the_older_part_of_a_rotated_log_is_printed_first(
+    directory: JobDirectory, holdfast: Holdfast
+) -> None:
+    log = directory.rank_log(2, 0)
+    log.write_text("one\ntw")
+    assert output.rotate(log, 0)
+    with log.open("a") as file:
+        file.write("o\nthree\n")
+    assert holdfast("logs", "demo", "--rank", "0", "-g", "2").out == "one\ntwo\nthree\n"
+    assert holdfast("logs", "demo", "--rank", "0", "-f").out == "one\ntwo\nthree\n"
+
+
+def test_a_log_is_followed_where_its_older_part_found_no_room(tmp_path: Path) -> None:
+    log = tmp_path / "rank-00000.log"
+    log.write_text("one\ntwo\n")
+    tail = LogTail(log, "")
+    assert list(tail.parts()) == [["one", "two"]]
+    log.write_text("three\n")
+    assert list(tail.parts()) == [["three"]]
+
+
+def test_a_generation_that_begins_and_ends_between_two_looks_is_followed(
+    directory: JobDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks = itertools.count()
+
+    def alive() -> bool:
+        if next(looks) == 0:
+            return True
+        for generation in (3, 4):
+            directory.rank_log(generation, 0).parent.mkdir()
+            directory.rank_log(generation, 0).write_text(f"short {generation}\n")
+        return False
+
+    monkeypatch.setattr(directory, "controller_alive", alive)
+    follow_files(directory, 0, None, None, 0.0)
+    assert capsys.readouterr().out == "generation 2\nlast words of 0\nshort 3\nshort 4\n"
+
+
+def test_a_failure_whose_log_is_gone_is_refused_by_the_name_of_the_option(
+    directory: JobDirectory, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    incident = Incident(number=1, failure_class="user", title="worker 5 failed", culprit_rank=5,
+                        generation_before=1, at_ns=0, world_size_before=6)  # fmt: skip
+    monkeypatch.setattr(LocalJob, "view", lambda self: JobView(name="demo", incidents=[incident]))
+    result = holdfast("logs", "demo", "--failed")
+    assert result.code == 2
+    assert "--failed: got rank 5 of generation 1; expected a log that is kept" in result.err
+    assert "`holdfast logs demo` prints those that are kept" in result.err
+    assert "--rank" not in result.err and "--generation" not in result.err

@@ -29,7 +29,18 @@ def test_lines_of_each_generation_are_shown_until_the_end(tmp_path: Path) -> Non
         write(directory, 1, "one\n 10%|\r100%|####|\nlast words")
         write(directory, 2, "two\n")
         write(directory, 2, "the end")
-    assert shown in (["one", "100%|####|", "last words", "two", "the end"], ["two", "the end"])
+    assert shown == ["one", "100%|####|", "last words", "two", "the end"]
+
+
+def test_lines_of_a_generation_that_ended_between_two_looks_are_shown(tmp_path: Path) -> None:
+    directory, shown = JobDirectory(tmp_path / "demo"), list[str]()
+    write(directory, 1, "before\n")
+    with RankLines(directory, shown.append, interval_s=60.0):  # looks at the end only
+        write(directory, 1, "after\n")
+        write(directory, 2, "short")
+        write(directory, 3, "shorter\n")
+        write(directory, 4, "the end")
+    assert shown == ["after", "short", "shorter", "the end"]
 
 
 def test_what_was_printed_before_is_not_shown_again(tmp_path: Path) -> None:

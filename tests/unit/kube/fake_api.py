@@ -58,6 +58,8 @@ class FakeApi:
 
     objects: dict[str, Document] = field(default_factory=dict)
     """Path -> response to GET; other paths are 404."""
+    logs: dict[str, bytes] = field(default_factory=dict)
+    """Path of a pod's log -> its lines with their timestamps."""
     listed: list[Document] = field(default_factory=list)
     nodes: list[Document] = field(default_factory=list)
     """Kubernetes nodes."""
@@ -101,6 +103,8 @@ class FakeApi:
             return await self._watch(request)
         if request.path in self.objects:
             return web.json_response(self.objects[request.path])
+        if request.path in self.logs:
+            return web.Response(body=self.logs[request.path])
         if request.path == "/api/v1/nodes":
             return web.json_response({"metadata": {}, "items": self.nodes})
         if request.path.endswith("/pods"):

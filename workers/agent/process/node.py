@@ -390,8 +390,8 @@ class AgentProcess:
             self._workers.assign(assign, None)
             return
         forwarder = self._log_forwarder = self._log_forwarder or LogForwarder()
-        self._workers.printed = lambda rank: forwarder.last_output(f"[rank {rank}] ")
-        output = forwarder.pipe(f"[rank {fork.seat.rank}] ")
+        self._workers.printed = forwarder.last_output
+        output = forwarder.pipe(fork.membership.generation, fork.seat.rank)
         self._workers.assign(assign, output)
         os.close(output)
 

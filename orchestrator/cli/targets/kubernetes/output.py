@@ -1,8 +1,8 @@
 """Prints the Events and the pod logs of a job in a cluster.
 
 A cluster keeps Events for an hour, so `holdfast events` also prints the incidents of the status
-whose Events are gone. A pod's log holds the lines of its workers, each after its rank, and those of
-its agent; it is deleted with the pod.
+whose Events are gone. A pod's log holds the lines of its workers, each after its rank and
+generation, and those of its agent; it is deleted with the pod.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Self
 import msgspec
 
 from holdfast.orchestrator.cli.display import Display
+from holdfast.orchestrator.cli.log_files import LogMissing, folded, heading, one_of
 from holdfast.orchestrator.cli.output import date, print_json_line, stderr, stdout
 from holdfast.orchestrator.cli.rank_lines import RankLines
 from holdfast.orchestrator.cli.render import outcome
@@ -50,7 +51,8 @@ LAST_LOGS_S = 5.0
 NEW_PODS_INTERVAL_S = 2.0
 MAX_PODS = 16
 """Whose logs `holdfast run` reads until it is known which of them has rank 0."""
-_WORKER_LINE = re.compile(rb"\[rank (\d+)\] ?")
+_WORKER_LINE = re.compile(rb"\[rank (\d+)(?:, gen (\d+))?\] ?")
+"""An agent of an earlier version does not name the generation."""
 
 
 # -- Events ----------------------------------------------------------------------------------
@@ -171,7 +173,6 @@ def event_ns(event: Document) -> int:
 
 
 # -- logs ------------------------------------------------------------------------------------
-LineFilter = Callable[[bytes], bytes | None]
 LineWriter = Callable[[bytes], object]
 
 
@@ -186,7 +187,7 @@ def print_logs(
         if follow:
             out.flush()
 
-    reader = _LogReader(session, document, selector, write)
+    reader = _LogReader(session, document, selector, write, headings=True)
     session.run(reader.follow if follow else reader.print)
     out.flush()
 
@@ -229,22 +230,55 @@ class LinesOfRank0:
             self._display.note(f"what rank 0 prints cannot be shown: {error}")
 
 
-def line_filter(selector: LogSelector, world_size: int) -> LineFilter:
-    """Returns a function: line of a pod -> line to print; None: it is not selected."""
-    width = len(str(max(world_size - 1, 0)))
+class LineFilter:
+    """From a line of a pod to the one that is printed; None: it is not selected."""
 
-    def show(line: bytes) -> bytes | None:
-        match = _WORKER_LINE.match(line)
+    def __init__(self, selector: LogSelector, world_size: int, *, headings: bool = False) -> None:
+        """`headings`: a line before the first one of another generation than the last line's."""
+        self._selector, self._headings = selector, headings
+        self._width = len(str(max(world_size - 1, 0)))
+        self._generation = 1
+        self._ranks: dict[int, set[int]] = {}
+        """Generation -> ranks with a line; 0: an agent of an earlier version does not name it."""
+
+    def __call__(self, line: bytes) -> bytes | None:
+        match, selector = _WORKER_LINE.match(line), self._selector
         if selector.node is not None:
-            return line if match is None else None
+            return folded(line) if match is None else None
         if match is None:
             return None
-        rank, text = int(match[1]), line[match.end() :]
-        if selector.rank is not None:
-            return text if rank == selector.rank else None
-        return b"[%*d] %b" % (width, rank, text)
+        rank, generation = int(match[1]), int(match[2] or 0)
+        self._ranks.setdefault(generation, set()).add(rank)
+        if selector.rank not in (None, rank) or selector.generation not in (None, generation):
+            return None
+        text = folded(line[match.end() :])
+        if selector.rank is None:
+            text = b"[%*d] %b" % (self._width, rank, text)
+        if (
+            self._headings
+            and selector.generation is None
+            and generation not in (0, self._generation)
+        ):
+            self._generation = generation
+            text = b"%b\n%b" % (heading(generation).encode(), text)
+        return text
 
-    return show
+    def check_found(self) -> None:
+        """After all lines, of which none was selected. Raises LogMissing if the selected generation
+        has none of this rank."""
+        rank, generation = self._selector.rank, self._selector.generation
+        if generation is None or self._selector.node is not None:
+            return
+        ranks = self._ranks.get(generation, set())
+        if rank is not None and ranks:
+            known = [str(one) for one in sorted(ranks)]
+            raise LogMissing(str(Problem("--rank", str(rank), one_of(known, "rank"))))
+        known = [str(one) for one in sorted(self._ranks) if one]
+        fix = "the lines of a pod are deleted with it"
+        if 0 in self._ranks:
+            fix += "; agents of an earlier version do not name the generation"
+        expected = one_of(known, "generation")
+        raise LogMissing(str(Problem("--generation", str(generation), expected, fix)))
 
 
 def select_pods(
@@ -259,7 +293,7 @@ def select_pods(
     ordered = sorted(pods, key=lambda pod: (first_rank(pod), pod["metadata"]["name"]))
     if selector.node is not None:
         return [pod for pod in ordered if pod["metadata"]["name"] == selector.node]
-    if selector.rank is None:
+    if selector.rank is None or selector.generation is not None:  # the labels are the newest one's
         return ordered
     rank = selector.rank
     matching = [p for p in ordered if first_rank(p) <= rank < first_rank(p) + workers_per_node]
@@ -275,6 +309,8 @@ class _LogReader:
         selector: LogSelector,
         write: LineWriter,
         max_pods: int | None = None,
+        *,
+        headings: bool = False,
     ) -> None:
         """`max_pods`: of more, none is read before it is known which of them has the rank."""
         self._session, self._document, self._selector = session, document, selector
@@ -284,7 +320,7 @@ class _LogReader:
         status = document.get("status") or {}
         self._state = str(status.get("state") or "new")
         self._world_size = int(status.get("worldSize") or 0)
-        self._filter = line_filter(selector, self._world_size)
+        self._filter = LineFilter(selector, self._world_size, headings=headings)
         self._num_printed = 0
         self._tails: dict[str, asyncio.Task[None]] = {}
 
@@ -301,6 +337,8 @@ class _LogReader:
                 await self._copy(cluster, name, follow=False)
             except (Invalid, NotFound) as error:
                 stderr().print(f"{name}: {error.message}", style="yellow", soft_wrap=True)
+        if not self._num_printed:
+            self._filter.check_found()
         if not self._num_printed and self._selector.node is None:
             hint = self._session.hint("logs", self._name, "--node", next(iter(pods)))
             text = f"job {self._name}: there is no output of workers; that of an agent: {hint}"
@@ -327,6 +365,8 @@ class _LogReader:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+        if not self._num_printed:
+            self._filter.check_found()
 
     async def _start_tails(self, cluster: KubeClient, *, only_new: bool = False) -> None:
         """Follow pods that are running and not followed yet."""
@@ -377,9 +417,8 @@ class _LogReader:
 
     def _check(self) -> None:
         """Raises UserError for what pod logs cannot show."""
-        generation, rank, size = self._selector.generation, self._selector.rank, self._world_size
-        if generation is not None:
-            expected = "none with --kubernetes: a pod log holds all generations one after another"
-            raise UserError(str(Problem("--generation", str(generation), expected)))
-        if rank is not None and size and not 0 <= rank < size:
+        rank, size = self._selector.rank, self._world_size
+        # Another generation may have had more ranks.
+        of_newest = self._selector.generation is None
+        if of_newest and rank is not None and size and not 0 <= rank < size:
             raise UserError(str(Problem("--rank", str(rank), f"0 to {size - 1}")))

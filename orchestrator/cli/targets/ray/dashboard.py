@@ -26,7 +26,7 @@ from holdfast.orchestrator.backends.ray.state_api import ControllerProcess, Stat
 from holdfast.orchestrator.cli import job_code
 from holdfast.orchestrator.cli.client import RequestRefused, extra_s
 from holdfast.orchestrator.cli.display import Display
-from holdfast.orchestrator.cli.log_files import print_files
+from holdfast.orchestrator.cli.log_files import older_part, print_files
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.journal import decode_records
 from holdfast.orchestrator.errors import HoldfastError
@@ -244,7 +244,7 @@ class DashboardJob:
         with scratch("holdfast-logs-") as place:
             copy = JobDirectory(place / self.name)
             try:
-                complete = self._fetch(copy.logs, LogFilter(*wanted, every=True))
+                complete = self._fetch(copy.logs, LogFilter(*wanted, since=0))
             except Exception as error:  # of Ray, of requests, of a file that is gone
                 why = _failed(f"logs of job {self.name} cannot be read", error)
                 complete = False
@@ -258,13 +258,14 @@ class DashboardJob:
         directory = names.logs(self.name, self._view.job_id)
         places: dict[Path, tuple[str, str]] = {}
         for ray_node in self._api.ray_nodes():
-            for file in self._api.log_files(ray_node, f"{directory}/**/*.log"):
+            for file in self._api.log_files(ray_node, f"{directory}/**/*.log*"):
                 places.setdefault(root / file.removeprefix(f"{directory}/"), (ray_node, file))
         for path in places:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
         found = matching(root, wanted)
-        if len(found) > MAX_LOGS:
+        found |= {older_part(path) for path in found}
+        if len(found & places.keys()) > MAX_LOGS:
             return False
         for path in found & places.keys():
             path.write_bytes(self._api.log_file(*places[path]))

@@ -18,6 +18,7 @@ from holdfast.orchestrator.backends.ray.backend import end_without_controller
 from holdfast.orchestrator.cli import job_code
 from holdfast.orchestrator.cli.client import RequestRefused, extra_s
 from holdfast.orchestrator.cli.display import Display
+from holdfast.orchestrator.cli.log_files import generations
 from holdfast.orchestrator.cli.output import without_controller
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.journal import JournalError
@@ -234,9 +235,8 @@ class RayJob:
         from holdfast.orchestrator.cli.log_files import follow_files, print_files
 
         with scratch("holdfast-logs-") as place:
-            copy = _LogCopy(
-                place / self.name, self, remote_files.LogFilter(*wanted, every=not follow)
-            )
+            since = None if follow else 0
+            copy = _LogCopy(place / self.name, self, remote_files.LogFilter(*wanted, since))
             while copy.fetch():
                 continue
             if follow:
@@ -334,7 +334,12 @@ class _LogCopy(JobDirectory):
 
     def fetch(self) -> bool:
         name, job_id = self._job.name, self._job.order.job_id
-        return remote_files.fetch_logs(name, job_id, self._wanted, self._offsets, self.logs)
+        found = remote_files.fetch_logs(name, job_id, self._wanted, self._offsets, self.logs)
+        if self._wanted.since is None:
+            # From now on also a generation that begins and ends between two looks.
+            newest = max(generations(self), default=0)
+            self._wanted = self._wanted._replace(since=newest)
+        return found
 
     def controller_alive(self) -> bool:
         ended = self._job.ended is not None

@@ -106,6 +106,9 @@ def test_a_job_is_watched_disturbed_inspected_and_cancelled(
     assert traced.code == 0, traced.err
     files = [tmp_path / f"broken-rank-{rank}.json.gz" for rank in (0, 3)]
     assert all(b"aten::mm" in gzip.decompress(file.read_bytes()) for file in files)
+    broke = holdfast("logs", "broken", "--failed")
+    assert broke.code == 0 and broke.out and "[rank" not in broke.out, broke.err
+    assert re.search(r"generation \d+: ", broke.err)
     parts = holdfast.kubectl.list("configmaps", "holdfast.dev/job=broken")
     assert any("-answer-" in one["metadata"]["name"] for one in parts), "too large for an Event"
 
@@ -145,7 +148,10 @@ def test_logs_are_shown_by_rank_and_followed_to_the_end(
     assert unknown.code == 2 and "--node: got nope; expected one of " in unknown.err
     assert node in unknown.err
     assert "0 to 3" in holdfast("logs", "talks", "--rank", "4").err
-    assert "one after another" in holdfast("logs", "talks", "-g", "1").err
+    of_first = holdfast("logs", "talks", "-g", "1")
+    assert of_first.code == 0 and re.match(r"\[\d\] ", of_first.out)
+    absent = holdfast("logs", "talks", "-g", "99")
+    assert absent.code == 2 and "--generation: got 99; expected one of 1" in absent.err
     until(lambda: "[" in followed.read_text(), "followed lines", timeout_s=BOUND_S)
     holdfast("cancel", "talks")
     assert following.wait(BOUND_S) == 0, followed.read_text()

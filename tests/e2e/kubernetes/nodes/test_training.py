@@ -152,10 +152,10 @@ def test_the_pod_labelled_rank_0_has_the_lines_of_rank_0(running: Job) -> None:
         return running.kubectl.run("logs", selector, "--tail=-1").splitlines()
 
     until(
-        lambda: any(line.startswith("[rank 0] step") for line in lines()), "lines of rank 0",
-        timeout_s=60, last=running.report,
+        lambda: any(re.match(r"\[rank 0, gen \d+\] step", line) for line in lines()),
+        "lines of rank 0", timeout_s=60, last=running.report,
     )  # fmt: skip
-    elsewhere = tuple(f"[rank {rank}]" for rank in (2, 3))
+    elsewhere = tuple(f"[rank {rank}, " for rank in (2, 3))
     assert [line for line in lines() if line.startswith(elsewhere)] == []
 
 

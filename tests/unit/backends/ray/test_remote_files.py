@@ -9,6 +9,7 @@ import pytest
 from holdfast.orchestrator.backends.ray import ray_nodes, remote_files
 from holdfast.orchestrator.backends.ray.remote_files import LogFilter
 from holdfast.orchestrator.hosts.local.job_directory import JobDirectory
+from holdfast.workers.agent.linux import output
 
 
 @pytest.fixture
@@ -28,9 +29,14 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobDirectory:
 def read(wanted: LogFilter, offsets: dict[str, int]) -> dict[str, bytes]:
     """Path -> new content."""
     parts = remote_files._read("job", "id", wanted, offsets)
-    for identity, _path, data in parts:
-        offsets[identity] = offsets.get(identity, 0) + len(data)
-    return {path: data for _identity, path, data in parts}
+    offsets |= {part.identity: part.end for part in parts}
+    return {part.path: part.data for part in parts}
+
+
+def copied(wanted: LogFilter, offsets: dict[str, int], target: Path) -> bool:
+    """Append what is new to the copies below `target`; whether there was anything."""
+    parts = remote_files._read("job", "id", wanted, offsets)
+    return remote_files.append(parts, offsets, target)
 
 
 @pytest.mark.usefixtures("directory")
@@ -71,3 +77,60 @@ def test_a_ray_node_that_has_run_nothing_of_the_job_has_no_logs(
 ) -> None:
     monkeypatch.setattr(ray_nodes, "log_directory", lambda job, job_id: tmp_path / "none")
     assert read(LogFilter(1, None, None), {}) == {}
+
+
+def test_a_rotated_log_is_copied_whole(
+    directory: JobDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the agent rotates it: twice, also in the middle of a line, in several parts."""
+    monkeypatch.setattr(remote_files, "MAX_BYTES", 8)
+    wanted, offsets, log = LogFilter(1, None, None), dict[str, int](), directory.rank_log(10, 1)
+    copy = JobDirectory(tmp_path / "copy")
+    written = ""
+
+    def write(text: str) -> None:
+        nonlocal written
+        written += text
+        with log.open("a") as file:
+            file.write(text)
+
+    def looks() -> str:
+        while copied(wanted, offsets, copy.logs):
+            continue
+        return copy.rank_log(10, 1).read_text()
+
+    log.write_text("")
+    write("first line\nsecond line\nthi")
+    assert output.rotate(log, 0)
+    write("rd line\n")
+    assert looks() == written, "the older part of a log that was rotated before comes first"
+    for number in range(2):
+        write(f"a line that is read {number}\n")
+        assert looks() == written
+        write(f"a line that is moved before it is read {number}\n")
+        assert output.rotate(log, 0)
+        write(f"short {number}\n")
+        assert looks() == written
+    assert copied(wanted, offsets, copy.logs) is False
+    assert not copy.rank_log(10, 1).with_name("rank-00001.log.1").exists()
+
+
+def test_a_log_that_lost_its_older_part_is_read_from_its_beginning(
+    directory: JobDirectory,
+) -> None:
+    log, wanted, offsets = directory.rank_log(10, 1), LogFilter(1, None, None), dict[str, int]()
+    read(wanted, offsets)
+    log.write_text("new")  # no room for the older part
+    assert read(wanted, offsets) == {"gen-0010/rank-00001.log": b"new"}
+    assert read(wanted, offsets) == {}
+
+
+def test_a_generation_that_began_and_ended_between_two_looks_is_read(
+    directory: JobDirectory,
+) -> None:
+    offsets: dict[str, int] = {}
+    read(LogFilter(1, None, None), offsets)
+    for generation in (11, 12):
+        directory.rank_log(generation, 1).parent.mkdir()
+        directory.rank_log(generation, 1).write_text(f"{generation} 1")
+    assert list(read(LogFilter(1, None, None, since=10), offsets).values()) == [b"11 1", b"12 1"]

@@ -18,6 +18,7 @@ from holdfast.orchestrator.api.v1alpha1 import job_to_mapping
 from holdfast.orchestrator.backends.ray import names
 from holdfast.orchestrator.backends.ray.state_api import ControllerProcess
 from holdfast.orchestrator.cli.client import RequestRefused
+from holdfast.orchestrator.cli.log_files import older_part
 from holdfast.orchestrator.cli.targets.base import LogSelector, Response
 from holdfast.orchestrator.cli.targets.ray import dashboard
 from holdfast.orchestrator.cli.targets.ray.dashboard import (
@@ -226,13 +227,17 @@ def test_logs_of_every_generation_are_read_from_the_dashboard(
         path = root / f"gen-{generation:04}" / f"rank-{rank:05}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"line of {generation} and {rank}\n")
+    older_part(root / "gen-0002" / "rank-00001.log").write_text("its older part\n")
     found = target(tmp_path, os.getpid(), ran).find("a")
     found.print_logs(LogSelector(), follow=False)
-    first, second = "[0] line of 1 and 0\n", "[0] line of 2 and 0\n[1] line of 2 and 1\n"
+    first, second = (
+        "[0] line of 1 and 0\n",
+        "[0] line of 2 and 0\n[1] its older part\n[1] line of 2 and 1\n",
+    )
     heads = ("== generation 1 ==\n", "== generation 2 ==\n")
     assert capsys.readouterr().out == heads[0] + first + heads[1] + second
     found.print_logs(LogSelector(rank=1), follow=False)
-    assert capsys.readouterr().out == "line of 2 and 1\n" and not ran
+    assert capsys.readouterr().out == "its older part\nline of 2 and 1\n" and not ran
     with pytest.raises(UserError, match="--rank: got 7; expected one of 0, 1"):
         found.print_logs(LogSelector(rank=7), follow=False)
     with pytest.raises(typer.Exit):
