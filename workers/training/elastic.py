@@ -197,7 +197,7 @@ class ElasticSampler(Sampler[list[int]]):
         return {**self.__dict__, "_session": fixed}
 
 
-class _Steps(Sampler[int]):
+class _StreamSteps(Sampler[int]):
     """The steps of a sampler: each iteration of a loader begins at the session's next one."""
 
     def __init__(self, batches: ElasticSampler) -> None:
@@ -235,7 +235,7 @@ class ElasticStream(Dataset[Any]):
         if sampler.shuffle:
             raise _wrong("shuffle", "True for a stream", "shuffle=False: its order is its own")
         self._open_epoch, self._sampler, self._collate = open_epoch, sampler, collate
-        self.steps = _Steps(sampler)
+        self.steps = _StreamSteps(sampler)
         self._opened = _Opened()
 
     def __getitem__(self, step: int) -> Any:
