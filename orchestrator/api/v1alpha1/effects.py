@@ -26,14 +26,15 @@ RECIPE_ONLY = (
 )  # fmt: skip
 
 
-def without_effect(job: TrainingJob) -> list[Problem]:
-    """Every such field with the fix."""
+def without_effect(job: TrainingJob, *, as_written: bool = False) -> list[Problem]:
+    """Every such field with the fix. `as_written`: the job is as a user wrote it; an API server
+    fills in defaults."""
     recipe = job.spec.entrypoint.recipe
     found = list(_of_a_script(job) if recipe is None else _of_a_recipe(job))
     found += _of_a_tensor_axis(job)
     found += _of_the_guard(job)
     found += _of_packages(job)
-    found += _of_elasticity(job)
+    found += _of_elasticity(job, as_written)
     if job.spec.recovery.gpu_standbys and job.spec.resources.gpu not in ("auto", 1):
         got = f"true with resources.gpu {job.spec.resources.gpu}"
         fix = "set spec.resources.gpu: 1, or remove the field"
@@ -95,10 +96,11 @@ def _of_packages(job: TrainingJob) -> Iterator[Problem]:
         yield Problem(where, f"packages with {other}", expected, fix)
 
 
-def _of_elasticity(job: TrainingJob) -> Iterator[Problem]:
+def _of_elasticity(job: TrainingJob, as_written: bool) -> Iterator[Problem]:
     nodes, workers, allowed = job.spec.nodes, job.spec.workers_per_node, job.spec.elasticity
     low, full, where = nodes.min * workers, nodes.max * workers, "spec.elasticity"
-    if allowed == "fixed" and 1 < nodes.min < nodes.max:
+    chosen = nodes.min > 1 or (as_written and "min" in nodes.model_fields_set)
+    if allowed == "fixed" and chosen and nodes.min < nodes.max:
         fix = f"set nodes.min: {nodes.max}, or elasticity: any"
         yield Problem("spec.nodes.min", f"{nodes.min} with elasticity: fixed", str(nodes.max), fix)
     if isinstance(allowed, str):
@@ -110,6 +112,8 @@ def _of_elasticity(job: TrainingJob) -> Iterator[Problem]:
     for size in allowed:
         if not low <= size <= full:
             yield Problem(where, f"{size} workers", expected, "remove it, or change nodes")
+    for size in {one: None for one in allowed if allowed.count(one) > 1}:
+        yield Problem(where, f"{size} workers more than once", "each size once", "write it once")
     if max(allowed) < full:
         fix = f"add {full}, or set nodes.max: {max(allowed) // workers}"
         got = f"at most {max(allowed)} workers"

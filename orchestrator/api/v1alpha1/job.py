@@ -6,13 +6,14 @@ Checks across fields are validators here; checks inside one part stand in its mo
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from holdfast.orchestrator import limits
 
-from . import command_sizes
+from . import command_line, command_sizes
 from .backends import Kubernetes, Ray
 from .base import RESOURCE_PATTERN, Count, Part, Seconds
 from .mesh_checks import MESH_CHECKS
@@ -67,30 +68,38 @@ CONTRACT_NAMES = (
 RESERVED_PREFIXES = ("TORCHELASTIC_", "HOLDFAST_")
 
 HIDDEN = "(hidden)"
-_SECRET = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|KEY|AUTH|^FSSPEC_", re.IGNORECASE)
+_SECRET = re.compile(r"SECRET|TOKEN(?!IZ)|PASSW|CREDENTIAL|KEY|AUTH|^FSSPEC_", re.IGNORECASE)
+_IN_A_URL = re.compile(r"://[^/@\s]+@")
 
 
 def redacted(name: str, value: str) -> str:
-    """The value of an environment variable for display: hidden if the name suggests a secret."""
-    return HIDDEN if _SECRET.search(name) else value
+    """The value of an environment variable for display: hidden if the name suggests a secret, and
+    without a user and a password in a URL."""
+    return HIDDEN if _SECRET.search(name) else _IN_A_URL.sub(f"://{HIDDEN}@", value)
 
 
 def redacted_document(document: dict[str, Any]) -> dict[str, Any]:
     """A job's document for display."""
-    spec = document.get("spec", {})
-    if not spec.get("env"):
+    spec = dict(document.get("spec", {}))
+    entry, env = spec.get("entrypoint", {}), dict(spec.get("env", {}))
+    if line := entry.get("command"):
+        with suppress(ValueError):  # of a journal, refused by now: its env has the variables, too
+            env = command_line.read(line).env | env
+    hidden = {name: text for name, value in env.items() if (text := redacted(name, value)) != value}
+    if not hidden:
         return document
-    env = {name: redacted(name, value) for name, value in spec["env"].items()}
-    entry = spec.get("entrypoint", {})
-    if entry.get("command"):
-        entry = {**entry, "command": _redacted_command(entry["command"], env)}
-    return {**document, "spec": {**spec, "env": env, "entrypoint": entry}}
+    if spec.get("env"):
+        spec["env"] = {name: hidden.get(name, value) for name, value in spec["env"].items()}
+    if line:
+        spec["entrypoint"] = {**entry, "command": _redacted_command(line, hidden)}
+    return {**document, "spec": spec}
 
 
-def _redacted_command(line: str, env: dict[str, str]) -> str:
+def _redacted_command(line: str, hidden: dict[str, str]) -> str:
     """The line without the values of hidden variables, which stand before the program."""
-    for name in (name for name, value in env.items() if value == HIDDEN):
-        line = re.sub(rf"\b{name}=(\"[^\"]*\"|'[^']*'|\S+)", f"{name}={HIDDEN}", line)
+    for name, text in hidden.items():
+        quoted = rf"'{name}=[^']*'|\b{name}=(\"[^\"]*\"|'[^']*'|\S+)"
+        line = re.sub(quoted, f"{name}={text}".replace("\\", r"\\"), line)
     return line
 
 

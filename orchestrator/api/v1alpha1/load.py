@@ -58,7 +58,7 @@ def parse_job(text: str, source: str = "") -> TrainingJob:
     except BadDocument as error:
         raise SpecError([error.problem], source) from None
     job = job_from_mapping(document, source)
-    if problems := without_effect(job):
+    if problems := without_effect(job, as_written=True):
         raise SpecError(problems, source)
     return job
 

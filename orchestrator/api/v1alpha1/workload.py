@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -18,6 +19,8 @@ LINE_PATTERN = r"^[^\r\n]*$"
 # Anything that `python -m` can find, also a file with a dash in its name; nothing relative.
 RequirementLine = Annotated[str, Field(min_length=1, max_length=1024, pattern=LINE_PATTERN)]
 MODULE_PATTERN = r"^[^./\s]+(\.[^./\s]+)*$"
+_IN_A_URL = re.compile(r"(?P<scheme>[\w+.-]+)://(?P<user>[^/@\s:]*)(?P<password>:[^/@\s]*)?@")
+_VARIABLE = re.compile(r"\$\{\w+\}")
 
 
 class Nodes(Part):
@@ -130,6 +133,31 @@ class PythonPackages(Part):
                 "remove the field where nothing is to be installed"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_credentials(self) -> PythonPackages:
+        for line in self.requirements:
+            if _has_credentials(line):
+                hidden = _IN_A_URL.sub(r"\g<scheme>://(hidden)@", line)
+                raise ValueError(
+                    f"requirements: got credentials in {hidden}; expected a URL without, since "
+                    f"specs are printed; put the URL into PIP_INDEX_URL and UV_INDEX_URL, or write "
+                    f"${{NAME}} in the line: variables of the node, on Kubernetes from a Secret"
+                )
+        return self
+
+
+def _has_credentials(line: str) -> bool:
+    """Whether a URL in a requirement has a password or a token in it; installers replace ${NAME} by
+    a variable. A user alone is none where it is a name for ssh."""
+    for found in _IN_A_URL.finditer(line):
+        secret = found["password"] if found["password"] is not None else found["user"]
+        is_name = found["password"] is None and (
+            found["scheme"].endswith("ssh") or found["user"] == "git"
+        )
+        if not is_name and _VARIABLE.sub("", secret).strip(":"):
+            return True
+    return False
 
 
 class Fabric(Part):

@@ -279,6 +279,25 @@ CASES = [
         id="neither auto nor a number",
     ),
     pytest.param(
+        SCRIPT + "  nodes: {max: 8}\n  elasticity: [8, 8]\n",
+        ["spec.elasticity: got 8 workers more than once; expected each size once"],
+        id="a world size that is written twice",
+    ),
+    pytest.param(
+        SCRIPT + "  nodes: {min: 1, max: 8}\n  elasticity: fixed\n",
+        ["spec.nodes.min: got 1 with elasticity: fixed; expected 8"],
+        id="a minimum below a fixed size",
+    ),
+    pytest.param(
+        SCRIPT
+        + "  environment: {requirements: ['-i https://${U}:${P}@h', 'a @ https://me:pw@h/a']}\n",
+        [
+            "spec.environment.requirements: got credentials in a @ https://(hidden)@h/a; expected",
+            "PIP_INDEX_URL and UV_INDEX_URL, or write ${NAME}",
+        ],
+        id="a password in a requirement",
+    ),
+    pytest.param(
         SCRIPT + "  checkpoint: {storage: {everySteps: 10, everySeconds: 5}}\n",
         ["spec.checkpoint.storage", "at most one of them"],
         id="two cadences",

@@ -58,6 +58,7 @@ def test_a_wrong_list_is_refused(document: dict[str, Any], text: str) -> None:
         (elastic([2, 8], low=2), "spec.elasticity", "2 workers"),
         (elastic([4]), "spec.elasticity", "at most 4 workers"),
         (elastic("fixed", low=2), "spec.nodes.min", "2 with elasticity: fixed"),
+        (elastic([8, 4, 8]), "spec.elasticity", "8 workers more than once"),
     ],
 )
 def test_sizes_outside_of_the_nodes_have_no_effect_and_are_refused(
@@ -65,6 +66,17 @@ def test_sizes_outside_of_the_nodes_have_no_effect_and_are_refused(
 ) -> None:
     problems = without_effect(job_from_mapping(document))
     assert [(one.field, one.got) for one in problems] == [(field, got)]
+
+
+def test_a_written_minimum_below_a_fixed_size_is_refused() -> None:
+    """An API server fills in nodes.min 1, which nobody has chosen then."""
+    job = job_from_mapping(elastic("fixed"))
+    (problem,) = without_effect(job, as_written=True)
+    assert (problem.field, problem.got) == ("spec.nodes.min", "1 with elasticity: fixed")
+    assert without_effect(job) == []
+    document = elastic("fixed")
+    del document["spec"]["nodes"]["min"]
+    assert without_effect(job_from_mapping(document), as_written=True) == []
 
 
 def test_a_resize_to_another_size_is_refused_with_the_sizes_that_are_allowed() -> None:

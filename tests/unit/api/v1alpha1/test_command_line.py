@@ -162,6 +162,9 @@ def test_variables_before_a_command_are_variables_of_the_job() -> None:
     assert found.spec.env == {"HF_TOKEN": "abc", "A": "1", "B": "2"}
     assert job_from_mapping(job_to_mapping(found)) == found
     assert "abc" not in str(redacted_document(job_to_mapping(found)))
+    for line in ("HF_TOKEN=abc", "HF_TOKEN='1 abc'", "'HF_TOKEN=1 abc'"):
+        shown = redacted_document(job(f"{line} torchrun train.py"))["spec"]["entrypoint"]["command"]
+        assert shown == "HF_TOKEN=(hidden) torchrun train.py"
     with pytest.raises(SpecError, match="got A with another value than"):
         job_from_mapping(job("A=1 torchrun train.py", env={"A": "2"}))
     with pytest.raises(SpecError, match="got a variable that Holdfast sets"):
