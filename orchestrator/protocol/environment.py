@@ -37,6 +37,9 @@ INCIDENTS = "HOLDFAST_INCIDENTS"
 """The incidents that led to this launch, oldest first: a list of LaunchIncident in JSON. On all
 ranks, so that a script may decide by it."""
 
+JOB_ID = "HOLDFAST_JOB_ID"
+"""On each rank: the same in all generations, and another one for a new job of the same name."""
+
 CACHE_VARIABLE = "HOLDFAST_CACHE_DIR"
 """In the environment of an agent: where the caches of compilers are kept on its machine. The local
 backend sets it; in a pod it can name a volume."""
@@ -94,6 +97,7 @@ def explain_environment(
     user, has_gpus = job.spec.env, job.spec.resources.num_gpus > 0
     ours = [
         *_contract(job, membership, seat, node_rank),
+        *_identity(job_id),
         *_devices(job, seat, facts),
         *_threads(job, membership, facts),
         *_fabric(job, membership, facts),
@@ -145,6 +149,11 @@ def _contract(
     ]
     for name, value, why in rows:
         yield Setting(name, str(value), why, "contract")
+
+
+def _identity(job_id: str) -> Iterator[Setting]:
+    if job_id:
+        yield Setting(JOB_ID, job_id, "the job's id, the same in all generations", "contract")
 
 
 def _devices(job: TrainingJob, seat: WorkerSeat, facts: NodeFacts) -> Iterator[Setting]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from setuptools.dist import Distribution  # type: ignore[import-untyped]
 
 from holdfast.orchestrator.api.v1alpha1.schema import json_schema, reference_page
 
@@ -184,6 +185,17 @@ def _catches_all(node: ast.ExceptHandler) -> bool:
     return node.type is None or (
         isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")
     )
+
+
+def test_an_installed_package_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asks setuptools what a wheel has; tests/e2e/local/test_wheel.py builds one."""
+    monkeypatch.chdir(ROOT)
+    project = Distribution()
+    project.parse_config_files()
+    command = project.get_command_obj("build_py")
+    command.ensure_finalized()
+    files = {package: names for package, _, _, names in command.get_data_files_without_manifest()}
+    assert files["holdfast"] == ["py.typed"]
 
 
 def test_the_reference_page_is_generated_from_the_models() -> None:

@@ -12,11 +12,11 @@ import os
 import mlflow
 from mlflow.tracking import MlflowClient
 
+from holdfast.orchestrator.protocol.environment import JOB_ID
 from holdfast.workers import worker_transport
 
 TAG = "holdfast.job_id"
-_RUN, _JOB = "MLFLOW_RUN_ID", "WANDB_RUN_ID"
-"""The second one is the job's id, for trackers; only rank 0 of a script has it."""
+_RUN = "MLFLOW_RUN_ID"
 
 
 def continue_mlflow_run(experiment: str | None = None) -> str | None:
@@ -29,7 +29,7 @@ def continue_mlflow_run(experiment: str | None = None) -> str | None:
     """
     if found := os.environ.get(_RUN):
         return found
-    job_id = os.environ.get(_JOB)
+    job_id = os.environ.get(JOB_ID)
     if worker_transport.attached is None or not job_id or os.environ.get("RANK") != "0":
         return None
     name = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"

@@ -69,6 +69,7 @@ def test_a_wheel_installs_one_package_and_runs_a_job_from_an_empty_directory(
     assert done.returncode == 0, done.stderr
     installed = {path.name for path in packages.iterdir()} - before
     assert {name for name in installed if not name.endswith(".dist-info")} == {"holdfast"}
+    assert (packages / "holdfast/py.typed").exists(), "a type checker uses the types"
 
     shown = run(bin / "holdfast", "version", cwd=empty)
     assert shown.returncode == 0 and "holdfast 0." in shown.stdout, shown.stderr

@@ -250,9 +250,10 @@ def test_a_tracker_continues_one_run_over_restarts() -> None:
     assert (got["WANDB_RUN_ID"], got["WANDB_RESUME"]) == ("6f52e481", "allow")
     own = make_job(entrypoint={"script": "train.py"}, env={"WANDB_RUN_ID": "mine"})
     env = worker_environment(own, MEMBERSHIP, first, 0, make_facts(), job_id="6f52e481")
-    assert env["WANDB_RUN_ID"] == "mine"
+    assert (env["WANDB_RUN_ID"], env["HOLDFAST_JOB_ID"]) == ("mine", "6f52e481")
     other = worker_environment(job, MEMBERSHIP, SEAT, 1, make_facts(), job_id="6f52e481")
     assert SEAT.rank > 0 and "WANDB_RUN_ID" not in other
+    assert other["HOLDFAST_JOB_ID"] == "6f52e481"
 
 
 def test_all_ranks_of_a_script_know_which_incident_led_to_their_start() -> None:

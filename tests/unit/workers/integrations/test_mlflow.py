@@ -22,7 +22,8 @@ def rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatc
     mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
     monkeypatch.setattr(worker_transport, "attached", SimpleNamespace())
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WANDB_RUN_ID", "job-1")
+    monkeypatch.setenv("HOLDFAST_JOB_ID", "job-1")
+    monkeypatch.setenv("WANDB_RUN_ID", "of-the-user")  # one for all jobs, from spec.env
     monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
     monkeypatch.setenv("MLFLOW_RUN_ID", "")  # so that what the code sets is undone
     return monkeypatch
@@ -44,7 +45,7 @@ def test_each_start_of_a_job_continues_its_run(rank_0: pytest.MonkeyPatch) -> No
     assert [start(), start()] == [first, first]
     history = mlflow.MlflowClient().get_metric_history(first, "loss")
     assert len(history) == 3
-    rank_0.setenv("WANDB_RUN_ID", "job-2")
+    rank_0.setenv("HOLDFAST_JOB_ID", "job-2")
     assert start() != first
 
 
