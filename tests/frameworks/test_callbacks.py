@@ -18,6 +18,7 @@ SCRIPTS = {
     "hf": "hf_callback.py",
     "lightning": "lightning_callback.py",
     "torchtitan": "titan_report.py",
+    "zero1": "deepspeed_report.py",
 }
 
 

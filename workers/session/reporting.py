@@ -19,6 +19,7 @@ from . import agent_channel
 from .loss import LossReport
 
 PHASES: tuple[WorkerPhase, ...] = ("build", "compile", "train", "evaluate", "save")
+TICK_S = 1.0
 
 
 class PlannedStop(NamedTuple):
@@ -36,6 +37,8 @@ class _Steps:
     def __init__(self) -> None:
         self.step: int | None = None
         self.at_s = 0.0
+        self.tick_s = 0.0
+        """When `progress` last sent anything."""
         self.losses: dict[str, LossReport] = {}
 
 
@@ -135,6 +138,21 @@ def enter(name: WorkerPhase) -> None:
     channel = agent_channel.of_process()
     if channel is not None and channel.phase != name:
         channel.enter(name)
+
+def progress(name: WorkerPhase) -> None:
+    """Says that this process does `name`, and is not stuck in it: for each batch of an evaluation.
+    Sends at most one message in TICK_S."""
+    channel, now_s = agent_channel.of_process(), time.monotonic()
+    if channel is None:
+        return
+    if channel.phase != name:
+        channel.enter(name)
+    elif now_s - _last.tick_s < TICK_S:
+        return
+    else:
+        channel.send(worker_protocol.ProgressTick())
+    _last.tick_s = now_s
+
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import steplog
@@ -13,9 +15,20 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 BATCH = 32
+CONFIG = {
+    "train_micro_batch_size_per_gpu": BATCH,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_allow_untested_optimizer": True,
+}
+
+Save = Callable[[int], None]
+"""Saves after this step, counted from 0."""
+AfterStep = Callable[[int], None]
+"""The same, counted from 1."""
 
 
-def main() -> None:
+def main(prepare: Callable[[Any, int, Save], AfterStep] = lambda *_: lambda _step: None) -> None:
+    """`prepare` gets the engine, the number of steps, and how to save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -27,19 +40,22 @@ def main() -> None:
     model = nn.Sequential(
         nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
     )
-    config = {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": {"stage": options.stage},
-        "zero_allow_untested_optimizer": True,
-    }
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config
-    )
+        model=model, model_parameters=model.parameters(),
+        config=CONFIG | {"zero_optimization": {"stage": options.stage}},
+    )  # fmt: skip
+
+    def save(step: int) -> None:
+        done = step + 1
+        engine.save_checkpoint(
+            str(options.out), tag=f"step-{done:06d}", client_state={"step": done}
+        )
+
     step = 0
     path, state = engine.load_checkpoint(str(options.out))
     if path is not None:
         step = state["step"]
+    after_step = prepare(engine, options.steps, save)
     while step < options.steps:
         generator = torch.Generator().manual_seed(step * 1000 + dist.get_rank())
         inputs = torch.randn(BATCH, 64, generator=generator)
@@ -50,9 +66,8 @@ def main() -> None:
         step += 1
         steplog.finished(step, loss.item())
         if step % options.save_every == 0:
-            engine.save_checkpoint(
-                str(options.out), tag=f"step-{step:06d}", client_state={"step": step}
-            )
+            save(step - 1)
+        after_step(step)
     dist.destroy_process_group()
 
 

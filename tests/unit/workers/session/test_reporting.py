@@ -79,3 +79,19 @@ def test_the_first_question_asks_for_the_notice_and_later_ones_see_it(
     notice = session.preemption()
     assert notice is not None and notice.after_step == 12 and 0 < notice.seconds <= 25.0
     assert session.preemption() is not None, "until the process ends"
+
+
+def test_progress_in_a_phase_is_sent_once_a_second(
+    agent: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: clock[0])
+    for clock[0] in (100.0, 100.4, 100.9, 101.0, 101.5, 102.0):
+        reporting.progress("evaluate")
+    reporting.progress("finish")
+    assert [_received(agent) for _ in range(4)] == [
+        worker_protocol.PhaseChanged(phase="evaluate"),
+        worker_protocol.ProgressTick(),
+        worker_protocol.ProgressTick(),
+        worker_protocol.PhaseChanged(phase="finish"),
+    ]
