@@ -13,33 +13,29 @@ from holdfast.workers.session import reporting
 class LightningCallback(Callback):  # type: ignore[misc]
     """`Trainer(..., callbacks=[LightningCallback()])`. Every rank reports.
 
-    The loss is what `training_step` returns. While the trainer validates or saves, a rank may make
-    no progress for 600 s. On the notice of a planned stop the trainer saves a checkpoint, which
-    `ckpt_path="last"` finds, and the process exits.
+    The loss is what `training_step` returns. While the trainer validates or saves, and after its
+    last step, a rank may make no progress for 600 s; each batch of a validation, a test or a
+    prediction is progress. With manual optimization a step is a batch. On the notice of a planned
+    stop the trainer saves a checkpoint, which `ckpt_path="last"` finds, and the process exits.
     """
 
     def __init__(self) -> None:
         self._step = -1
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._step = trainer.global_step - 1
+        self._step = _last_step(trainer)
         reporting.begin(self._step)
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         reporting.enter("train")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
-        step = trainer.global_step - 1
+        step = _last_step(trainer)
         if step <= self._step:
             return  # accumulation: the optimizer has not stepped
         self._step = step
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        total = trainer.estimated_stepping_batches
-        reporting.report(
-            step,
-            loss=loss,
-            total_steps=int(total) if 0 < total < float("inf") else 0,
-        )
+        reporting.report(step, loss=loss, total_steps=total_steps(trainer))
         notice = reporting.preemption()
         if notice is not None and step == notice.after_step:
             _save(trainer)
@@ -48,12 +44,40 @@ class LightningCallback(Callback):  # type: ignore[misc]
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         reporting.enter("evaluate")
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        reporting.enter("train")
+    def on_validation_batch_start(self, *_: Any) -> None:
+        reporting.progress("evaluate")
+
+    def on_test_batch_start(self, *_: Any) -> None:
+        reporting.progress("evaluate")
+
+    def on_predict_batch_start(self, *_: Any) -> None:
+        reporting.progress("evaluate")
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-        # The file is written after this call; the next batch ends the phase.
+        # The file is written after this call; the next batch, or the end, ends the phase.
         reporting.enter("save")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        reporting.enter("finish")
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        reporting.enter("finish")  # other callbacks may have saved when the training ended
+
+
+def _last_step(trainer: Any) -> int:
+    """That was finished. With manual optimization Trainer.global_step counts the steps of all
+    optimizers, several in a batch."""
+    if trainer.lightning_module.automatic_optimization:
+        return int(trainer.global_step) - 1
+    return int(trainer.fit_loop.epoch_loop.total_batch_idx)
+
+
+def total_steps(trainer: Any) -> int:
+    """0: not known, as with manual optimization and max_steps, which counts as global_step does."""
+    if not trainer.lightning_module.automatic_optimization and trainer.max_steps >= 0:
+        return 0
+    total = trainer.estimated_stepping_batches
+    return int(total) if 0 < total < float("inf") else 0
 
 
 def _save(trainer: Any) -> None:

@@ -7,6 +7,7 @@ each step it stages it. The trainer's own checkpoints (`save_steps`) are written
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from transformers import Trainer, set_seed
 from transformers.trainer_callback import ExportableState, TrainerState
 
 from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.protocol.facts import WorkerPhase
 from holdfast.workers import session
+from holdfast.workers.session import reporting
 from holdfast.workers.training.data import mix
 
 from .fixed_size import ROOM_BYTES, pack, to_json, unpack
+from .transformers import IncidentsOfTrainer
 
 _FIELDS = (
     "epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric",
@@ -28,7 +32,7 @@ _FIELDS = (
 
 _HOOKS = (
     "_init_training_state", "_prepare_for_training", "_run_epoch", "_maybe_log_save_evaluate",
-    "_finalize_training", "_load_rng_state", "_save_checkpoint", "_evaluate", "get_batch_samples",
+    "_finalize_training", "_load_rng_state", "_save_checkpoint", "get_batch_samples",
 )  # fmt: skip
 """What this module extends; transformers 5 has them."""
 
@@ -56,6 +60,8 @@ class InMemoryTrainer(Trainer):  # type: ignore[misc]
         _expect_possible(self)
         self._session = s = session.init()
         self._stepped, self._held, self._loss = -1, -1, None
+        if not any(isinstance(one, IncidentsOfTrainer) for one in self.callback_handler.callbacks):
+            self.add_callback(IncidentsOfTrainer())
         resume = None if s.restoring else resume_from_checkpoint
         return super().train(resume, *args, **more)
 
@@ -110,9 +116,17 @@ class InMemoryTrainer(Trainer):  # type: ignore[misc]
         self._stepped = step
         self._joined.step(step, loss=self._loss, total_steps=self.state.max_steps)
 
-    def _evaluate(self, *args: Any, **more: Any) -> Any:
-        with self._joined.phase("evaluate"):
-            return super()._evaluate(*args, **more)
+    def evaluate(self, *args: Any, **more: Any) -> Any:
+        with self._phase("evaluate"):
+            return super().evaluate(*args, **more)
+
+    def predict(self, *args: Any, **more: Any) -> Any:
+        with self._phase("evaluate"):
+            return super().predict(*args, **more)
+
+    def prediction_step(self, *args: Any, **more: Any) -> Any:
+        reporting.progress("evaluate")
+        return super().prediction_step(*args, **more)
 
     def _save_checkpoint(self, *args: Any, **more: Any) -> Any:
         with self._joined.phase("save"):
@@ -121,6 +135,10 @@ class InMemoryTrainer(Trainer):  # type: ignore[misc]
     def _finalize_training(self, *args: Any, **more: Any) -> Any:
         self._joined.finish()  # before the best model takes the place of the last one
         return super()._finalize_training(*args, **more)
+
+    def _phase(self, name: WorkerPhase) -> AbstractContextManager[None]:
+        """Also of what a script evaluates before it trains."""
+        return self._session.phase(name) if self._session is not None else reporting.phase(name)
 
     @property
     def _joined(self) -> session.Session:

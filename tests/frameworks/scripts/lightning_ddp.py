@@ -40,7 +40,13 @@ class StepLog(Callback):
         steplog.finished(trainer.global_step, float(outputs["loss"]))
 
 
-def main(*more: Callback) -> None:
+def main(
+    *more: Callback,
+    module: lightning.LightningModule | None = None,
+    ckpt_path: str | None = "last",
+    **settings: Any,
+) -> lightning.Trainer:
+    """`settings` are added to those of the trainer, which is returned when it has trained."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -63,9 +69,11 @@ def main(*more: Callback) -> None:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **settings,
     )
     data = DataLoader(dataset, batch_size=32, shuffle=True)
-    trainer.fit(Classifier(), data, ckpt_path="last")
+    trainer.fit(module or Classifier(), data, ckpt_path=ckpt_path)
+    return trainer
 
 
 if __name__ == "__main__":
