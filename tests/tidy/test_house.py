@@ -38,7 +38,6 @@ SMALL_MODULES = {
         "orchestrator/hosts/ray/view_file.py", "workers/agent/pool/gpu_context.py",
         "workers/agent/pool/last_output.py", "workers/agent/process/process_env.py",
         "workers/agent/storage/memfd.py",
-        "workers/integrations/deepspeed.py", "workers/integrations/transformers.py",
         "workers/integrations/mlflow.py",
     ),
     "several commands and the operator need it": (
