@@ -20,7 +20,7 @@ from holdfast.workers import session
 from holdfast.workers.training.data import mix
 
 from .fixed_size import pack, to_json, unpack
-from .lightning import LightningCallback
+from .lightning import LightningCallback, total_steps
 
 
 class InMemoryLightning(LightningCallback):
@@ -68,6 +68,7 @@ class InMemoryLightning(LightningCallback):
         if not self._joined.restoring:
             self._restore(trainer)
         self._step = self._joined.next_step - 1
+        self._begin_notes(trainer)
         loop = trainer.fit_loop
         self._set_order(loop)
         if self._joined.restoring or self._generators:
@@ -132,9 +133,8 @@ class InMemoryLightning(LightningCallback):
 
     def _finished(self, trainer: Any) -> None:
         self._step = trainer.global_step - 1
-        total = trainer.estimated_stepping_batches
-        total = int(total) if 0 < total < float("inf") else 0
-        self._joined.step(self._step, loss=self._loss, total_steps=total)
+        self._joined.step(self._step, loss=self._loss, total_steps=total_steps(trainer))
+        self._write_notes(trainer)
 
     @property
     def _joined(self) -> session.Session:

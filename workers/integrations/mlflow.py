@@ -15,6 +15,8 @@ from mlflow.tracking import MlflowClient
 from holdfast.orchestrator.protocol.environment import JOB_ID
 from holdfast.workers import worker_transport
 
+from . import incidents
+
 TAG = "holdfast.job_id"
 _RUN = "MLFLOW_RUN_ID"
 
@@ -24,6 +26,7 @@ def continue_mlflow_run(experiment: str | None = None) -> str | None:
     mlflow.start_run and the callback of transformers look. Call it before them.
 
     `experiment`: its name; by default MLflow's own choice (MLFLOW_EXPERIMENT_NAME, or `Default`).
+    A run that goes on gets the tag `holdfast.incident.N`, why the script was started again.
     Returns the id; None outside Holdfast, and on ranks other than 0. An MLFLOW_RUN_ID that is set
     is left as it is. Raises MlflowException if the server does not answer.
     """
@@ -40,4 +43,6 @@ def continue_mlflow_run(experiment: str | None = None) -> str | None:
     runs = client.search_runs([where], of_job, order_by=["attributes.start_time ASC"])
     run = runs[0] if runs else client.create_run(where, tags={TAG: job_id})
     os.environ[_RUN] = str(run.info.run_id)
+    for one in incidents.launch_incidents():
+        incidents.tag(client, run.info.run_id, one, incidents.describe(one))
     return str(run.info.run_id)
