@@ -130,6 +130,12 @@ class StandbyImported(WorkerMessage, frozen=True, kw_only=True, tag="standby-imp
 class FetchShard(WorkerMessage, frozen=True, kw_only=True, tag="fetch-shard"):
     """Request a shard of the membership's Restore."""
 
+class Noted(WorkerMessage, frozen=True, kw_only=True, tag="noted"):
+    """A sentence for the job's events."""
+
+    text: str
+
+
     shard: int
 
 
@@ -282,6 +288,7 @@ FromWorker = (
     | FetchShard
     | StopNoticeWanted
     | StackReport
+    | Noted
     | CollectivesReport
     | TraceWritten
     | Failed

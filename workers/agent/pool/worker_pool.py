@@ -83,6 +83,8 @@ class WorkerPool:
         self.imports = LearnedImports()
         self.printed: Callable[[int], str] = lambda rank: ""
         """The last output of a rank without a log file."""
+        self.noted: Callable[[str], None] = lambda text: None
+        """A worker's sentence for the job's events."""
 
     def attach(self, server: socket.socket) -> None:
         server.setblocking(False)
@@ -360,6 +362,8 @@ class WorkerPool:
             elif isinstance(message, worker_protocol.StandbyImported):
                 process.imported = True
                 self._check_standbys()
+            elif isinstance(message, worker_protocol.Noted):
+                self.noted(message.text)
             elif isinstance(message, worker_protocol.TraceWritten):
                 if process.trace is not None and not process.trace.done():
                     process.trace.set_result(message)

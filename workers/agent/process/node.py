@@ -49,7 +49,7 @@ from . import process_env
 from .connect import Connector, endpoint_in
 from .controller_link import ControllerLink, ReservedPort
 from .guarded_starts import GuardedStarts, StartSetting
-from .progress_server import ProgressServer
+from .progress_server import ProgressServer, without_proxy
 from .questions import answer
 from .uploaded_code import UploadedCode
 
@@ -139,6 +139,7 @@ class AgentProcess:
         self._fetches = SharedFetches()
         self._workers = WorkerPool(self._loop, self._give)
         self._workers.attach(server)
+        self._workers.noted = self._noted
         self._data = peer_transfer.DataPort(
             self._credentials, self._on_get, self._on_put, address=options.bind_address
         )
@@ -326,7 +327,7 @@ class AgentProcess:
         self._job = job_from_mapping(welcome.spec)
         if self._job.spec.entrypoint.recipe is None:
             try:
-                self._progress = ProgressServer(self._posted)
+                self._progress = ProgressServer(self._posted, self._noted_in_thread)
             except OSError as error:
                 print(f"frameworks cannot post their progress: {error}", file=sys.stderr)
         process_env.adopt(self._job.spec.env)
@@ -342,6 +343,12 @@ class AgentProcess:
     def _posted(self, seat: tuple[int, int], report: worker_protocol.Reported) -> None:
         """In a thread of the progress server."""
         self._loop.call_soon_threadsafe(self._give, inputs.FromRank(*seat, report))
+
+    def _noted_in_thread(self, text: str) -> None:
+        self._loop.call_soon_threadsafe(self._noted, text)
+
+    def _noted(self, text: str) -> None:
+        self._link.send(m.AgentNote(text=text))
 
     def _start(self, fork: commands.Fork, setting: StartSetting) -> None:
         try:
@@ -370,6 +377,7 @@ class AgentProcess:
         if self._progress is not None and PROGRESS_URL not in environment:
             seat = (fork.membership.generation, fork.seat.rank)
             environment |= self._progress.environment(*seat)
+            environment |= without_proxy({**os.environ, **environment})
         assign = worker_protocol.Assign(
             membership=fork.membership,
             seat=fork.seat,

@@ -6,7 +6,8 @@ transformers posts by itself where the two variables below are set; any program 
         --header "Authorization: Bearer $(cat $KUBEFLOW_TRAINER_SERVER_TOKEN)" \\
         $KUBEFLOW_TRAINER_SERVER_URL
 
-Steps are counted as the protocol counts them, from 1: `current_step` steps are finished.
+Steps are counted as the protocol counts them, from 1: `current_step` steps are finished. The SDK of
+Kubeflow posts a percentage alone, which is accepted and reported as saying no step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
@@ -27,6 +28,12 @@ from holdfast.workers.worker_protocol import Reported
 
 MAX_BODY_BYTES = 64 * 2**10
 REQUEST_TIMEOUT_S = 5.0
+
+HOST = "127.0.0.1"
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+STEPS = (
+    "expected the metric current_step (finished steps), total_steps, or a progressPercentage of 100"
+)
 
 Seat = tuple[int, int]
 """(generation, rank)."""
@@ -38,7 +45,9 @@ class Metric(msgspec.Struct):
 
 
 class TrainerStatus(msgspec.Struct, rename="camel"):
-    progress_percentage: int = 0
+    progress_percentage: int | None = None
+    last_updated_time: str = ""
+    """transformers and the SDK of Kubeflow send it always, people who post rarely."""
     metrics: list[Metric] = []
 
 
@@ -47,18 +56,22 @@ class Post(msgspec.Struct, rename="camel"):
 
 
 class ProgressServer:
-    """One per agent. `on_report` is called in a thread of the server."""
+    """One per agent. `on_report`, and `on_note` with a sentence for the job's events, are called in
+    a thread of the server."""
 
-    def __init__(self, on_report: Callable[[Seat, Reported], None]) -> None:
+    def __init__(
+        self, on_report: Callable[[Seat, Reported], None], on_note: Callable[[str], None]
+    ) -> None:
         """Raises OSError if loopback has no free port."""
-        self._on_report = on_report
+        self._on_report, self._on_note = on_report, on_note
+        self._noted = False
         self._tokens: dict[int, tuple[Seat, str]] = {}
         """Rank -> its seat in the newest generation, and its token."""
         self._files: dict[int, int] = {}
         """Rank -> descriptor of the file that holds its token."""
-        server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        server = ThreadingHTTPServer((HOST, 0), self._handler())
         server.daemon_threads = True
-        self._url = f"http://127.0.0.1:{server.server_address[1]}/"
+        self._url = f"http://{HOST}:{server.server_address[1]}/"
         threading.Thread(target=server.serve_forever, name="holdfast-progress", daemon=True).start()
 
     def environment(self, generation: int, rank: int) -> dict[str, str]:
@@ -80,6 +93,14 @@ class ProgressServer:
             if hmac.compare_digest(given, token.encode()):
                 found = seat
         return found
+
+    def _note(self) -> None:
+        """Once: such posts come every few seconds."""
+        if not self._noted:
+            self._noted = True
+            self._on_note(
+                f"the script posts its progress without steps, so none are shown: {STEPS}"
+            )
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         server = self
@@ -106,7 +127,10 @@ class ProgressServer:
                     report = parse(self.rfile.read(int(size)))
                 except ValueError as error:
                     return 400, f"{error}\n"
-                server._on_report(seat, report)
+                if report is None:
+                    server._note()
+                else:
+                    server._on_report(seat, report)
                 return 200, ""
 
             def log_message(self, format: str, *args: object) -> None:
@@ -118,18 +142,25 @@ class ProgressServer:
         return Handler
 
 
-def parse(body: bytes) -> Reported:
-    """The report in a post; its step is -1 if the post has none. Raises ValueError for a body that
-    is none, and for a number that is none."""
+def parse(body: bytes) -> Reported | None:
+    """The report in a post; its step is -1 if the post has the number of steps, or the end, alone.
+    None: it has neither, as Kubeflow's SDK posts. Raises ValueError for any other body without a
+    step, and for a number that is none."""
     try:
         post = msgspec.json.decode(body, type=Post)
     except msgspec.MsgspecError as error:
         raise ValueError(f"expected the JSON of trainerStatus with metrics: {error}") from None
     metrics = {metric.name: metric.value for metric in post.trainer_status.metrics}
-    step = _whole(metrics, "current_step") - 1
+    step, status = _whole(metrics, "current_step") - 1, post.trainer_status
+    percent = status.progress_percentage
+    ended = percent is not None and percent >= 100
+    if not (ended or metrics.keys() & {"current_step", "total_steps"}):
+        if status.last_updated_time and percent is not None:
+            return None
+        raise ValueError(f"metrics: got {', '.join(metrics) or 'none'}; {STEPS}")
     return Reported(
         step=step,
-        finished=step < 0 and post.trainer_status.progress_percentage >= 100,
+        finished=step < 0 and ended,
         total_steps=_whole(metrics, "total_steps"),
         loss=_number(metrics, "loss"),
         posted=True,
@@ -147,7 +178,20 @@ def _number(metrics: dict[str, str | float], name: str) -> float | None:
 
 
 def _whole(metrics: dict[str, str | float], name: str) -> int:
-    value = _number(metrics, name) or 0.0
-    if value < 0 or value > 2**53 or value != int(value):
+    if name not in metrics:
+        return 0
+    value = _number(metrics, name)
+    if value is None or value < 0 or value > 2**53 or value != int(value):
         raise ValueError(f"{name}: got {metrics[name]!r}; expected a whole number from 0")
     return int(value)
+
+
+def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
+    """NO_PROXY and no_proxy with the address of this server, where a proxy is set: a post, which
+    has the token, would go to the proxy. Programs read one of the two; both get what either has."""
+    if not any(name.lower() in PROXIES and value for name, value in environment.items()):
+        return {}
+    given = [environment.get(name, "") for name in ("no_proxy", "NO_PROXY")]
+    hosts = [host.strip() for value in given for host in value.split(",") if host.strip()]
+    value = "*" if "*" in hosts else ",".join(dict.fromkeys([*hosts, HOST]))
+    return {"no_proxy": value, "NO_PROXY": value}

@@ -16,6 +16,7 @@ from holdfast.workers.agent.process.progress_server import (
     ProgressServer,
     Seat,
     parse,
+    without_proxy,
 )
 from holdfast.workers.worker_protocol import Reported
 
@@ -23,7 +24,10 @@ from holdfast.workers.worker_protocol import Reported
 class Agent:
     def __init__(self) -> None:
         self.reports: list[tuple[Seat, Reported]] = []
-        self.server = ProgressServer(lambda seat, report: self.reports.append((seat, report)))
+        self.notes: list[str] = []
+        self.server = ProgressServer(
+            lambda seat, report: self.reports.append((seat, report)), self.notes.append
+        )
 
     def post(self, environment: dict[str, str], body: Any, token: str = "") -> int:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -32,7 +36,8 @@ class Agent:
             environment[PROGRESS_URL], data, {"Authorization": f"Bearer {token}"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
+            # As a new process: urlopen keeps the proxies of its first call.
+            with urllib.request.build_opener().open(request, timeout=10) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             return error.code
@@ -41,6 +46,13 @@ class Agent:
 def _status(**metrics: object) -> dict[str, Any]:
     named = [{"name": name, "value": str(value)} for name, value in metrics.items()]
     return {"trainerStatus": {"lastUpdatedTime": "2026-11-25T00:00:00Z", "metrics": named}}
+
+
+def _percent(percent: int, **metrics: object) -> dict[str, Any]:
+    """As the SDK of Kubeflow posts."""
+    post = _status(**metrics)
+    post["trainerStatus"]["progressPercentage"] = percent
+    return post
 
 
 def test_a_post_reaches_the_agent_with_the_rank_of_its_token() -> None:
@@ -74,6 +86,11 @@ def test_a_token_of_an_earlier_generation_and_a_wrong_one_are_refused() -> None:
         (_status(current_step="many"), 400),
         (_status(current_step=-3), 400),
         (_status(current_step=1.5), 400),
+        (_status(current_step="nan"), 400),
+        (_status(total_steps="inf"), 400),
+        (_status(step=5), 400),
+        (_status(loss=0.5), 400),
+        ({"trainerStatus": {"progressPercentage": 40, "estimatedRemainingSeconds": 9}}, 400),
         (b" " * (MAX_BODY_BYTES + 1), 413),
     ],
 )
@@ -84,6 +101,39 @@ def test_a_body_that_is_no_report_is_refused(body: Any, status: int) -> None:
 
 
 def test_the_end_and_a_loss_that_is_no_number() -> None:
-    done = {"trainerStatus": {"progressPercentage": 100, "metrics": []}}
-    assert parse(json.dumps(done).encode()).finished
-    assert parse(json.dumps(_status(current_step=2, loss="nan")).encode()).loss is None
+    end = parse(json.dumps({"trainerStatus": {"progressPercentage": 100, "metrics": []}}).encode())
+    assert end is not None and end.finished
+    step = parse(json.dumps(_status(current_step=2, loss="nan")).encode())
+    assert step is not None and (step.step, step.loss) == (1, None)
+
+
+def test_posts_of_kubeflows_sdk_are_accepted_and_that_they_have_no_step_is_noted_once() -> None:
+    agent = Agent()
+    environment = agent.server.environment(1, 0)
+    for post in (_percent(0), _percent(50, loss=0.5, accuracy=0.9), _percent(75)):
+        assert agent.post(environment, post) == 200
+    assert agent.reports == [] and len(agent.notes) == 1
+    assert "current_step" in agent.notes[0]
+    assert agent.post(environment, _percent(100)) == 200
+    assert [report.finished for _seat, report in agent.reports] == [True]
+
+
+PROXY_NAMES = ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "no_proxy", "NO_PROXY")
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
+def test_a_post_does_not_go_to_a_proxy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Agent()
+    environment = agent.server.environment(1, 0) | {name: "http://127.0.0.1:9", "NO_PROXY": "a.b"}
+    for key in PROXY_NAMES:
+        monkeypatch.delenv(key, raising=False)
+    if name != "ALL_PROXY":  # which urllib does not read
+        monkeypatch.setenv(name, environment[name])
+        with pytest.raises(urllib.error.URLError, match="refused"):
+            agent.post(environment, _status(current_step=1))
+    environment |= without_proxy(environment)
+    assert environment["no_proxy"] == environment["NO_PROXY"] == "a.b,127.0.0.1"
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    assert agent.post(environment, _status(current_step=1)) == 200
+    assert without_proxy({"NO_PROXY": "a.b", "http_proxy": ""}) == {}
