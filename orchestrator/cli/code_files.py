@@ -3,17 +3,20 @@ secrets.
 
 Git itself says which files are ignored; in a directory that is in no repository, the names in
 CACHES are left out too. Secrets are left out by name, also where git keeps them; each is named to
-the user.
+the user. A secret in a file of another name is not found.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import os
+import re
 import shutil
 import stat
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,26 +24,59 @@ from .. import limits
 from ..errors import Problem, UserError
 from ..protocol import code_archive
 
-SECRET_DIRECTORIES = (".git", ".ssh", ".aws", ".azure", ".gnupg", ".kube", ".docker", "gcloud")
+SECRET_DIRECTORIES = (
+    ".git", ".ssh", ".aws", ".azure", ".gnupg", ".kube", ".docker", "gcloud", ".env", ".envs",
+    "secrets", ".secrets",
+)  # fmt: skip
 SECRET_FILES = (
-    ".env", ".env.*", "*.env", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.ppk",
-    "*.kdbx", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", ".netrc", "_netrc", ".pypirc",
-    ".npmrc", ".pgpass", ".git-credentials", ".htpasswd", ".boto", ".s3cfg", ".vault-token",
-    "kubeconfig", "kubeconfig.*", "*.kubeconfig", "credentials", "credentials.json",
-    "*service-account*.json", "*service_account*.json", "application_default_credentials.json",
+    ".env*", "*.env", "env.prod*", "env.dev*", "env.stag*", "env.local*", "*.pem", "*.key", "*.p8",
+    "*.p12", "*.pfx", "*.jks", "*.keystore", "*.ppk", "*.kdbx", "id_rsa*", "id_dsa*", "id_ecdsa*",
+    "id_ed25519*", ".netrc", "_netrc", ".pypirc", ".npmrc", ".pgpass", ".my.cnf", ".htpasswd",
+    ".boto", ".s3cfg", "kubeconfig", "kubeconfig.*", "*.kubeconfig", ".dockercfg",
+    ".dockerconfigjson", ".databrickscfg", ".modal.toml", ".terraformrc", "*.tfvars",
+    "*.tfvars.json", "*.tfstate", "*.tfstate.*", "kaggle.json", "*accesskeys*.csv", "rootkey.csv",
+    "*service-account*.json", "*service_account*.json",
 )  # fmt: skip
 """Patterns of file names, in any case."""
-EXAMPLES = (".env.example", ".env.sample", ".env.template")
+SECRET_WORDS = frozenset((
+    "secret", "secrets", "credential", "credentials", "password", "passwords", "passwd",
+    "passphrase", "apikey", "apikeys",
+))  # fmt: skip
+"""Words of names such as client_secret_1.json; beside them `api key`, and `token` at the end."""
+CODE_SUFFIXES = frozenset((
+    "py", "pyi", "pyx", "pxd", "ipynb", "sh", "bash", "c", "h", "cc", "hh", "cpp", "hpp", "cxx",
+    "cu", "cuh", "go", "rs", "js", "ts", "java", "lua", "jl", "r", "jinja", "j2", "html", "css",
+    "md", "rst", "safetensors", "parquet", "arrow", "npy", "npz",
+))  # fmt: skip
+"""Files of programs, texts and data, whose names may have these words."""
+BACKUPS = ("~", ".bak", ".backup", ".old", ".orig", ".save", ".swp", ".swo")
+"""Suffixes of copies that editors and people make."""
+EXAMPLES = (".example", ".sample", ".template", ".dist")
+"""Suffixes of files that have no secrets yet."""
+ALWAYS = ("__pycache__", "*.pyc", ".holdfast-job-*.yaml")
+"""Left out also where git keeps them: caches, and the spec that the Python client writes."""
 CACHES = (
-    "__pycache__", "*.pyc", ".venv", "venv", "node_modules", ".hg", ".svn", ".tox", ".nox",
+    ".venv", "venv", "node_modules", ".hg", ".svn", ".tox", ".nox",
     ".ipynb_checkpoints", "*.egg-info", ".*_cache", "wandb", "mlruns",
 )  # fmt: skip
 """Of files and directories that are no code, where git does not say it."""
 NAMED = 5
 """So many files are named in a message."""
+RAY_IGNORE = ".rayignore"
+"""Ray's own file of that kind. It is read for every cluster: the first code of a job on Ray and an
+edited one have the same files."""
 HEADER_BYTES = 3072
 """Of a file in a tar, at most: header, long name, padding."""
 GIT_S = 60.0
+
+
+class Chosen(NamedTuple):
+    """What of a directory is taken along."""
+
+    sizes: dict[str, int]
+    """Relative name of a file or a link -> bytes."""
+    remarks: tuple[str, ...]
+    """What was left out, as sentences for the user."""
 
 
 class Code(NamedTuple):
@@ -51,32 +87,48 @@ class Code(NamedTuple):
     archive: bytes
     files: tuple[str, ...]
     remarks: tuple[str, ...]
-    """What was left out, as sentences for the user."""
 
 
-def pack(directory: Path) -> Code:
-    """The code in a directory. Raises UserError for one that is too large or cannot be read."""
+def choose(directory: Path, excludes: tuple[str, ...] = ()) -> Chosen:
+    """The code in a directory, without what patterns as in .gitignore name. Raises UserError."""
     left_out: dict[str, list[str]] = {}
-    chosen: dict[str, int] = {}
-    for name in sorted(set(_listed(directory))):
+    sizes: dict[str, int] = {}
+    for name in sorted(set(_listed(directory, excludes))):
         if why := _refused(directory, name):
             left_out.setdefault(why, []).append(name)
             continue
         try:
-            chosen[name] = os.lstat(directory / name).st_size
-        except FileNotFoundError:  # git keeps it, the work tree does not have it
+            sizes[name] = os.lstat(directory / name).st_size
+        except (FileNotFoundError, NotADirectoryError):  # git keeps it, the work tree does not
             continue
+    return Chosen(sizes, tuple(remark(why, names) for why, names in left_out.items()))
+
+
+def pack(directory: Path) -> Code:
+    """The code in a directory. Raises UserError for one that is too large or cannot be read."""
+    chosen, remarks = choose(directory)
     tar_bytes = sum(chosen.values()) + HEADER_BYTES * len(chosen)
     _expect_small(directory, chosen, tar_bytes, limits.MAX_CODE_BYTES)
-    try:
+    with readable():
         digest, archive = code_archive.pack(directory, chosen)
+    _expect_small(directory, chosen, len(archive), limits.MAX_CODE_ARCHIVE_BYTES, " compressed")
+    return Code(digest, archive, tuple(chosen), remarks)
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """Turns a file that cannot be read into a UserError."""
+    try:
+        yield
     except OSError as error:
         got = f"{error.filename} ({error.strerror})"
         fix = "make it readable, or name it in .gitignore"
         raise UserError(str(Problem("code", got, "files that can be read", fix))) from None
-    _expect_small(directory, chosen, len(archive), limits.MAX_CODE_ARCHIVE_BYTES, " compressed")
-    remarks = tuple(f"not uploaded, {why}: {_few(names)}" for why, names in left_out.items())
-    return Code(digest, archive, tuple(chosen), remarks)
+
+
+def remark(why: str, names: list[str]) -> str:
+    """Names files that are left out."""
+    return f"not uploaded, {why}: {_few(names)}"
 
 
 def _expect_small(
@@ -124,9 +176,23 @@ def _refused(directory: Path, name: str) -> str:
 def is_secret(name: str) -> bool:
     """Whether a relative path has the name of a file or a directory that usually holds secrets."""
     *parents, last = name.lower().split("/")
-    if any(parent in SECRET_DIRECTORIES for parent in parents) or last in SECRET_DIRECTORIES:
+    if any(part in SECRET_DIRECTORIES for part in (*parents, last)):
         return True
-    return last not in EXAMPLES and _matches(last, SECRET_FILES)
+    while last.endswith(BACKUPS):
+        last = next(last.removesuffix(one) for one in BACKUPS if last.endswith(one))
+    if last.endswith(EXAMPLES):
+        return False
+    plain = last.removeprefix(".")  # .id_rsa.swp is vim's copy of id_rsa
+    return any(_matches(one, SECRET_FILES) for one in (last, plain)) or _has_secret_words(last)
+
+
+def _has_secret_words(name: str) -> bool:
+    stem, dot, suffix = name.lstrip(".").rpartition(".")
+    if dot and suffix in CODE_SUFFIXES:
+        return False
+    words = re.split(r"[^a-z0-9]+", stem if dot else suffix)
+    keys = set(itertools.pairwise(words)) & {("api", "key"), ("api", "keys")}
+    return bool(keys) or words[-1] == "token" or not SECRET_WORDS.isdisjoint(words)
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
@@ -134,45 +200,65 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 # -- listing ------------------------------------------------------------------------------------
-def _listed(directory: Path) -> Iterator[str]:
+def _listed(directory: Path, excludes: tuple[str, ...] = ()) -> Iterator[str]:
     """Relative names of the files that are not ignored. Raises UserError."""
     if shutil.which("git") is None:
-        if any(directory.rglob(".gitignore")):
-            got = f"{directory} with a .gitignore, and no git in PATH"
-            raise UserError(str(Problem("code", got, "git, which reads it", "install git")))
+        if excludes or any(any(directory.rglob(name)) for name in (".gitignore", RAY_IGNORE)):
+            got = f"{directory} with a .gitignore, {RAY_IGNORE} or excludes, and no git in PATH"
+            raise UserError(str(Problem("code", got, "git, which reads them", "install git")))
         yield from _walked(directory)
         return
-    patterns: tuple[str, ...] = ()
-    inside = _git(directory, "rev-parse", "--is-inside-work-tree")
-    if inside.returncode == 0:
-        found = _git(directory, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-        patterns = CACHES[:2]
-    elif b"not a git repository" in inside.stderr:
-        found, patterns = _as_git_would(directory), CACHES
-    else:
-        found = inside
-    if found.returncode:
-        got = f"{directory} ({found.stderr.decode(errors='replace').strip()})"
-        raise UserError(str(Problem("code", got, "a directory that git can read")))
-    for word in filter(None, found.stdout.split(b"\0")):
-        name = os.fsdecode(word).rstrip("/")
+    with _repository(directory) as (where, patterns):
+        wanted = ("--cached", "--others", "--exclude-standard")
+        found = _names(directory, where, *wanted)
+        if excludes or any(name.split("/")[-1] == RAY_IGNORE for name in found):
+            given = (f"--exclude={pattern}" for pattern in excludes)
+            ignored = ("--others", "--ignored", f"--exclude-per-directory={RAY_IGNORE}", *given)
+            with _empty_repository(directory) as other:  # in which patterns begin in `directory`
+                found -= _names(directory, other, *ignored)
+    for name in found:
         if any(_matches(part, patterns) for part in name.split("/")):
             continue
         path = directory / name
         if path.is_dir() and not path.is_symlink():  # a submodule, or a repository of its own
-            yield from (f"{name}/{inner}" for inner in _listed(path))
+            yield from (f"{name}/{inner}" for inner in _listed(path, excludes))
         else:
             yield name
 
 
-def _as_git_would(directory: Path) -> subprocess.CompletedProcess[bytes]:
-    """What git would list if this directory, which is in no repository, were one."""
+@contextmanager
+def _repository(directory: Path) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """(options with which git lists the directory, patterns of what is left out beside it). A
+    directory that is in no repository is listed as if it were one. Raises UserError."""
+    inside = _git(directory, "rev-parse", "--is-inside-work-tree")
+    if inside.returncode == 0:
+        yield (), ALWAYS
+    elif b"not a git repository" in inside.stderr:
+        with _empty_repository(directory) as where:
+            yield where, (*ALWAYS, *CACHES)
+    else:
+        raise _unreadable_by_git(directory, inside)
+
+
+@contextmanager
+def _empty_repository(directory: Path) -> Iterator[tuple[str, ...]]:
     from .targets.tempdir import scratch
 
     with scratch("holdfast-code-") as place:
         _git(place, "init", "--quiet", "--bare", ".")
-        where = (f"--git-dir={place}", f"--work-tree={directory}")
-        return _git(directory, *where, "ls-files", "-z", "--others", "--exclude-standard")
+        yield (f"--git-dir={place}", f"--work-tree={directory}")
+
+
+def _names(directory: Path, where: tuple[str, ...], *options: str) -> set[str]:
+    found = _git(directory, *where, "ls-files", "-z", *options)
+    if found.returncode:
+        raise _unreadable_by_git(directory, found)
+    return {os.fsdecode(word).rstrip("/") for word in filter(None, found.stdout.split(b"\0"))}
+
+
+def _unreadable_by_git(directory: Path, done: subprocess.CompletedProcess[bytes]) -> UserError:
+    got = f"{directory} ({done.stderr.decode(errors='replace').strip()})"
+    return UserError(str(Problem("code", got, "a directory that git can read")))
 
 
 def _git(directory: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
@@ -195,8 +281,8 @@ def _walked(root: Path) -> Iterator[str]:
         raise UserError(str(Problem("code", got, "a directory that can be read"))) from None
 
     for parent, directories, names in os.walk(root, onerror=fail):
-        directories[:] = [one for one in directories if not _matches(one, CACHES)]
+        directories[:] = [one for one in directories if not _matches(one, (*ALWAYS, *CACHES))]
         linked = [one for one in directories if Path(parent, one).is_symlink()]
         for name in (*names, *linked):
-            if not _matches(name, CACHES):
+            if not _matches(name, (*ALWAYS, *CACHES)):
                 yield str(Path(parent, name).relative_to(root))

@@ -6,6 +6,7 @@ nothing is uploaded.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from pathlib import Path, PurePath
 
 from ..api.v1alpha1 import TrainingJob
@@ -48,17 +49,29 @@ def edited(job: TrainingJob, directory: Path) -> Code:
 def _packed(job: TrainingJob, directory: Path, source: str) -> Code:
     check_submission(job, directory, source, ships=True)
     code = code_files.pack(directory)
-    entry = job.spec.entrypoint
-    script = entry.program.script
-    if script is not None:
-        name = str(PurePath(job.spec.working_directory, script))
-        if name not in code.files:
-            got = f"{script}, which is not uploaded"
-            expected = "a file that .gitignore does not name, with no name of secrets"
-            raise UserError(str(Problem(entry.script_field, got, expected)))
-    for remark in code.remarks:
-        stderr().print(remark, markup=False, soft_wrap=True)
+    check_script(job, directory, code.files)
+    print_remarks(code.remarks)
     return code
+
+
+def check_script(job: TrainingJob, directory: Path, uploaded: Collection[str]) -> None:
+    """Raises UserError for a script of the directory that is not uploaded."""
+    entry = job.spec.entrypoint
+    written = PurePath(job.spec.working_directory, entry.program.script or "/")
+    if written.is_absolute() or str(written)[0] == "~":
+        return
+    root = directory.resolve()
+    path = root / written
+    path = path.parent.resolve() / path.name  # without `sub/..`; the script itself may be a link
+    if not path.is_relative_to(root) or path.relative_to(root).as_posix() not in uploaded:
+        got = f"{entry.program.script}, which is not uploaded"
+        expected = "a file that .gitignore does not name, with no name of secrets"
+        raise UserError(str(Problem(entry.script_field, got, expected)))
+
+
+def print_remarks(remarks: Iterable[str]) -> None:
+    for remark in remarks:
+        stderr().print(remark, markup=False, soft_wrap=True)
 
 
 def _is_here(job: TrainingJob, directory: Path) -> bool:

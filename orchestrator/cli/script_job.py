@@ -4,6 +4,7 @@ without a spec. The options are few; everything else is written in a spec, which
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -167,6 +168,13 @@ class ScriptRun:
         job_from_mapping(document, self.source)
         return document
 
+    def hidden_variables(self) -> list[str]:
+        """Names of variables whose values are not displayed. The document must be valid."""
+        from ..api.v1alpha1.job import redacted
+
+        given = {**self._program().env, **self.env}
+        return [name for name, value in given.items() if redacted(name, value) != value]
+
     @property
     def source(self) -> str:
         """What a problem of the spec is reported about."""
@@ -192,7 +200,7 @@ def asked(
     if options.get("gpus") == 0:
         given["gpus"] = 0
     if file is not None and not _is_spec(file, words):
-        run = ScriptRun(file, tuple(words or ()))
+        run = ScriptRun(_relative(file), tuple(words or ()))
         return _with(run, given)
     named = [f"--{name}" for name in given] + (["--save"] if save else [])
     if file is not None and words:
@@ -204,6 +212,14 @@ def asked(
         fix = "a spec has fields for it: see `holdfast schema --markdown`" if file else ""
         raise UserError(str(Problem(named[0], got, "it with a script", fix)))
     return None
+
+
+def _relative(file: Path) -> Path:
+    """A file of the current directory by its name there, which a copy of the directory has too."""
+    here, place = Path.cwd().resolve(), file.parent.resolve()
+    if file.is_absolute() and file.is_file() and place.is_relative_to(here):
+        return place.relative_to(here) / file.name
+    return file
 
 
 def _with(run: ScriptRun, given: dict[str, Any]) -> ScriptRun:
@@ -230,43 +246,96 @@ def _is_spec(file: Path, words: list[str] | None) -> bool:
 
 @contextmanager
 def spec_file(
-    run: ScriptRun, save: Path | None, free_name: Callable[[str], str], show: Callable[[str], None]
+    run: ScriptRun,
+    save: Path | None,
+    free_name: Callable[[str], str],
+    show: Callable[[str], None],
+    *,
+    uploads: bool = False,
 ) -> Iterator[Path]:
     """A file with the spec of a run, for as long as the command runs; its directory is the current
-    one. With `save` it stays, where its directory is. `show` gets the text for the user. Raises
-    UserError and SpecError."""
-    import yaml
-
+    one. With `save` it stays, where its directory is, unless the job is refused. `uploads`: the
+    directory goes to a cluster. `show` gets the text for the user. Raises UserError and
+    SpecError."""
+    from ..api.v1alpha1.job import redacted_document
     from .targets.tempdir import scratch
 
-    name = run.name or free_name(run.title())
     if save is not None:
-        work = os.path.relpath(Path.cwd(), save.absolute().parent)
-        text = yaml.safe_dump(run.document(name, work), sort_keys=False)
-        _write_new(save, text)
-        show(f"{save} written; run it again with `holdfast run {save}`")
-        yield save
-        return
-    show(yaml.safe_dump(run.document(name), sort_keys=False).rstrip())
-    show("this is the job as a spec; --save job.yaml keeps it")
-    with scratch("holdfast-run-") as place:
-        file = place / f"{name}.yaml"
-        document = run.document(name)
-        file.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
-        try:
-            yield file
-        except SpecError as error:
-            raise SpecError(error.problems, run.source) from None
-
-
-def _write_new(path: Path, text: str) -> None:
+        _check_place(save, uploads)
+    name = run.name or free_name(run.title())
     try:
-        with path.open("x", encoding="utf-8") as file:
+        if save is not None:
+            work = os.path.relpath(Path.cwd().resolve(), save.absolute().parent.resolve())
+            with _saved(run, save, run.document(name, work), show, uploads):
+                yield save
+            return
+        document = run.document(name)
+        show(text_of(redacted_document(document)).rstrip())
+        show("this is the job as a spec; --save job.yaml keeps it")
+        with scratch("holdfast-run-") as place:
+            file = place / f"{name}.yaml"
+            file.write_text(text_of(document), encoding="utf-8")
+            yield file
+    except SpecError as error:
+        raise SpecError(error.problems, run.source) from None
+
+
+def text_of(document: dict[str, Any], suffix: str = ".yaml") -> str:
+    if suffix == ".json":
+        return json.dumps(document, indent=2) + "\n"
+    import yaml
+
+    return yaml.safe_dump(document, sort_keys=False)
+
+
+def _check_place(save: Path, uploads: bool) -> None:
+    """Raises UserError for a file in which the spec cannot be."""
+    problem = None
+    if save.suffix not in _SPEC_SUFFIXES:
+        expected = f"a file whose name ends in {', '.join(_SPEC_SUFFIXES)}"
+        problem = Problem("--save", str(save), expected, "`holdfast run` takes others for scripts")
+    elif uploads and save.absolute().parent.resolve() != Path.cwd().resolve():
+        expected = "a file in the current directory: the directory of the spec is uploaded"
+        problem = Problem("--save", f"{save} for a cluster", expected, f"--save {save.name}")
+    elif save.exists():
+        fix = f"run it with `holdfast run {save}`, or choose another name"
+        problem = Problem("--save", f"{save}, which exists", "a new file", fix)
+    if problem is not None:
+        raise UserError(str(problem))
+
+
+@contextmanager
+def _saved(
+    run: ScriptRun, save: Path, document: dict[str, Any], show: Callable[[str], None], uploads: bool
+) -> Iterator[None]:
+    """A new file with a spec, which is removed if the job is refused. Raises UserError."""
+    hidden = run.hidden_variables()
+    if hidden and uploads:
+        fix = "leave it out: put it into a Secret, and name that in envFrom of the pod template"
+        got = f"it with {', '.join(hidden)}, whose value would be in the uploaded {save}"
+        problem = Problem("--save", got, "it without secrets", fix)
+        raise UserError(str(problem))
+    text = text_of(document, save.suffix)
+    _write_new(save, text, 0o600 if hidden else 0o666)
+    try:
+        yield
+    except UserError:
+        if save.read_text(encoding="utf-8") == text:
+            save.unlink()
+        raise
+    finally:
+        if save.exists():
+            show(f"{save} written; run it again with `holdfast run {save}`")
+            if hidden:
+                show(f"{save} has the value of {', '.join(hidden)}: only you may read it")
+
+
+def _write_new(path: Path, text: str, mode: int) -> None:
+    """Raises UserError."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
-    except FileExistsError:
-        fix = f"run it with `holdfast run {path}`, or choose another name"
-        problem = Problem("--save", f"{path}, which exists", "a new file", fix)
-        raise UserError(str(problem)) from None
     except OSError as error:
         got = f"{path} ({error.strerror})"
-        raise UserError(str(Problem("--save", got, "a file that can be written"))) from None
+        raise UserError(str(Problem("--save", got, "a new file that can be written"))) from None

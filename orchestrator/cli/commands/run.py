@@ -112,6 +112,8 @@ def run(
     `holdfast run train.py --nodes 2 --workers 2 -- --lr 3e-4`,
     `holdfast run -- torchrun --nproc_per_node 2 train.py`
     """
+    from ..targets.base import Uploads
+
     wanted = asked(
         None if again is not None else file, words, save,
         nodes=nodes, workers=workers, gpus=gpus, name=name, env=env, python=python,
@@ -121,9 +123,9 @@ def run(
     if wanted is None or attach is not None:
         raise typer.Exit(_run(file, attach, target, as_json, lines))
     show = (stderr() if as_json else stdout()).print
-    with spec_file(
-        wanted, save, target.free_name, partial(show, markup=False, soft_wrap=True)
-    ) as made:
+    say = partial(show, markup=False, soft_wrap=True)
+    uploads = isinstance(target, Uploads)
+    with spec_file(wanted, save, target.free_name, say, uploads=uploads) as made:
         here = Path.cwd() if save is None else None
         raise typer.Exit(_run(made, None, target, as_json, lines, here))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..options import JsonOption, ray_address
-from ..output import print_json
+from ..output import print_json, stderr, stdout
 from ..script_job import (
     EnvOption,
     GpusOption,
@@ -62,7 +63,8 @@ def submit(
 ) -> None:
     """Submit a job to a Ray cluster. It appears in `ray job list` and in Ray's dashboard.
 
-    If the job runs a script, the directory of FILE is uploaded (Ray's working_dir). `ray job stop`
+    If the job runs a script, the directory of FILE is uploaded, without what .gitignore names and
+    without files with names of secrets (as Ray's working_dir). `ray job stop`
     cancels the job. With --follow the exit code is that of `holdfast run`; otherwise it is 0 once
     the job is submitted.
 
@@ -78,7 +80,10 @@ def submit(
         file, words,
         nodes=nodes, workers=workers, gpus=gpus, name=name, env=env, python=python,
     )  # fmt: skip
-    submitted = submit_job(file, address, runtime_env, attach=follow, without_spec=wanted)
+    show = partial((stderr() if as_json else stdout()).print, markup=False, soft_wrap=True)
+    submitted = submit_job(
+        file, address, runtime_env, attach=follow, without_spec=wanted, show=show
+    )
     for note in submitted.remarks:
         typer.echo(f"note: {note}", err=True)
     if submitted.exit_code is not None:

@@ -101,6 +101,13 @@ class RunsEnded(Protocol):
         ...
 
 
+@runtime_checkable
+class Uploads(Protocol):
+    """A target to which `run` uploads the directory of the spec."""
+
+    uploads_code: bool
+
+
 class Target(Protocol):
     """Where jobs live: this machine, a Kubernetes cluster or a Ray cluster."""
 

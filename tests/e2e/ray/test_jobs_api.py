@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,39 @@ def test_a_ray_job_that_names_its_holdfast_job_gets_the_same_metadata(
     assert info.metadata["model"] == "pretrain, 1 layers of 32"
     assert info.metadata["nodes"] == "theirs"
     gone = holdfast("delete", "of-others", "--yes", "--ray", cluster_rig.connected().address)
+    assert gone.returncode == 0, gone.stderr
+
+
+SEES = """
+import os
+print("value", os.environ["HF_TOKEN"][::-1], "files", *sorted(os.listdir(".")))
+"""
+
+
+def test_secrets_of_a_submitted_script_stay_here_or_are_not_shown(
+    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(SEES)
+    for name in (".env", "id_rsa", "tokenizer.json", "out.bin", ".gitignore"):
+        (tmp_path / name).write_text("*.bin")
+    monkeypatch.chdir(tmp_path)
+    address, value = cluster_rig.connected().dashboard, "a-value-that-is-shown-nowhere"
+    done = holdfast(
+        "submit", "train.py", "--name", "no-secrets", "--env", f"HF_TOKEN={value}", "--gpus", "0",
+        "--follow", "--ray", address,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "HF_TOKEN: (hidden)" in done.stdout and value not in done.stdout
+    assert "not uploaded, because the name is one of secrets: .env, id_rsa" in done.stderr
+    printed = holdfast("logs", "no-secrets", "--ray", cluster_rig.connected().address)
+    seen = f"value {value[::-1]} files .gitignore .holdfast-job-no-secrets.yaml tokenizer.json "
+    assert f"{seen}train.py" in printed.stdout, printed.stdout + printed.stderr
+    with urllib.request.urlopen(f"{address}/api/jobs/") as answer:
+        shown = answer.read().decode()
+    assert "no-secrets" in shown and value not in shown
+    (mine,) = [one for one in client.list_jobs() if "no-secrets" in (one.submission_id or "")]
+    assert value not in client.get_job_logs(mine.submission_id)
+    gone = holdfast("delete", "no-secrets", "--yes", "--ray", cluster_rig.connected().address)
     assert gone.returncode == 0, gone.stderr
 
 

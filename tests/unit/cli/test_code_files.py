@@ -53,12 +53,56 @@ def test_secrets_are_left_out_and_named(place: Path) -> None:
     assert all(name in found.remarks[0] for name in (".env", "deploy/id_rsa", "tls.PEM", ".aws"))
 
 
+SECRETS = """
+.env .env~ .env-prod .env_local .env.local .envrc env.prod prod.env .env/x.txt secrets/a.txt
+secrets.yaml secrets.json secret.toml .streamlit/secrets.toml secrets.prod.yaml credentials.toml
+credentials aws_credentials credentials.csv new_accessKeys.csv kaggle.json client_secret_1.json
+hf_token .hf_token .hf_token.bak~ token config/token.json access_token.json .wandb_api_key
+api_key.txt password.txt .netrc~ .git-credentials.bak server.key.bak a.PEM id_rsa .id_rsa.swp
+.dockercfg .databrickscfg .modal.toml terraform.tfstate terraform.tfstate.backup terraform.tfvars
+.vault-token kubeconfig my-service-account.json application_default_credentials.json
+"""
+CODE = """
+tokenizer.json tokens.py tokens.txt special_tokens_map.json added_tokens.json tokenizer_config.json
+tokenizer.model token.py get_token.sh credentials.py secret_santa.py auth.py key.py keyboard.py
+keys.txt .env.example .env.local.sample secrets.yaml.template env.yaml env.py environment.yml
+secretary.json config.yaml vocab.json requirements.txt .gitignore
+"""
+
+
+@pytest.mark.parametrize("name", SECRETS.split())
+def test_a_name_of_secrets_is_known(name: str) -> None:
+    assert code_files.is_secret(name)
+
+
+@pytest.mark.parametrize("name", CODE.split())
+def test_a_name_of_code_is_not_taken_for_one_of_secrets(name: str) -> None:
+    assert not code_files.is_secret(name)
+
+
+def test_the_spec_that_the_python_client_writes_is_no_code(place: Path) -> None:
+    write(place, "train.py", ".holdfast-job-1a2b.yaml")
+    assert code_files.pack(place).files == ("train.py",)
+
+
+def test_what_rayignore_and_excludes_name_is_left_out(place: Path) -> None:
+    (place / ".rayignore").write_text("data\n")
+    write(place, "train.py", "data/a", "lib/data/b", "lib/big.bin", "kept.bin", "lib/kept.py")
+    if (place / ".git").exists():
+        git(place, "add", ".")  # also of what git keeps
+    found = code_files.choose(place, ("lib/*.bin", "/kept.py", "exp"))
+    assert list(found.sizes) == [".rayignore", "kept.bin", "lib/kept.py", "train.py"]
+
+
 def test_files_that_git_keeps_are_taken_although_ignored_now(tmp_path: Path) -> None:
     git(tmp_path, "init", "--quiet")
-    write(tmp_path, "kept.py", "gone.py", ".env")
+    write(tmp_path, "kept.py", "gone.py", "sub/a/b.py", ".env")
     git(tmp_path, "add", "-f", ".")
-    (tmp_path / ".gitignore").write_text("*.py\n")
+    (tmp_path / ".gitignore").write_text("*.py\na\n")
     (tmp_path / "gone.py").unlink()
+    (tmp_path / "sub" / "a" / "b.py").unlink()
+    (tmp_path / "sub" / "a").rmdir()
+    write(tmp_path, "sub/a")  # a file where git keeps a directory
     found = code_files.pack(tmp_path)
     assert found.files == (".gitignore", "kept.py")
     assert "secrets: .env" in found.remarks[0]

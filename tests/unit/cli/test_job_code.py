@@ -64,6 +64,25 @@ def test_without_code_here_nothing_is_uploaded(place: Path, given: TrainingJob) 
     assert notes == [] if quiet else "what its image has" in notes[0]
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(job({"script": "src/../train.py"}), id="script"),
+        pytest.param(job(workingDirectory="src/.."), id="working-directory"),
+        pytest.param(job({"script": "../train.py"}, workingDirectory="src"), id="up"),
+        pytest.param(job({"script": "linked/main.py"}), id="linked-directory"),
+        pytest.param(job({"script": "linked.py"}), id="linked-script"),
+    ],
+)
+def test_a_script_is_found_among_the_uploaded_files_by_any_path(
+    place: Path, given: TrainingJob
+) -> None:
+    (place / "linked").symlink_to("src")
+    (place / "linked.py").symlink_to("train.py")
+    _found, code = job_code.with_code(given, place, "job.yaml")
+    assert code is not None and "train.py" in code.files
+
+
 def test_a_script_that_does_not_compile_or_is_ignored_is_refused(place: Path) -> None:
     (place / ".gitignore").write_text("train.py\n")
     with pytest.raises(UserError, match=r"train\.py, which is not uploaded"):

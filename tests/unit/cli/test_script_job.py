@@ -3,6 +3,7 @@ start."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Callable
@@ -113,6 +114,69 @@ def test_a_spec_that_is_not_saved_is_shown_and_removed(here: Path) -> None:
         assert yaml.safe_load(file.read_text())["spec"] == {"entrypoint": {"script": "train.py"}}
     assert not file.exists()
     assert yaml.safe_load(shown[0])["spec"] == {"entrypoint": {"script": "train.py"}}
+
+
+def test_values_of_secrets_are_not_shown(here: Path) -> None:
+    env = {"HF_TOKEN": "abc", "TOKENIZERS_PARALLELISM": "false", "PIP_INDEX_URL": "https://a:b@h/s"}
+    run, shown = ScriptRun(Path("WANDB_API_KEY=def"), ("python", "train.py"), env=env), list[str]()
+    with script_job.spec_file(run, None, lambda name: name, shown.append) as file:
+        assert yaml.safe_load(file.read_text())["spec"]["env"] == env
+    assert yaml.safe_load(shown[0])["spec"] == {
+        "entrypoint": {"command": "WANDB_API_KEY=(hidden) python train.py"},
+        "env": {
+            "HF_TOKEN": "(hidden)",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PIP_INDEX_URL": "https://(hidden)@h/s",
+        },
+    }
+
+
+def test_a_saved_spec_with_secrets_is_for_its_owner_only_and_not_for_a_cluster(here: Path) -> None:
+    run, shown = ScriptRun(Path("train.py"), env={"HF_TOKEN": "abc", "A": "1"}), list[str]()
+    with script_job.spec_file(run, Path("job.json"), lambda name: name, shown.append) as file:
+        assert json.loads(file.read_text())["spec"]["env"] == {"HF_TOKEN": "abc", "A": "1"}
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert "job.json has the value of HF_TOKEN: only you" in shown[1]
+    with (
+        pytest.raises(UserError, match=r"HF_TOKEN, whose value .* a\.yaml; .* a Secret"),
+        script_job.spec_file(run, Path("a.yaml"), str, shown.append, uploads=True),
+    ):
+        raise AssertionError
+    assert not Path("a.yaml").exists()
+
+
+def test_for_a_cluster_a_spec_is_saved_in_the_uploaded_directory_only(here: Path) -> None:
+    (here / "jobs").mkdir()
+    run = ScriptRun(Path("train.py"))
+    with (
+        pytest.raises(UserError, match=r"got jobs/a\.yaml for a cluster; .*; --save a\.yaml"),
+        script_job.spec_file(run, Path("jobs/a.yaml"), str, print, uploads=True),
+    ):
+        raise AssertionError
+    assert not Path("jobs/a.yaml").exists()
+    with script_job.spec_file(run, here / "a.yaml", str, print, uploads=True) as file:
+        assert file.exists()
+
+
+@pytest.mark.usefixtures("here")
+def test_the_spec_of_a_refused_job_is_not_saved(holdfast: Holdfast) -> None:
+    for _attempt in range(2):
+        result = holdfast("run", "missing.py", "--save", "a.yaml")
+        assert result.code == 2 and "got missing.py (" in result.err, result
+        assert "written" not in result.out and "a.yaml" not in result.err
+    assert not Path("a.yaml").exists()
+    result = holdfast("run", "train.py", "--save", "train2.py")
+    assert result.code == 2 and "--save: got train2.py; expected" in result.err
+    assert not Path("train2.py").exists()
+
+
+def test_a_script_of_the_current_directory_is_named_relative_to_it(here: Path) -> None:
+    (here / "elsewhere").mkdir()
+    (here / "linked").symlink_to(here)
+    for given in (here / "train.py", here / "linked" / "train.py"):
+        assert spec_of(str(given)) == {"entrypoint": {"script": "train.py"}}
+    outside = Path("/opt/train.py")
+    assert spec_of(str(outside)) == {"entrypoint": {"script": str(outside)}}
 
 
 def test_words_after_two_dashes_belong_to_the_script() -> None:

@@ -53,6 +53,8 @@ LAST_LINES_S = 6.0
 class KubernetesTarget:
     """One namespace of a cluster."""
 
+    uploads_code = True
+
     def __init__(
         self,
         namespace: str | None,

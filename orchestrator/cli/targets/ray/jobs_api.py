@@ -6,24 +6,29 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
-import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holdfast.orchestrator.api.v1alpha1 import Parallelism, TrainingJob, job_from_mapping, load_job
+from holdfast.orchestrator.api.v1alpha1 import Parallelism, TrainingJob, job_from_mapping, parse_job
+from holdfast.orchestrator.api.v1alpha1.job import redacted_document
+from holdfast.orchestrator.api.v1alpha1.load import read_job_file
 from holdfast.orchestrator.api.v1alpha1.remarks import remarks
 from holdfast.orchestrator.backends.ray import jobs_api
 from holdfast.orchestrator.backends.ray.jobs_page import OWNER
+from holdfast.orchestrator.cli import code_files, job_code, script_job
 from holdfast.orchestrator.cli.client import user
 from holdfast.orchestrator.cli.job_checks import check_submission
 from holdfast.orchestrator.cli.script_job import ScriptRun
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 
 from ..tempdir import on_sigterm, scratch
+from . import working_dir
 
 PROGRAM = "python -m holdfast.orchestrator.cli.main"
-FILE_NAME = "holdfast-job.yaml"
+MADE = ".holdfast-job-{}.yaml"
+"""The spec of a run without one, among the uploaded files: no file of the user has that name."""
 COMMAND = "holdfast_command_"
 """Prefix of the Ray job of a command; a submitted job is called holdfast-JOB-..."""
 BY = "HOLDFAST_BY"
@@ -51,16 +56,24 @@ def submit(
     *,
     attach: bool,
     without_spec: ScriptRun | None = None,
+    show: Callable[[str], None] = print,
 ) -> Submitted:
-    """Submit a job: the spec in `file`, or a run without one, whose spec is made in the cluster."""
+    """Submit a job: the spec in `file`, or a run without one, of which `show` gets the spec. It is
+    uploaded with the code; in a working_dir of the user's own it is made in the cluster."""
     wanted = _runtime_env(runtime_env)
     own = wanted.get("working_dir")
     if without_spec is None:
-        job, directory = load_job(file), file.absolute().parent
+        text = read_job_file(file)
+        job, directory = parse_job(text, str(file)), file.absolute().parent
     else:
         title = without_spec.name or f"{without_spec.title()}-{secrets.token_hex(2)}"
-        job = job_from_mapping(without_spec.document(title), without_spec.source)
-        directory = Path.cwd()
+        document, directory = without_spec.document(title), Path.cwd()
+        text, job = script_job.text_of(document), job_from_mapping(document, str(file))
+        show(script_job.text_of(redacted_document(document)).rstrip())
+        if own and (names := without_spec.env.keys() | without_spec.hidden_variables()):
+            got = f"{', '.join(sorted(names))} with a working_dir in --runtime-env"
+            expected = "it without: Ray's dashboard would show the values"
+            raise UserError(str(Problem("--env", got, expected, "write env_vars in that file")))
     check_submission(job, directory, str(file), ships=not own)
     with scratch("holdfast-submit-") as place:
         if own and (without_spec is None or without_spec.is_script):
@@ -68,16 +81,19 @@ def submit(
         elif own:
             name = str(file)
         else:
-            wanted["working_dir"], name = _shipped(job, file, directory, place)
+            name = file.name if without_spec is None else MADE.format(job.name)
+            archive = place / "code.zip"
+            _pack(job, archive, (name, text), directory, wanted.get("excludes") or ())
+            wanted["working_dir"] = str(archive)
         api = jobs_api.JobsApi(address)
         if (running := api.running(OWNER, job.name)) is not None:
             got = f"{job.name}, which Ray job {running} is running"
             fix = f"end it with `ray job stop {running}`, or choose another metadata.name"
             raise UserError(str(Problem("metadata.name", got, "a name that is free", fix)))
         entrypoint = f"{PROGRAM} run {shlex.quote(name)} --ray auto"
-        if without_spec is not None:
+        if own and without_spec is not None:
             options = shlex.join([*without_spec.options(job.name), "--ray", "auto"])
-            words = shlex.join([name if own else str(file), *without_spec.words])
+            words = shlex.join([name, *without_spec.words])
             entrypoint = f"{PROGRAM} run {options} -- {words}"
         name = f"holdfast-{job.name}-{secrets.token_hex(3)}"
         submitted = api.submit(name, entrypoint, wanted, metadata(job) | {"state": "submitted"})
@@ -90,14 +106,19 @@ def submit(
     return Submitted(submitted, job.name, _code(outcome), [])
 
 
-def _shipped(job: TrainingJob, file: Path, directory: Path, place: Path) -> tuple[str, str]:
-    """(The directory to upload, the spec's name in it). `directory` is that of the spec, or of a
-    script without one; `place` is empty."""
-    # A recipe needs only the spec; a script may need every file beside the spec.
+def _pack(
+    job: TrainingJob, archive: Path, spec: tuple[str, str], directory: Path, excludes: Any
+) -> None:
+    """Write the archive of what is uploaded. Raises UserError."""
+    if not isinstance(excludes, (list, tuple)):
+        problem = Problem("--runtime-env", f"excludes: {excludes}", "a list of patterns")
+        raise UserError(str(problem))
+    chosen = code_files.Chosen({}, ())  # a recipe needs only the spec
     if job.spec.entrypoint.recipe is None:
-        return str(directory), file.name
-    shutil.copy(file, place / FILE_NAME)
-    return str(place), FILE_NAME
+        chosen = code_files.choose(directory, tuple(map(str, excludes)))
+        job_code.check_script(job, directory, chosen.sizes)
+    links = working_dir.write(archive, spec, directory, chosen.sizes)
+    job_code.print_remarks([*chosen.remarks, *links])
 
 
 def _name_in(own: Any, file: Path) -> str:

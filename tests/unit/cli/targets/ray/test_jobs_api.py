@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
+from zipfile import ZipFile
 
 import pytest
 
+from holdfast.orchestrator.api.v1alpha1 import parse_job
 from holdfast.orchestrator.cli import script_job
 from holdfast.orchestrator.cli.options import complete
 from holdfast.orchestrator.cli.targets.ray import jobs_api
@@ -22,7 +24,7 @@ from holdfast.orchestrator.cli.targets.ray.jobs_api import (
     shell_command,
     split_output,
 )
-from holdfast.orchestrator.errors import SpecError
+from holdfast.orchestrator.errors import SpecError, UserError
 
 ODD = "ada; $(exit 1) 'x'\x1b[2J\nroot"
 BOTH = """
@@ -88,7 +90,8 @@ def test_the_output_of_a_killed_command_is_stdout() -> None:
 class FakeApi:
     """The Jobs API of a cluster: it keeps what is submitted."""
 
-    submitted: ClassVar[list[tuple[str, dict[str, Any]]]] = []
+    submitted: ClassVar[list[tuple[str, dict[str, Any], dict[str, str]]]] = []
+    files: ClassVar[dict[str, bytes]] = {}
 
     def __init__(self, address: str) -> None:
         assert address == "auto"
@@ -97,27 +100,80 @@ class FakeApi:
         return None
 
     def submit(
-        self, name: str, entrypoint: str, runtime_env: dict[str, Any], _metadata: dict[str, str]
+        self, name: str, entrypoint: str, runtime_env: dict[str, Any], metadata: dict[str, str]
     ) -> str:
-        self.submitted.append((entrypoint, runtime_env))
+        """As Ray's client: the archive is read before the call returns."""
+        self.submitted.append((entrypoint, runtime_env, metadata))
+        if str(runtime_env["working_dir"]).endswith(".zip"):
+            with ZipFile(runtime_env["working_dir"]) as archive:
+                self.files.update({name: archive.read(name) for name in archive.namelist()})
         return name
 
 
-def test_a_script_without_a_spec_is_run_with_the_same_options_in_the_cluster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a script, and a cluster that keeps what is submitted."""
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jobs_api.jobs_api, "JobsApi", FakeApi)
+    monkeypatch.setattr(FakeApi, "submitted", [])
+    monkeypatch.setattr(FakeApi, "files", {})
+    return tmp_path
+
+
+def test_a_script_without_a_spec_is_uploaded_with_the_spec_that_is_made(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / ".env").write_text("HF_TOKEN=abc")
     file = Path("train.py")
-    run = script_job.asked(file, ["--lr", "1 2"], nodes=2, env=["A=b c"])
+    run = script_job.asked(file, ["--lr", "1 2"], nodes=2, env=["A=b c", "HF_TOKEN=def"])
     done = jobs_api.submit(file, "auto", None, attach=False, without_spec=run)
-    ((entrypoint, runtime_env),) = FakeApi.submitted
-    assert runtime_env == {"working_dir": str(tmp_path)}
+    ((entrypoint, runtime_env, metadata),) = FakeApi.submitted
     words = shlex.split(entrypoint.removeprefix(f"{PROGRAM} "))
-    assert words == ["run", "--nodes=2", f"--name={done.job}", "--env=A=b c", "--ray", "auto",
-                     "--", "train.py", "--lr", "1 2"]  # fmt: skip
-    assert complete(words) == words
-    (tmp_path / "train.py").write_text("def f(:")
+    assert words == ["run", f".holdfast-job-{done.job}.yaml", "--ray", "auto"]
+    assert FakeApi.files.keys() == {words[1], "train.py"}
+    job = parse_job(FakeApi.files[words[1]].decode())
+    assert job.name == done.job and job.spec.env == {"A": "b c", "HF_TOKEN": "def"}
+    assert job.spec.nodes.max == 2 and job.spec.entrypoint.args == ("--lr", "1 2")
+    shown = capsys.readouterr()
+    assert "HF_TOKEN: (hidden)" in shown.out and "A: b c" in shown.out
+    assert ".env" in shown.err and "not uploaded" in shown.err
+    assert not [text for text in (entrypoint, str(runtime_env), str(metadata)) if "def" in text]
+    (here / "train.py").write_text("def f(:")
     with pytest.raises(SpecError, match=r"got train\.py \(line 1: "):
         jobs_api.submit(file, "auto", None, attach=False, without_spec=run)
+
+
+def test_in_a_working_dir_of_the_users_own_the_spec_is_made_of_the_same_options(here: Path) -> None:
+    env, file = here / "env.yaml", Path("train.py")
+    env.write_text(f"working_dir: {here}\n")
+    run = script_job.asked(file, ["--lr", "1 2"], nodes=2)
+    done = jobs_api.submit(file, "auto", env, attach=False, without_spec=run)
+    ((entrypoint, runtime_env, _metadata),) = FakeApi.submitted
+    assert runtime_env == {"working_dir": str(here)}
+    words = shlex.split(entrypoint.removeprefix(f"{PROGRAM} "))
+    assert words == ["run", "--nodes=2", f"--name={done.job}", "--ray", "auto",
+                     "--", "train.py", "--lr", "1 2"]  # fmt: skip
+    assert complete(words) == words
+    run = script_job.asked(file, [], env=["A=1"])
+    with pytest.raises(UserError, match="--env: got A with a working_dir in --runtime-env"):
+        jobs_api.submit(file, "auto", env, attach=False, without_spec=run)
+
+
+def test_what_a_runtime_env_excludes_is_not_uploaded(here: Path) -> None:
+    spec, env = here / "job.yaml", here / "env.yaml"
+    spec.write_text(
+        "apiVersion: holdfast.dev/v1alpha1\nkind: TrainingJob\nmetadata: {name: demo}\n"
+        "spec: {entrypoint: {script: train.py}}\n"
+    )
+    (here / "big.bin").touch()
+    (here / ".gitignore").write_text("*.yaml\n")  # the spec goes along all the same
+    env.write_text("excludes: ['*.bin']\n")
+    jobs_api.submit(spec, "auto", env, attach=False)
+    assert FakeApi.files.keys() == {"job.yaml", "train.py", ".gitignore"}
+    env.write_text("excludes: all\n")
+    with pytest.raises(UserError, match="got excludes: all; expected a list"):
+        jobs_api.submit(spec, "auto", env, attach=False)
+    (here / ".gitignore").write_text("train.py\n")
+    with pytest.raises(UserError, match=r"got train\.py, which is not uploaded"):
+        jobs_api.submit(spec, "auto", None, attach=False)

@@ -1,0 +1,88 @@
+"""The archive that Ray unpacks on each node as a job's working_dir: the spec, and the same files
+that edited code has.
+
+Made here and not by Ray's own packer, which takes secrets along and does not know what git tracks.
+Ray's archives have no links: a link within the directory becomes what it leads to.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
+
+from holdfast.orchestrator.cli import code_files
+from holdfast.orchestrator.errors import Problem, UserError
+
+
+def write(
+    archive: Path, spec: tuple[str, str], directory: Path, chosen: Collection[str]
+) -> Iterator[str]:
+    """Write a new archive of these files and links of a directory, with a spec of this (name, text)
+    at its top. Yields remarks for the user. Raises UserError."""
+    root, lost = directory.resolve(), list[str]()
+    with code_files.readable(), ZipFile(archive, "w", ZIP_DEFLATED) as made:
+        made.writestr(_entry(spec[0], 0), spec[1].encode())
+        for name in (one for one in chosen if one != spec[0]):
+            found = list(_unlinked(name, _target(root, name), chosen, root, frozenset()))
+            if not found:
+                lost.append(name)
+            for inner, path in found:
+                _write(made, inner, root / path)
+    if lost:
+        yield code_files.remark("because what the link leads to is not", lost)
+
+
+def _unlinked(
+    name: str, target: str | None, chosen: Collection[str], root: Path, seen: frozenset[str]
+) -> Iterator[tuple[str, str]]:
+    """(name in the archive, file) of a file, or of each file of a directory that a link leads to;
+    only of those that were chosen. `seen`: the directories that the name is in by links."""
+    if target is None or target in seen:
+        return
+    if target in chosen and not (root / target).is_symlink():
+        yield name, target
+        return
+    begin = "" if target == "." else f"{target}/"
+    for inner in (one for one in chosen if one.startswith(begin)):
+        below = f"{name}/{inner.removeprefix(begin)}"
+        yield from _unlinked(below, _target(root, inner), chosen, root, seen | {target})
+
+
+def _target(root: Path, name: str) -> str | None:
+    """Where a name leads; None: to nothing, or out of the directory."""
+    path = root / name
+    if not path.is_symlink():
+        return name
+    try:
+        return path.resolve(strict=True).relative_to(root).as_posix()
+    except (OSError, RuntimeError, ValueError):
+        return None
+
+
+def _write(made: ZipFile, name: str, path: Path) -> None:
+    with path.open("rb") as source:
+        status = os.fstat(source.fileno())
+        entry = _entry(name, status.st_mode & stat.S_IXUSR)
+        entry.file_size = status.st_size  # whether it needs the format for large files
+        with made.open(entry, "w") as copy:
+            shutil.copyfileobj(source, copy)
+
+
+def _entry(name: str, executable: int) -> ZipInfo:
+    """Without a time: the same files make the same archive, which Ray keeps once. Raises
+    UserError."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        name = os.fsencode(name).decode(errors="backslashreplace")
+    if "\\" in name:
+        expected = "names in UTF-8 without backslashes: Ray unpacks no others"
+        raise UserError(str(Problem("code", name, expected, "rename it, or name it in .gitignore")))
+    entry = ZipInfo(name)
+    entry.compress_type = ZIP_DEFLATED
+    entry.external_attr = (stat.S_IFREG | (0o755 if executable else 0o644)) << 16
+    return entry
