@@ -45,6 +45,9 @@ class PhaseChanged(WorkerMessage, frozen=True, kw_only=True, tag="phase"):
     """The worker entered a phase. Counts as progress."""
 
     phase: WorkerPhase
+    began_after: int | None = None
+    """The worker begins to train after this step, and will report those that follow; None: it does
+    not say."""
 
 
 class ProgressTick(WorkerMessage, frozen=True, kw_only=True, tag="tick"):
@@ -127,14 +130,14 @@ class StandbyImported(WorkerMessage, frozen=True, kw_only=True, tag="standby-imp
     """A standby has imported what the script imports, and waits for its rank."""
 
 
-class FetchShard(WorkerMessage, frozen=True, kw_only=True, tag="fetch-shard"):
-    """Request a shard of the membership's Restore."""
-
 class Noted(WorkerMessage, frozen=True, kw_only=True, tag="noted"):
     """A sentence for the job's events."""
 
     text: str
 
+
+class FetchShard(WorkerMessage, frozen=True, kw_only=True, tag="fetch-shard"):
+    """Request a shard of the membership's Restore."""
 
     shard: int
 
@@ -285,10 +288,10 @@ FromWorker = (
     | Staged
     | ImportsReported
     | StandbyImported
+    | Noted
     | FetchShard
     | StopNoticeWanted
     | StackReport
-    | Noted
     | CollectivesReport
     | TraceWritten
     | Failed

@@ -161,6 +161,8 @@ class StepCompleted(
     counted_by: StepSource = ""
     began_after: int | None = None
     """The step after which a script began that keeps its own checkpoints; None: not known."""
+    began_estimated: bool = False
+    """It may have been another one."""
     first_ago_s: float = 0.0
     """How long ago the first step of the generation was finished, if a framework reports its
     progress later."""

@@ -71,21 +71,26 @@ def _order(
     """At one step the slowest rank comes first: the others wait for it. A rank that reports no
     steps is as far as those that do."""
     beat, age_s = one.beat, (now_ns - one.moved_ns) / SECOND_NS
-    moved = (beat.step, beat.ticks, age_s) if reports else (done, beat.ticks, 0.0)
+    moved = (beat.step, beat.ticks, age_s) if _counts(beat, reports) else (done, 0, 0.0)
     return (not beat.stopped, beat.pulse_age_s <= PULSE_STALE_S, waits, *moved)
 
 
 def _why(now_ns: int, one: RankProgress, reports: bool) -> str:
     beat, age_s = one.beat, (now_ns - one.moved_ns) / SECOND_NS
-    if beat.collectives and not (reports and beat.ticks):
+    if beat.collectives and not _counts(beat, reports):
         age_s = beat.collectives_age_s  # its only progress
     if beat.stopped:
         return f"rank {beat.rank} is stopped (state T), last progress {age_s:.1f} s ago"
     if beat.pulse_age_s > PULSE_STALE_S:
         return f"rank {beat.rank} has not shown a pulse for {beat.pulse_age_s:.1f} s"
-    if beat.collectives and not (reports and beat.ticks):
+    if beat.collectives and not _counts(beat, reports):
         return f"rank {beat.rank} has begun no collective for {age_s:.1f} s"
     return f"rank {beat.rank} is at step {beat.step} (phase {beat.phase}), {age_s:.1f} s ago"
+
+
+def _counts(beat: WorkerBeat, reports: bool) -> bool:
+    """Steps, or what comes before the first one, show the progress of the rank."""
+    return reports and not beat.silent
 
 
 def _waits(known: InspectedStack | None) -> int:

@@ -309,12 +309,15 @@ def collectives_begun(ctx: StepContext, event: CollectivesBegun) -> None:
         ctx.move("running", state.reason.code, "all ranks begin collectives")
 
 
-def _note_resumption(incident: IncidentRecord | None, event: StepCompleted) -> None:
-    """After which step a script with checkpoints of its own went on, as soon as it is known."""
-    if incident is None or event.began_after is None:
+def _note_resumption(state: JobState, event: StepCompleted) -> None:
+    """After which step a script with checkpoints of its own went on, as soon as it is known: that
+    may be later than the end of the incident."""
+    if not state.incidents or event.began_after is None:
         return
+    incident = state.incidents[-1]
     if incident.generation_after == event.generation:
         incident.resumed_after_step = event.began_after
+        incident.resumed_estimated = event.began_estimated
 
 
 def step_completed(ctx: StepContext, event: StepCompleted) -> None:
@@ -329,7 +332,7 @@ def step_completed(ctx: StepContext, event: StepCompleted) -> None:
     if event.generation != state.generation or not state.active:
         return
     state.step, state.counted_by = max(state.step, event.step), event.counted_by
-    _note_resumption(state.incident, event)
+    _note_resumption(state, event)
     if state.first_step_done:
         staging_interval.consider(ctx, event)
         return

@@ -98,6 +98,10 @@ class _Limit:
     name: str
 
 
+def _works(live: dict[int, RankProgress]) -> bool:
+    return any(known.beat.phase in WORKING for known in live.values())
+
+
 class ProgressMonitor:
     """Of one controller. It observes every event after the controller has."""
 
@@ -308,8 +312,8 @@ class ProgressMonitor:
                 generation=current.number,
                 step=current.done,
                 counted_by=at_step[0].counted_by if at_step else "",
-                began_after=script_progress.began_after(beats, current.done, known_s),
                 first_ago_s=script_progress.first_ago_s(beats, known_s) if first else 0,
+                **script_progress.beginning(beats, current.done, known_s)._asdict(),
                 **numbers,
             )
         ]
@@ -347,7 +351,7 @@ class ProgressMonitor:
             return _Limit(began_ns + seconds(limit_s), limit_s, "start-up")
         if not live:
             return None
-        if any(known.beat.phase in WORKING for known in live.values()):
+        if _works(live):
             newest_ns = max(known.moved_ns for known in live.values())
             limit_s = limits.SAVE_TIMEOUT_S
             return _Limit(newest_ns + seconds(limit_s), limit_s, "save")
@@ -362,18 +366,21 @@ class ProgressMonitor:
         return replace(limit, due_ns=due_ns) if self._current_at(quietest, due_ns) else None
 
     def _silent(self, live: dict[int, RankProgress]) -> bool:
-        """A script that has reported neither a step nor a phase."""
-        return not self._recipe and all(known.beat.ticks == 0 for known in live.values())
+        """A script of which no step was ever counted, and no rank prepares for one."""
+        return not self._recipe and all(known.beat.silent for known in live.values())
 
     def _quietest(self, live: dict[int, RankProgress]) -> tuple[int, int] | None:
         """The rank with the oldest progress, and when that was. Of a script, one of those that
-        report; if none does, progress is a collective of any rank. None: not known, also when the
-        ranks that report have ended."""
+        report; if none does, progress is a collective or a phase of any rank. None: not known, also
+        when the ranks that report have ended."""
         if self._current.num_steps == 0 and self._silent(live):
             begun_ns = script_progress.last_collective_ns(
                 (known.beat, known.seen_ns) for known in live.values()
             )
-            return (min(live), begun_ns) if begun_ns is not None else None
+            if begun_ns is None:
+                return None
+            phases_ns = [known.moved_ns for known in live.values() if known.beat.ticks]
+            return min(live), max([begun_ns, *phases_ns])
         every = counting(known.beat for known in self._current.ranks.values())
         reporting = {beat.rank for beat in every} & live.keys()
         if not reporting:
@@ -396,6 +403,8 @@ class ProgressMonitor:
             limit_s, since_ns = max(2 * recovery.busy_timeout_s, gap_s), current.busy_ns
         else:
             limit_s, since_ns = recovery.hang_timeout_s, 0
+        if _works(live):
+            limit_s = max(limit_s, limits.SAVE_TIMEOUT_S)
         due_ns = self._due_after(max(begun_ns, since_ns), limit_s)
         limit = _Limit(due_ns, limit_s, "collectives")
         return limit if self._current_at(rank, due_ns) else None
@@ -478,15 +487,18 @@ class ProgressMonitor:
         if not state.active or state.stop is not None or current.hung:
             return None
         live = {rank: known for rank, known in current.ranks.items() if rank not in state.exits}
-        if not live or any(known.beat.phase in WORKING for known in live.values()):
+        silent, works = current.num_steps == 0 and self._silent(live), _works(live)
+        if not live or (works and not silent):
             return None
-        silent = current.num_steps == 0 and self._silent(live)
         found = self._quietest(live) if silent or self._learned else None
         if found is None:
             return None
         quietest, oldest_ns = found
-        wait_s = self.hang_limit_s() - limits.SUSPICION_LEAD_S
-        due_ns = self._due_after(oldest_ns, script_progress.SUSPECT_AFTER_S if silent else wait_s)
+        limit_s = limits.SAVE_TIMEOUT_S if works else self.hang_limit_s()
+        wait_s = limit_s - limits.SUSPICION_LEAD_S
+        if silent and not works:
+            wait_s = script_progress.SUSPECT_AFTER_S
+        due_ns = self._due_after(oldest_ns, wait_s)
         if current.suspected_ns is not None:
             due_ns = max(due_ns, current.suspected_ns + seconds(INSPECT_AGAIN_S))
         return due_ns if self._current_at(quietest, due_ns) else None
@@ -537,16 +549,7 @@ class ProgressMonitor:
 
     def _straggler(self, slow: Slow) -> StragglerDetected:
         """A rank that works longer than its peers in every step, or whose GPU does."""
-        what = f"rank {slow.rank} works {slow.work_s * 1e3:.1f} ms a step outside collectives"
-        if self._current.ranks[slow.rank].beat.probe_s:
-            what = (
-                f"the GPU of rank {slow.rank} takes {slow.work_s * 1e3:.2f} ms for the matrix "
-                "products that measure its speed"
-            )
-        evidence = (
-            f"{what}, {slow.work_s / slow.usual_s:.2f} times as long as the other ranks "
-            f"({slow.usual_s * 1e3:.2f} ms)"
-        )
+        evidence = slow.evidence(probed=bool(self._current.ranks[slow.rank].beat.probe_s))
         node = self._state.node_of(slow.rank)
         return StragglerDetected(
             generation=self._current.number, node=node, rank=slow.rank, evidence=evidence

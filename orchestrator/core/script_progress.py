@@ -1,13 +1,14 @@
 """What heartbeats show of a script that does not keep its state with Holdfast. Pure functions.
 
 A script reports each step (`session.report`), or its framework posts the progress of all ranks
-every few seconds, or nothing is reported. Then the collectives that its ranks begin are the only
+every few seconds, or no step is reported. Then the collectives that its ranks begin are the only
 sign of progress.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from ..protocol.facts import WorkerBeat
 from .context import SECOND_NS, seconds
@@ -16,18 +17,28 @@ POST_INTERVAL_S = 5.0
 """transformers 5.23 posts at most that often (KubeflowCallback._MIN_UPDATE_INTERVAL)."""
 MIN_COLLECTIVES = 100
 """Ranks that have begun fewer may still be loading, with pauses as long as they like."""
-SUSPECT_AFTER_S = 5.0
-"""Without a new collective for so long, workers are asked what they do."""
+SUSPECT_AFTER_S = 4.0
+"""Without a new collective for so long, workers are asked what they do. The answers are shown with
+the next question, 5 s later: the rank is named within 10 s."""
 
 
-def began_after(beats: Iterable[WorkerBeat], done: int, step_s: float) -> int | None:
-    """The step after which the script began; None: not known, or Holdfast restored its state.
-    `done`: the last finished step; `step_s`: the last known step time, 0: not known."""
-    known = [beat.began_after for beat in beats if beat.began_after is not None]
+class Beginning(NamedTuple):
+    """After which step a script began; `began_after` None: not known, or Holdfast restored it."""
+
+    began_after: int | None = None
+    began_estimated: bool = False
+
+
+def beginning(beats: Iterable[WorkerBeat], done: int, step_s: float) -> Beginning:
+    """`done`: the last finished step; `step_s`: the last known step time, 0: not known."""
+    every = list(beats)
+    known = [(b.began_after, b.began_estimated) for b in every if b.began_after is not None]
     if known:
-        return min(known)
-    began_s = next((beat.began_s for beat in beats if beat.began_s is not None), 0.0)
-    return max(-1, done - max(1, round(began_s / step_s))) if began_s and step_s else None
+        return Beginning(*min(known))
+    began_s = next((beat.began_s for beat in every if beat.began_s is not None), 0.0)
+    if not (began_s and step_s):
+        return Beginning()
+    return Beginning(max(-1, done - max(1, round(began_s / step_s))), True)
 
 
 def first_ago_s(beats: Iterable[WorkerBeat], step_s: float) -> float:
@@ -56,9 +67,12 @@ def last_collective_ns(beats: Iterable[tuple[WorkerBeat, int]]) -> int | None:
 
 def gap_s(before: WorkerBeat, seen_ns: int, after: WorkerBeat, now_ns: int) -> float:
     """Seconds without a collective of this rank between two heartbeats, if they ended by themselves
-    in a script that reports nothing; else 0."""
-    reports = after.counted_by or after.ticks
-    if reports or before.collectives < MIN_COLLECTIVES or after.collectives <= before.collectives:
+    in a script that reports no steps; else 0."""
+    if (
+        not after.silent
+        or before.collectives < MIN_COLLECTIVES
+        or after.collectives <= before.collectives
+    ):
         return 0.0
     began_ns = seen_ns - seconds(before.collectives_age_s)
     return max(0.0, (now_ns - seconds(after.collectives_age_s) - began_ns) / SECOND_NS)

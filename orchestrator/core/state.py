@@ -233,6 +233,8 @@ class IncidentRecord(Struct):
     generation_after: int | None = None
     world_size_after: int | None = None
     resumed_after_step: int | None = None
+    resumed_estimated: bool = False
+    """A script that does not report each step began after about that one."""
     restored_from: Literal["memory", "storage", "nothing", ""] = ""
     shows_progress: bool = False
     """The job has shown progress before, so the incident is over when it does so again."""

@@ -25,6 +25,18 @@ class Slow:
     usual_s: float
     """The median of the ranks that it was compared with."""
 
+    def evidence(self, *, probed: bool) -> str:
+        what = f"rank {self.rank} works {self.work_s * 1e3:.1f} ms a step outside collectives"
+        if probed:
+            what = (
+                f"the GPU of rank {self.rank} takes {self.work_s * 1e3:.2f} ms for the matrix "
+                "products that measure its speed"
+            )
+        return (
+            f"{what}, {self.work_s / self.usual_s:.2f} times as long as the other ranks "
+            f"({self.usual_s * 1e3:.2f} ms)"
+        )
+
 
 @dataclass(slots=True)
 class StragglerFinder:

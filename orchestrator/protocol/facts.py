@@ -13,6 +13,9 @@ from .mesh import Mesh
 WorkerPhase = Literal["start", "build", "restore", "compile", "train", "evaluate", "save", "finish"]
 """What a worker reports that it is doing. The measured hang timeout applies to `train` only."""
 
+PREPARING: tuple[WorkerPhase, ...] = ("build", "restore", "compile", "finish")
+"""Phases that explain why no step was counted."""
+
 
 class Gpu(msgspec.Struct, frozen=True):
     name: str
@@ -182,13 +185,25 @@ class WorkerBeat(StepReport, frozen=True, kw_only=True):
     I/O; 0: they did, or it was not measured."""
     counted_by: StepSource = ""
     began_after: int | None = None
-    """The step after which a script that keeps its own checkpoints began; None: not known."""
+    """The step after which the worker began, unless Holdfast counts its steps; None: not known."""
+    began_estimated: bool = False
+    """It may have begun a few steps earlier or later."""
     began_s: float | None = None
     """Seconds since a framework that posts its progress began to train; None: not known."""
     collectives: int = 0
     """Collectives that the worker has begun, in all process groups; 0: none, or not known."""
     collectives_age_s: float = 0.0
     """Seconds since that number was last seen to grow."""
+
+    @property
+    def silent(self) -> bool:
+        return is_silent(self.step, self.phase, self.began_after)
+
+
+def is_silent(step: int, phase: WorkerPhase, began_after: int | None) -> bool:
+    """No step of the worker was ever counted, it has not said that it begins to count, and it does
+    not prepare for that. A script may use other phases and never report a step."""
+    return step < 0 and began_after is None and phase not in PREPARING
 
 
 def counting(beats: Iterable[WorkerBeat]) -> list[WorkerBeat]:

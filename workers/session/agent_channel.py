@@ -97,6 +97,12 @@ class AgentChannel:
         self.phase = phase
         self.send(worker_protocol.PhaseChanged(phase=phase))
 
+    def begin(self, after_step: int, phase: WorkerPhase) -> None:
+        """This process begins to train after that step, and will say where its steps end."""
+        self.phase = phase
+        self.reports_steps()
+        self.send(worker_protocol.PhaseChanged(phase=phase, began_after=after_step))
+
     def start_pulse(
         self, imported: Callable[[], tuple[str, ...]] | None = None, *, of_script: bool = False
     ) -> None:

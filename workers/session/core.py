@@ -239,9 +239,8 @@ class Session:
                 device=self.device,
             )
             self._stager.prepare()
-        self._enter("train")
         if self._channel is not None:
-            self._channel.reports_steps()
+            self._channel.begin(self._last_step, "train")
         self._say_whether_due()
         self._begin_step()
         return self._last_step + 1

@@ -127,10 +127,9 @@ def begin(after_step: int) -> None:
     that knows: otherwise the first report shows it."""
     if _last.step is None or after_step < _last.step:
         _last.step, _last.at_s = after_step, time.perf_counter()
-    enter("build")
     channel = agent_channel.of_process()
     if channel is not None:
-        channel.reports_steps()
+        channel.begin(after_step, "build")
 
 
 def enter(name: WorkerPhase) -> None:
@@ -138,6 +137,7 @@ def enter(name: WorkerPhase) -> None:
     channel = agent_channel.of_process()
     if channel is not None and channel.phase != name:
         channel.enter(name)
+
 
 def progress(name: WorkerPhase) -> None:
     """Says that this process does `name`, and is not stuck in it: for each batch of an evaluation.
@@ -152,7 +152,6 @@ def progress(name: WorkerPhase) -> None:
     else:
         channel.send(worker_protocol.ProgressTick())
     _last.tick_s = now_s
-
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from holdfast.orchestrator.core.actions import LaunchGroup
 from holdfast.orchestrator.core.events import (
     AnyEvent,
@@ -16,6 +18,7 @@ from holdfast.orchestrator.core.events import (
 from holdfast.orchestrator.core.script_progress import MIN_COLLECTIVES, SUSPECT_AFTER_S
 from holdfast.orchestrator.limits import BEGUN_COLLECTIVES
 from holdfast.orchestrator.protocol.facts import WorkerBeat
+from holdfast.orchestrator.runtime.observe.incidents import incident as observed
 
 from .harness import SECOND
 from .test_progress_monitor import Watch
@@ -81,6 +84,31 @@ def test_a_script_that_reports_recovers_until_its_next_step_and_counts_what_was_
     assert incident.first_step_ns == watch.job.now_ns and not incident.at_least
 
 
+def test_a_script_that_reports_every_tenth_step_has_lost_at_least_those_since_its_checkpoint() -> (
+    None
+):
+    watch = Script()
+    reported = {"counted_by": "script", "ticks": 1}
+    watch.beats(*[{"step": 89, "began_after": -1, **reported}] * 4)
+    watch.restart()
+    incident = watch.job.state.incidents[-1]
+    watch.beats(
+        *[{"step": 59, "began_after": 58, "began_estimated": True, **reported}] * 4, generation=2
+    )
+    assert (incident.resumed_after_step, incident.resumed_estimated) == (58, True)
+    watch.job.wait(1)
+    watch.beats(
+        *[{"step": 69, "began_after": 49, "began_estimated": True, **reported}] * 4, generation=2
+    )
+    assert (incident.resumed_after_step, incident.resumed_estimated) == (49, True)
+    shown = observed(incident, no_steps=False)
+    assert (shown.steps_lost, shown.steps_lost_at_least) == (40, True)
+    watch.job.wait(1)
+    watch.beats(*[{"step": 79, "began_after": 50, **reported}] * 4, generation=2)
+    shown = observed(incident, no_steps=False)
+    assert (shown.steps_lost, shown.steps_lost_at_least) == (39, False), "it says where it began"
+
+
 def test_posts_tell_late_so_the_first_step_and_what_was_lost_are_estimated() -> None:
     watch = Script()
     watch.posted(40, began_s=10.0, step_s=0.0)
@@ -118,6 +146,61 @@ def test_a_silent_script_hangs_if_a_rank_does_nothing_that_its_peers_wait_for() 
     assert hang.ranks[0] == 2
     assert "rank 2 has begun no collective for 59.5 s" in hang.evidence
     assert "no step was reported" in hang.evidence
+
+
+@pytest.mark.parametrize("phase", ["start", "save", "evaluate", "train"])
+def test_a_script_that_uses_phases_and_reports_no_step_is_watched_by_its_collectives(
+    phase: str,
+) -> None:
+    """Rank 0 has ticks: it has been in a phase, or is in one. Startup has no part in it."""
+    watch = Script(recovery={"startupTimeoutSeconds": 15})
+    rank0 = {"phase": phase, "ticks": 6}
+    for second in range(60):
+        watch.job.now_ns += SECOND
+        one = {"collectives": MIN_COLLECTIVES + 10 * second, "quiet_s": 1.0 + second}
+        watch.beats(one | rank0, one, one, one)
+        watch.give(Tick())
+    assert not watch.verdicts[1:] and isinstance(watch.verdicts[0], CollectivesBegun)
+    assert watch.job.state.phase == "running" and watch.job.state.counted_by == "collectives"
+
+
+def test_a_rank_that_hangs_after_it_was_in_a_phase_is_named_by_its_collectives() -> None:
+    watch = Script()
+    watch.beats(*[{"collectives": MIN_COLLECTIVES}] * 4)
+    watch.job.now_ns += SECOND
+    watch.beats({"collectives": MIN_COLLECTIVES + 9, "ticks": 6}, {}, {}, {})
+    assert watch.monitor._worst_gap_s == 1, "of a rank that was in a phase too"
+    _quiet(watch, 200, {"rank2": "nothing"}, rank0={"ticks": 6, "quiet_s": 300.0})
+    (hang,) = watch.hangs
+    assert hang.ranks[0] == 2
+    assert "rank 2 has begun no collective for 59.5 s" in hang.evidence
+
+
+@pytest.mark.parametrize("phase", ["evaluate", "save"])
+def test_a_declared_phase_of_a_silent_script_may_do_nothing_for_ten_minutes(phase: str) -> None:
+    watch = Script()
+    watch.beats(*[{"collectives": MIN_COLLECTIVES}] * 4)
+    began = watch.job.now_ns
+    # It waits for another machine: it uses no CPU and does no I/O.
+    _quiet(watch, 900, {"rank0": "nothing"}, rank0={"phase": phase, "ticks": 5, "quiet_s": 1.0})
+    assert not watch.hangs, "it is in a new phase all the time"
+    watch = Script()
+    watch.beats(*[{"collectives": MIN_COLLECTIVES}] * 4)
+    began = watch.job.now_ns
+    _quiet(watch, 900, {"rank0": "nothing"}, rank0={"phase": phase})
+    (hang,) = watch.hangs
+    assert 600 <= (watch.job.now_ns - began) / SECOND < 603 and hang.ranks[0] == 0
+
+
+@pytest.mark.parametrize("posted", [{"counted_by": "posted", "ticks": 9}, {"ticks": 1}])
+def test_a_program_that_posts_no_step_has_no_start_up_limit(posted: dict[str, Any]) -> None:
+    """It may post its percentage alone."""
+    watch = Script(recovery={"startupTimeoutSeconds": 15})
+    for _ in range(40):
+        watch.job.now_ns += SECOND
+        watch.beats(posted, {}, {}, {})
+        watch.give(Tick())
+    assert not watch.hangs
 
 
 def test_a_silent_script_that_computes_or_has_hardly_begun_does_not_hang() -> None:

@@ -19,6 +19,7 @@ from holdfast.orchestrator.protocol.facts import (
     WorkerBeat,
     WorkerPhase,
     WorkerSeat,
+    is_silent,
     report_fields,
 )
 from holdfast.orchestrator.protocol.messages import (
@@ -78,6 +79,7 @@ class Worker:
         match message:
             case worker_protocol.PhaseChanged():
                 self.phase = message.phase
+                self.script.begins(message.began_after)
             case worker_protocol.Progress():
                 self.step, self.last, self.phase = message.step, message, "train"
                 self.script.counted_by_session()
@@ -104,6 +106,10 @@ class Worker:
         self.ticks += 1
         self.progress_ns, self.idle_s = now_ns, 0.0
 
+    @property
+    def is_silent(self) -> bool:
+        return is_silent(self.step, self.phase, self.script.began_after)
+
     def beat(self, now_ns: int, stopped: bool) -> WorkerBeat:
         last = self.last or worker_protocol.Progress(step=-1)
         return WorkerBeat(
@@ -119,6 +125,7 @@ class Worker:
             idle_s=self.idle_s,
             counted_by=self.script.source,
             began_after=self.script.began_after,
+            began_estimated=self.script.began_estimated,
             began_s=self.script.began_s(now_ns),
             collectives=self.collectives,
             collectives_age_s=(now_ns - max(self.collectives_ns, self.since_ns)) / SECOND_NS,
@@ -243,7 +250,7 @@ class Generation:
     def communicates(self) -> bool:
         """All workers of a script that reports nothing have begun collectives."""
         workers = self.workers.values()
-        return all(w.ticks == 0 and w.collectives >= limits.BEGUN_COLLECTIVES for w in workers)
+        return all(w.is_silent and w.collectives >= limits.BEGUN_COLLECTIVES for w in workers)
 
     def twins(self) -> dict[int, tuple[int, ...]]:
         """Shard index -> the local ranks that hold it, in ascending order."""

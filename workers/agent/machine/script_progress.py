@@ -22,6 +22,8 @@ class ScriptProgress:
     source: StepSource = ""
     began_after: int | None = None
     """The step after which the script began; None: not known (yet)."""
+    began_estimated: bool = False
+    """It may be another one: the steps before the first report are not reported."""
     _began_ns: int | None = None
     """When a framework that posts began to train."""
     _first: tuple[int, int] | None = None
@@ -40,21 +42,39 @@ class ScriptProgress:
         self.source = "posted" if message.posted else "script"
         if message.posted:
             return self._posted(now_ns, message)
-        if self.began_after is None:
-            self.began_after = message.step - 1
+        self._note_beginning(message.step)
         step = self._before + message.step
         if self._last is not None and step <= self._last[0]:
             # It trains a second time, such as another model. Steps of a job never go back.
             self._before = self._last[0] + 1 - message.step
             step = self._last[0] + 1
+        if self._first is None:
+            self._first = (step, now_ns)
         self._last = (step, now_ns)
         total = self._before + message.total_steps if message.total_steps else 0
         return replace(message, step=step, total_steps=total)
+
+    def begins(self, after_step: int | None) -> None:
+        """The worker says after which step it begins to train; None: it does not."""
+        if after_step is not None and self._last is None and self.source != "session":
+            self.began_after, self.began_estimated = after_step, False
+
+    def _note_beginning(self, step: int) -> None:
+        """Of a script that does not say where it begins. If it reports every Nth step, the second
+        report shows N, and the steps before the first one are as many: until then at least that
+        one was trained."""
+        if self._last is None and self.began_after is None:
+            self.began_after, self.began_estimated = step - 1, step > 0
+        elif self._last is not None and self._last == self._first and self.began_estimated:
+            first = self._first[0]
+            stride = max(1, step - first)
+            self.began_after, self.began_estimated = max(-1, first - stride), stride > 1
 
     def counted_by_session(self) -> None:
         """Each step is reported, and Holdfast has restored the state: where a framework began, as
         its posts before the first step had it, does not count."""
         self.source, self.began_after, self._began_ns = "session", None, None
+        self.began_estimated = False
 
     def began_s(self, now_ns: int) -> float | None:
         """Seconds since a framework that posts began to train; None: not known."""
@@ -77,7 +97,7 @@ class ScriptProgress:
         self._last = (message.step, now_ns)
         self._step_ns = step_ns = (now_ns - at_ns) / (message.step - step)
         if self.began_after is None:
-            self.began_after = self._estimate(step_ns)
+            self.began_after, self.began_estimated = self._estimate(step_ns), True
         return replace(message, step_s=step_ns / SECOND_NS)
 
     def _finished(self, now_ns: int, message: Reported) -> Reported | None:

@@ -42,6 +42,16 @@ def test_each_report_reaches_the_agent_with_the_time_of_its_step(agent: socket.s
     assert (second.step, second.loss) == (62, 0.25) and second.step_s > 0
 
 
+def test_a_framework_says_after_which_step_it_begins(agent: socket.socket) -> None:
+    reporting.begin(49)
+    began = worker_protocol.PhaseChanged(phase="build", began_after=49)
+    assert _received(agent) == began
+    session.report(59)
+    first = _received(agent)
+    assert isinstance(first, worker_protocol.Reported)
+    assert first.step == 59 and first.step_s > 0
+
+
 def test_a_step_that_does_not_grow_is_refused(agent: socket.socket) -> None:
     session.report(7)
     with pytest.raises(UserError, match="got step 7 after 7; expected a larger one"):

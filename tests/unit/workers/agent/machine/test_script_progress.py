@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from holdfast.workers.agent.machine.script_progress import SECOND_NS, ScriptProgress
 from holdfast.workers.worker_protocol import Reported
 
@@ -24,6 +26,41 @@ def test_a_script_that_reports_each_step_began_before_its_first_one() -> None:
     progress.received(SECOND_NS, Reported(step=61))
     assert (progress.source, progress.began_after) == ("script", 59)
     assert progress.began_s(SECOND_NS) is None
+
+
+@pytest.mark.parametrize(
+    ("steps", "after_one", "after_two"),
+    [
+        ((0, 1), (-1, False), (-1, False)),
+        ((60, 61), (59, True), (59, False)),
+        ((59, 69), (58, True), (49, True)),  # a checkpoint of step 50, a report of every tenth
+        ((9, 19), (8, True), (-1, True)),
+    ],
+)
+def test_the_second_report_shows_how_many_steps_come_before_the_first(
+    steps: tuple[int, int], after_one: tuple[int, bool], after_two: tuple[int, bool]
+) -> None:
+    progress = ScriptProgress()
+    progress.received(0, Reported(step=steps[0]))
+    assert (progress.began_after, progress.began_estimated) == after_one
+    progress.received(SECOND_NS, Reported(step=steps[1]))
+    assert (progress.began_after, progress.began_estimated) == after_two
+    progress.received(2 * SECOND_NS, Reported(step=steps[1] + 500))
+    assert (progress.began_after, progress.began_estimated) == after_two
+
+
+def test_a_worker_that_says_where_it_begins_is_believed_until_it_has_reported() -> None:
+    progress = ScriptProgress()
+    progress.begins(None)
+    assert progress.began_after is None
+    progress.begins(50)
+    progress.received(0, Reported(step=59))
+    progress.begins(-1)  # a second training in the same process
+    progress.received(SECOND_NS, Reported(step=69))
+    assert (progress.began_after, progress.began_estimated) == (50, False)
+    progress.counted_by_session()
+    progress.begins(7)
+    assert progress.began_after is None
 
 
 def test_a_second_training_in_the_same_process_goes_on_counting() -> None:
