@@ -228,8 +228,11 @@ def outcome(incident: Incident, *, ended: bool = False) -> str:
     if is_open(incident):
         if incident.overtaken_by is not None:
             return f"superseded by incident {incident.overtaken_by}"
+        if incident.no_steps and "launch" in incident.seconds:
+            ran = duration(sum(incident.seconds.values()))
+            return f"all workers run after {ran}, when training went on is unknown"
         return "the job ended" if ended else incident.decision or "in progress"
-    resumed = "all workers running" if incident.no_steps else "next step"
+    resumed = "next step"
     if incident.inferred:
         resumed = "collectives again (no steps are reported)"
     parts = [f"{resumed} after {duration(incident.seconds['total'])}"]

@@ -1,7 +1,7 @@
 """One OpenTelemetry trace for each incident: its phases are spans. An optional extra.
 
 Exported over OTLP by the controller when OTEL_EXPORTER_OTLP_ENDPOINT is set, in the background. An
-incident is exported once, when it is over, overtaken by another one, or the job has ended. What was
+incident is exported once, when it is over, the next one has begun, or the job has ended. What was
 over before this controller began was exported by an earlier one.
 """
 
@@ -50,6 +50,9 @@ class IncidentTraces:
     def _export(self, one: Incident) -> None:
         from opentelemetry import trace
 
+        # Of a script that shows no progress it is unknown.
+        unknown = one.no_steps and "launch" in one.seconds
+        recovered = "total" in one.seconds or (None if unknown else False)
         known = {
             "holdfast.job": self._job,
             "holdfast.incident": one.number,
@@ -65,7 +68,7 @@ class IncidentTraces:
             "holdfast.world_size.after": one.world_size_after,
             "holdfast.restored_from": one.restored_from or None,
             "holdfast.steps_lost": one.steps_lost,
-            "holdfast.recovered": "total" in one.seconds,
+            "holdfast.recovered": recovered,
         }
         attributes = {name: value for name, value in known.items() if value is not None}
         # A context without a span: the trace is its own.
@@ -87,7 +90,7 @@ class IncidentTraces:
 
 
 def _is_over(one: Incident, state: JobState) -> bool:
-    return "total" in one.seconds or one.overtaken_by is not None or state.terminal
+    return "total" in one.seconds or one.number < state.num_incidents or state.terminal
 
 
 def of_environment(job: str) -> IncidentTraces | None:

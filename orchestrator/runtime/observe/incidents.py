@@ -83,10 +83,17 @@ class IncidentCounter:
 def incident_views(state: JobState, *, no_steps: bool) -> list[Incident]:
     """The incidents that the core still has, oldest first."""
     found = [incident(one, no_steps=no_steps) for one in state.incidents]
-    for one, after in pairwise(found):
-        if "total" not in one.seconds:
+    for record, (one, after) in zip(state.incidents, pairwise(found), strict=False):
+        if "total" not in one.seconds and not _end_is_unknown(record, no_steps=no_steps):
             one.overtaken_by = after.number
     return found
+
+
+def _end_is_unknown(record: IncidentRecord, *, no_steps: bool) -> bool:
+    """The workers of a script that has never shown progress run again. Whether they train is not
+    known."""
+    unseen = no_steps and not record.shows_progress and record.first_step_ns is None
+    return unseen and record.started_ns is not None
 
 
 def incident(record: IncidentRecord, *, no_steps: bool) -> Incident:
@@ -112,7 +119,7 @@ def incident(record: IncidentRecord, *, no_steps: bool) -> Incident:
         restored_from=record.restored_from,
         steps_lost=lost,
         steps_lost_at_least=(record.at_least or record.resumed_estimated) and lost is not None,
-        seconds=_seconds(record, no_steps=no_steps),
+        seconds=_seconds(record),
         no_steps=no_steps,
         inferred=no_steps and record.first_step_ns is not None,
         traceback=record.traceback,
@@ -156,8 +163,8 @@ def _short(text: str) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
-def _seconds(record: IncidentRecord, *, no_steps: bool) -> dict[str, float]:
-    """By phase, in order; their sum is the time until now."""
+def _seconds(record: IncidentRecord) -> dict[str, float]:
+    """By phase, in order; their sum is the time until now, and `total` once it is over."""
     ends = {
         "stop": record.stopped_ns,
         "place": record.launched_ns,
@@ -170,8 +177,6 @@ def _seconds(record: IncidentRecord, *, no_steps: bool) -> dict[str, float]:
         if end_ns is not None:
             seconds[phase] = max(0, end_ns - at_ns) / SECOND_NS
             at_ns = max(at_ns, end_ns)
-    unseen = no_steps and not record.shows_progress and record.first_step_ns is None
-    over_ns = record.started_ns if unseen else record.first_step_ns
-    if over_ns is not None:
-        seconds["total"] = (over_ns - record.at_ns) / SECOND_NS
+    if record.first_step_ns is not None:
+        seconds["total"] = (record.first_step_ns - record.at_ns) / SECOND_NS
     return seconds

@@ -150,9 +150,14 @@ class JobProjection:
     def _advance(self, now_ns: int, event: StepCompleted, state: JobState) -> None:
         kept = self.memory
         restore = state.membership.restore if state.membership else None
-        before = restore.step if restore else -1
-        if kept.progress is not None and kept.progress.generation == event.generation:
-            before = kept.progress.step
+        before, began = restore.step if restore else -1, event.began_after
+        if began is not None:  # the script restored a checkpoint of its own
+            before = began
+        last = kept.progress
+        if last is not None and last.generation == event.generation:
+            before = last.step
+            if began is not None and last.began_after is not None:
+                before += began - last.began_after  # the estimate has become better
         kept.tokens_total += event.tokens * max(0, event.step - before)
         kept.progress = event
         if kept.first_step_ns is None:
@@ -377,7 +382,7 @@ def _worker(state: JobState, rank: int, local_rank: int, beat: WorkerBeat | None
     if beat is not None:
         # A script need not report steps or phases; in an interpreter of its own it has no pulse.
         reports = beat.ticks > 0
-        view.phase, view.step = beat.phase if reports else "", beat.step
+        view.phase, view.step = beat.phase if beat.phase != "start" else "", beat.step
         view.state = "running" if beat.phase == "train" or running else "starting"
         limit_s = state.job.spec.recovery.heartbeat_timeout_s
         if beat.stopped or (reports and beat.pulse_age_s > limit_s):

@@ -71,8 +71,8 @@ class Incident(msgspec.Struct, kw_only=True):
     overtaken_by: int | None = None
     """Number of the next incident, if it began before all ranks had finished a step."""
     no_steps: bool = False
-    """The script reports no steps: the incident is over when all ranks begin collectives again, or
-    all workers run if they begin none, and the number of lost steps is unknown."""
+    """The script reports no steps: the incident is over when all ranks begin collectives again. If
+    they begin none, its end is unknown. So is the number of lost steps."""
     inferred: bool = False
     """It reports no steps, and its ranks begin collectives again."""
     traceback: str = ""

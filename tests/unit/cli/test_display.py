@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -206,10 +207,15 @@ def test_an_incident_names_the_one_that_superseded_it() -> None:
     assert lines == ["outcome: superseded by incident 2", "outcome: the job ended"]
 
 
-def test_an_incident_of_a_script_without_steps_is_resolved_when_all_workers_run() -> None:
-    incident = make_incident(no_steps=True, steps_lost=None, restored_from="nothing")
+def test_the_end_of_an_incident_is_unknown_if_the_script_shows_no_progress() -> None:
+    unknown: dict[str, Any] = {"no_steps": True, "steps_lost": None, "restored_from": "nothing"}
+    incident = make_incident(over=False, **unknown)
+    incident.seconds = {"stop": 0.05, "place": 0.0, "launch": 0.62}
     lines = list(report_lines(make_view(incidents=[incident], step=-1)))
-    assert "outcome: all workers running after 0.67 s" in lines
+    assert "outcome: all workers run after 0.67 s, when training went on is unknown" in lines
+    inferred = make_incident(inferred=True, **unknown)
+    (line,) = [x for x in report_lines(make_view(incidents=[inferred])) if "outcome" in x]
+    assert line == "outcome: collectives again (no steps are reported) after 0.67 s"
     assert "the script reports no steps, so all running time counts as productive" in lines
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
+from holdfast.orchestrator.cli.render import outcome
 from holdfast.orchestrator.core.actions import LaunchGroup
-from holdfast.orchestrator.core.events import CancelRequested, HeartbeatReceived, StepCompleted
+from holdfast.orchestrator.core.events import (
+    CancelRequested,
+    CollectivesBegun,
+    HeartbeatReceived,
+    StepCompleted,
+)
 from holdfast.orchestrator.hosts.local.job_records import replay
 from holdfast.orchestrator.protocol.facts import (
     Gpu,
@@ -54,9 +62,39 @@ def test_lost_steps_of_a_script_that_reports_none_are_unknown() -> None:
     transcript.succeed(LaunchGroup)
     (incident,) = view_of(transcript).incidents
     assert incident.no_steps and incident.steps_lost is None
-    assert incident.seconds["total"] == 0.5, "it is over when all workers run again"
+    assert incident.seconds == {"stop": 0.0, "place": 0.0, "launch": 0.5}
+    assert "total" not in view_of(transcript).recovery, "whether it trains is unknown"
+    assert outcome(incident) == ("all workers run after 0.50 s, when training went on is unknown")
     assert "Holdfast has no state to restore" in incident.decision
     assert "before it reported a step" in incident.evidence
+    transcript.wait(3600)
+    transcript.exits(2, signal=9)
+    first, second = view_of(transcript).incidents
+    assert first.overtaken_by is None and "total" not in first.seconds, "it ran for an hour"
+    assert second.overtaken_by is None
+    transcript.all_stopped()
+    transcript.succeed(LaunchGroup)
+    transcript.wait(7)
+    transcript.apply(CollectivesBegun(generation=3))
+    view = view_of(transcript)
+    assert view.recovery["total"].count == 1, "of the second, whose end is known"
+    assert view.incidents[-1].seconds["total"] == pytest.approx(7.0)
+
+
+def test_tokens_of_a_script_are_those_of_the_steps_since_its_own_checkpoint() -> None:
+    transcript = core.Transcript(core.spec(script=True)).started(step=None)
+    reported: dict[str, Any] = {"tokens": 100, "counted_by": "script"}
+    transcript.apply(StepCompleted(generation=1, step=90, began_after=-1, **reported))
+    assert view_of(transcript).tokens_total == 9_100
+    transcript.exits(3, signal=9)
+    transcript.all_stopped()
+    transcript.succeed(LaunchGroup)
+    transcript.apply(StepCompleted(generation=2, step=81, began_after=80, **reported))
+    assert view_of(transcript).tokens_total == 9_200
+    transcript.apply(StepCompleted(generation=2, step=83, began_after=80, **reported))
+    assert view_of(transcript).tokens_total == 9_400
+    transcript.apply(StepCompleted(generation=2, step=85, began_after=78, **reported))
+    assert view_of(transcript).tokens_total == 9_800, "it began earlier than it seemed"
 
 
 @pytest.mark.parametrize(
