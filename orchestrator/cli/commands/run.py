@@ -20,6 +20,7 @@ from ..script_job import (
     NodesOption,
     PythonOption,
     SaveOption,
+    ScriptRun,
     WordsArgument,
     WorkersOption,
     asked,
@@ -112,8 +113,6 @@ def run(
     `holdfast run train.py --nodes 2 --workers 2 -- --lr 3e-4`,
     `holdfast run -- torchrun --nproc_per_node 2 train.py`
     """
-    from ..targets.base import Uploads
-
     wanted = asked(
         None if again is not None else file, words, save,
         nodes=nodes, workers=workers, gpus=gpus, name=name, env=env, python=python,
@@ -122,12 +121,19 @@ def run(
         raise typer.Exit(_run_again(target, again, file, attach, as_json, lines))
     if wanted is None or attach is not None:
         raise typer.Exit(_run(file, attach, target, as_json, lines))
-    show = (stderr() if as_json else stdout()).print
-    say = partial(show, markup=False, soft_wrap=True)
+    raise typer.Exit(_run_script(wanted, save, target, as_json, lines))
+
+
+def _run_script(
+    wanted: ScriptRun, save: Path | None, target: Target, as_json: bool, lines: bool | None
+) -> int:
+    """Make the spec, and run it. The exit code."""
+    from ..targets.base import Uploads
+
+    show = partial((stderr() if as_json else stdout()).print, markup=False, soft_wrap=True)
     uploads = isinstance(target, Uploads)
-    with spec_file(wanted, save, target.free_name, say, uploads=uploads) as made:
-        here = Path.cwd() if save is None else None
-        raise typer.Exit(_run(made, None, target, as_json, lines, here))
+    with spec_file(wanted, save, target.free_name, show, uploads=uploads) as made:
+        return _run(made, None, target, as_json, lines, Path.cwd() if save is None else None)
 
 
 def _run(

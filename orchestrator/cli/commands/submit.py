@@ -63,10 +63,9 @@ def submit(
 ) -> None:
     """Submit a job to a Ray cluster. It appears in `ray job list` and in Ray's dashboard.
 
-    If the job runs a script, the directory of FILE is uploaded, without what .gitignore names and
-    without files with names of secrets (as Ray's working_dir). `ray job stop`
-    cancels the job. With --follow the exit code is that of `holdfast run`; otherwise it is 0 once
-    the job is submitted.
+    If the job runs a script, the directory of FILE is uploaded (Ray's working_dir), without
+    secrets. `ray job stop` cancels the job. With --follow the exit code is that of `holdfast run`;
+    otherwise it is 0 once the job is submitted.
 
     A script needs no spec: the current directory is uploaded with it.
 
@@ -81,9 +80,7 @@ def submit(
         nodes=nodes, workers=workers, gpus=gpus, name=name, env=env, python=python,
     )  # fmt: skip
     show = partial((stderr() if as_json else stdout()).print, markup=False, soft_wrap=True)
-    submitted = submit_job(
-        file, address, runtime_env, attach=follow, without_spec=wanted, show=show
-    )
+    submitted = submit_job(file, address, runtime_env, show, attach=follow, without_spec=wanted)
     for note in submitted.remarks:
         typer.echo(f"note: {note}", err=True)
     if submitted.exit_code is not None:

@@ -69,7 +69,7 @@ def test_sizes_outside_of_the_nodes_have_no_effect_and_are_refused(
 
 
 def test_a_written_minimum_below_a_fixed_size_is_refused() -> None:
-    """An API server fills in nodes.min 1, which nobody has chosen then."""
+    """An API server fills in nodes.min 1, which no user has chosen then."""
     job = job_from_mapping(elastic("fixed"))
     (problem,) = without_effect(job, as_written=True)
     assert (problem.field, problem.got) == ("spec.nodes.min", "1 with elasticity: fixed")

@@ -53,10 +53,10 @@ def submit(
     file: Path,
     address: str,
     runtime_env: Path | None,
+    show: Callable[[str], None] = print,
     *,
     attach: bool,
     without_spec: ScriptRun | None = None,
-    show: Callable[[str], None] = print,
 ) -> Submitted:
     """Submit a job: the spec in `file`, or a run without one, of which `show` gets the spec. It is
     uploaded with the code; in a working_dir of the user's own it is made in the cluster."""
