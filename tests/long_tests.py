@@ -74,7 +74,9 @@ LONG = (
     "tests/e2e/storage/test_s3.py",
     "tests/e2e/storage/test_unwritable.py",
     # Of the frameworks CI has killed workers, a lost node, hangs, planned stops, state in memory;
-    # shrinking is in tests/e2e/local, torn checkpoints in tests/unit/workers/agent/storage.
+    # shrinking is in tests/e2e/local, torn checkpoints in tests/unit/workers/agent/storage, phases
+    # of evaluations in tests/frameworks/test_phases.py.
+    "tests/frameworks/test_evaluations.py",
     "tests/frameworks/test_recovery.py::test_a_job_without_a_replacement",
     "tests/frameworks/test_recovery.py::test_a_lost_node_is_replaced_and_the_script_goes_on[ddp]",
     "tests/frameworks/test_recovery.py::test_a_lost_node_is_replaced_and_the_script_goes_on[light",
