@@ -134,8 +134,10 @@ def lightning_module(agent: AgentEnd) -> Any:
         def validation_step(self, batch: Any, index: int) -> torch.Tensor:
             return self._loss(batch, "validation")
 
-        def test_step(self, batch: Any, index: int) -> torch.Tensor:
+        def _tested(self, batch: Any, index: int) -> torch.Tensor:
             return self._loss(batch, "test")
+
+        test_step = _tested
 
         def predict_step(self, batch: Any, index: int) -> torch.Tensor:
             return self._loss(batch, "prediction")
