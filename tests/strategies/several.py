@@ -24,15 +24,15 @@ from .rig import MARK
 
 
 def port_of(file: Path) -> str:
-    """The port of a job's store, which rank 0 tells the other ranks in a file."""
-    told = file.with_suffix(".port")
+    """The port of a job's store. Rank 0 writes it to a file, which the other ranks read."""
+    shared = file.with_suffix(".port")
     if os.environ["RANK"] == "0":
-        part = told.with_suffix(".part")
+        part = shared.with_suffix(".part")
         part.write_text(str(free_port()))
-        part.replace(told)
-    while not told.exists():  # whoever started the ranks ends those that wait for a failed one
+        part.replace(shared)
+    while not shared.exists():  # if rank 0 fails, the test ends the ranks that wait
         time.sleep(0.01)
-    return told.read_text()
+    return shared.read_text()
 
 
 faulthandler.enable()
