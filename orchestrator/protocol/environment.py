@@ -25,13 +25,17 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 PROGRESS_URL, PROGRESS_TOKEN = "KUBEFLOW_TRAINER_SERVER_URL", "KUBEFLOW_TRAINER_SERVER_TOKEN"
 """Where frameworks post their progress, and the file with the token for it: the names of Kubeflow
-Trainer, which transformers (from 5.x) reads by itself. The agent serves it on loopback and adds
+Trainer, which transformers (from 5.4) reads by itself. The agent serves it on loopback and adds
 them to what this module sets, unless spec.env has them."""
 
 RESUME_FROM = "HOLDFAST_RESUME_FROM_CHECKPOINT"
 """The newest complete checkpoint that the script itself wrote, for frameworks that need its name
 (`Trainer.train(resume_from_checkpoint=...)`). The agent sets it when it starts workers again and
 has found one; not with a state that Holdfast restores."""
+
+RESUME_SINCE = "HOLDFAST_RESUME_SINCE"
+"""When the job was submitted (wall clock, ns), for trainers that are started again: what they wrote
+later is their own. The agent sets it with RESUME_FROM, also if it has found none."""
 
 INCIDENTS = "HOLDFAST_INCIDENTS"
 """The incidents that led to this launch, oldest first: a list of LaunchIncident in JSON. On all

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-from holdfast.workers.agent.pool import deepspeed_hook
+from holdfast.workers.agent.pool import framework_hooks
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--stage", type=int, choices=[1, 2], required=True)
     options = parser.parse_args()
-    deepspeed_hook.install()  # as a worker of Holdfast has it
+    framework_hooks.install()  # as a worker of Holdfast has it
     dist.init_process_group("gloo")
     torch.manual_seed(0 if options.what == "save" else 1)
     # Sizes that the ranks do not divide: parts of a tensor, and padding.

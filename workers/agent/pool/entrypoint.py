@@ -23,7 +23,7 @@ from holdfast.orchestrator.protocol import files
 from holdfast.workers import worker_transport
 
 from ..linux import output
-from . import accelerate_launch, deepspeed_hook, interpreters, package_path
+from . import accelerate_launch, framework_hooks, interpreters, package_path
 from .interpreters import Interpreter
 
 _OTHER_PYTHON = str(Path(__file__).with_name("other_python.py"))
@@ -64,7 +64,7 @@ def prepare(job: TrainingJob, descriptors: Descriptors, packages: str = "") -> P
             _become_python(program, found, descriptors)
     if program.launcher == "accelerate launch":
         os.environ.update(_variables(program))
-    deepspeed_hook.install()
+    framework_hooks.install()
     return program
 
 

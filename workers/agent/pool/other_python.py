@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).parent
-_OURS = (__file__, str(_HERE / "accelerate_launch.py"), str(_HERE / "deepspeed_hook.py"))
+_OURS = (__file__, str(_HERE / "accelerate_launch.py"), str(_HERE / "framework_hooks.py"))
 
 
 def main(order: dict[str, Any]) -> int:
@@ -31,7 +31,7 @@ def main(order: dict[str, Any]) -> int:
     faulthandler.register(signal.SIGUSR1, file=order["stack"], all_threads=True)
     if importlib.util.find_spec("holdfast") is not None:
         _load("other_pulse").start(order["wire"], order["asked"])
-        _load("deepspeed_hook").install()
+        _load("framework_hooks").install()
     try:
         if order["accelerate"] is not None:
             os.environ.update(_load("accelerate_launch").variables(order["accelerate"]))

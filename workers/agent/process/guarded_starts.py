@@ -17,7 +17,7 @@ from pathlib import Path
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol import messages as m
-from holdfast.orchestrator.protocol.environment import RESUME_FROM
+from holdfast.orchestrator.protocol.environment import RESUME_FROM, RESUME_SINCE
 
 from ..machine import commands, inputs
 from ..storage import checkpoint_guard
@@ -86,13 +86,14 @@ class GuardedStarts:
         try:
             if first.code:
                 directory = await self._code.directory(first.code)
-            newest, packages = None, ""
+            extra, packages = {}, ""
             if job.spec.environment is not None:
                 packages = await self._install(job, directory)
             if _is_guarded(first, job, welcome):
-                ranks = first.membership.mesh.world_size
-                newest = await self._look(job, directory, welcome.submitted_ns, ranks)
-            extra = {} if newest is None else {RESUME_FROM: newest}
+                since_ns = welcome.submitted_ns
+                newest = await self._look(job, directory, since_ns, _ranks(first))
+                found = {RESUME_SINCE: str(since_ns), RESUME_FROM: newest or ""}
+                extra = {name: value for name, value in found.items() if value}
             setting = StartSetting(directory, extra, packages)
         except (CodeUnavailable, OSError) as error:  # OSError: no temporary directory, say
             for fork in self._held.pop(generation, []):
@@ -115,15 +116,17 @@ class GuardedStarts:
         return str(made.directory)
 
     async def _look(
-        self, job: TrainingJob, directory: str, since_ns: int, num_ranks: int
+        self, job: TrainingJob, directory: str, since_ns: int, ranks: tuple[int, int, int]
     ) -> str | None:
         """Set incomplete checkpoints aside; the newest complete one."""
         look = asyncio.get_running_loop().run_in_executor(
-            self._thread, _look, job, directory, since_ns
+            self._thread, _look, job, directory, since_ns, ranks
         )
         try:
             timeout_s = checkpoint_guard.LOOK_TIMEOUT_S + 1.0
             found = await asyncio.wait_for(asyncio.shield(look), timeout_s)
+        except TimeoutError:
+            found = Findings(cut_short=checkpoint_guard.TOO_SLOW)
         except Exception as error:  # whatever a file system raises, the workers start
             found = Findings(cut_short=f"{type(error).__name__}: {error}")
         for text in found.set_aside:
@@ -131,13 +134,19 @@ class GuardedStarts:
         if found.cut_short:
             text = f"not all checkpoints of the script were looked at: {found.cut_short}"
             self._send(m.AgentEvent(text=text))
-        if found.divided is not None and found.divided[1] != num_ranks:
-            self._send(m.AgentNote(text=_other_size(*found.divided, num_ranks)))
+        if found.divided is not None and found.divided[1] != ranks[2]:
+            self._send(m.AgentNote(text=_other_size(*found.divided, ranks[2])))
         return None if found.newest is None else str(found.newest[1])
 
 
-def _look(job: TrainingJob, directory: str, since_ns: int) -> Findings:
-    return checkpoint_guard.look(checkpoint_guard.roots(job, directory), since_ns)
+def _look(job: TrainingJob, directory: str, since_ns: int, ranks: tuple[int, int, int]) -> Findings:
+    return checkpoint_guard.look(checkpoint_guard.roots(job, directory), since_ns, ranks)
+
+
+def _ranks(fork: commands.Fork) -> tuple[int, int, int]:
+    """First rank of this node, how many it has, how many the job has."""
+    each = fork.membership.workers_per_node
+    return fork.node_rank * each, each, fork.membership.mesh.world_size
 
 
 def _other_size(tag: Path, written_by: int, num_ranks: int) -> str:

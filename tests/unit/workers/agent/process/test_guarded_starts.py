@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.protocol import code_archive
 from holdfast.orchestrator.protocol import messages as m
-from holdfast.orchestrator.protocol.environment import RESUME_FROM
+from holdfast.orchestrator.protocol.environment import RESUME_FROM, RESUME_SINCE
 from holdfast.orchestrator.protocol.facts import Membership, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.agent.machine import commands, inputs
+from holdfast.workers.agent.process import guarded_starts
 from holdfast.workers.agent.process.guarded_starts import GuardedStarts, StartSetting
 from holdfast.workers.agent.process.uploaded_code import UploadedCode
+from holdfast.workers.agent.storage import checkpoint_guard
 from tests.unit.api.wrong_jobs import job as document
 from tests.unit.api.wrong_jobs import script
 
@@ -169,7 +172,10 @@ def test_a_checkpoint_of_deepspeed_for_another_number_of_ranks_is_reported(
         node = Node()
         node.starts.begin(fork(0, restarts=1), given, welcome)
         await asyncio.wait(node.starts._tasks)
-        assert node.started[0][1].environment == {RESUME_FROM: str(tmp_path)}
+        assert node.started[0][1].environment == {
+            RESUME_FROM: str(tmp_path),
+            RESUME_SINCE: "1",
+        }
         return [message.text for message in node.sent]
 
     texts = asyncio.run(scenario())
@@ -178,3 +184,41 @@ def test_a_checkpoint_of_deepspeed_for_another_number_of_ranks_is_reported(
     else:
         (text,) = texts
         assert f"{tmp_path}/step of DeepSpeed was written by 4 ranks, and 2 are started" in text
+
+
+def test_workers_start_although_a_file_system_does_not_answer_and_an_event_names_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(guarded_starts, "_look", lambda *_: answers.wait(30))
+    monkeypatch.setattr(checkpoint_guard, "LOOK_TIMEOUT_S", -0.99)
+    given = job_from_mapping(document(script()))
+    welcome = msgspec.structs.replace(WELCOME, submitted_ns=1)
+
+    async def scenario() -> None:
+        node = Node()
+        node.starts.begin(fork(0, restarts=1), given, welcome)
+        await asyncio.wait(node.starts._tasks)
+        assert node.started[0][1].environment == {RESUME_SINCE: "1"}
+        assert [message.text for message in node.sent] == [
+            "not all checkpoints of the script were looked at: the file system did not answer "
+            "within 5 s; the rest stays as it is"
+        ]
+        answers.set()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("restarts", "guard"), [(0, "auto"), (1, "never")])
+def test_at_the_first_launch_and_without_the_guard_no_trainer_goes_on(
+    restarts: int, guard: str
+) -> None:
+    given = job_from_mapping(document(script(checkpoint={"guard": guard})))
+    welcome = msgspec.structs.replace(WELCOME, submitted_ns=1)
+
+    async def scenario() -> None:
+        node = Node()
+        node.starts.begin(fork(0, restarts=restarts), given, welcome)
+        assert node.started == [(0, StartSetting("/here"))]
+
+    asyncio.run(scenario())

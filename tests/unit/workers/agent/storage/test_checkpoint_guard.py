@@ -71,9 +71,14 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+def emptied(directory: Path) -> None:
+    for path in directory.iterdir():
+        path.unlink()
+
+
 Break = Callable[[Path], None]
 BREAKS: dict[str, tuple[Callable[[Path], None], str, Break]] = {
-    "nothing-written": (transformers, "checkpoint-", lambda p: [q.unlink() for q in p.iterdir()]),  # type: ignore[dict-item,misc]
+    "nothing-written": (transformers, "checkpoint-", emptied),
     "no-state": (transformers, "checkpoint-", lambda p: (p / "trainer_state.json").unlink()),
     "torn-state": (transformers, "checkpoint-", lambda p: cut(p / "trainer_state.json")),
     "torn-weights": (transformers, "checkpoint-", lambda p: cut(p / "model.safetensors")),

@@ -1,0 +1,63 @@
+"""Scripts that do not say from where to go on: `trainer.train()`, `trainer.fit(model)`. After a
+kill they go on from their trainer's own checkpoint; a new job begins at step 0."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.local.local_rig import Job
+
+from .catalogue import LOG, by_name
+from .test_recovery import BOUND_S, SAVE_EVERY, Start, finish, start, trained
+
+__all__ = ["start"]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+SCRIPTS = {"hf": "hf_plain.py", "lightning": "lightning_plain.py"}
+
+
+def events(job: Job) -> list[str]:
+    words = ["-m", "holdfast.orchestrator.cli.main", "events", job.name, "--home", str(job.home)]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_killed_worker_costs_the_steps_since_the_trainers_checkpoint(
+    name: str, start: Start, tmp_path: Path
+) -> None:
+    framework = replace(by_name(name), script=SCRIPTS[name])
+    job, log = start(framework)
+    before = trained(log, job, SAVE_EVERY + 2)
+    os.kill(job.worker_pids()[1], signal.SIGKILL)
+    after = log.recovery(before, before[-1].time, BOUND_S)
+    assert (after.step - 1) % SAVE_EVERY == 0 and after.step > 1
+    assert after.trained_twice <= SAVE_EVERY
+    finish(job)
+    assert log.lines()[-1].step == 40
+    (event,) = [line for line in events(job) if "goes on from" in line]
+    assert f"{tmp_path}/out/" in event and "its newest complete checkpoint" in event
+
+
+def test_a_new_job_and_one_that_turns_it_off_begin_at_step_0(start: Start, tmp_path: Path) -> None:
+    """In the folder of the job before, which has checkpoints."""
+    framework = replace(by_name("hf"), script=SCRIPTS["hf"])
+    job, log = start(framework, steps=12)
+    finish(job)
+    assert log.lines()[-1].step == 12
+    shutil.rmtree(tmp_path / "home")
+    (tmp_path / LOG).unlink()
+    off = {"guard": "never", "memory": {"everySteps": 0}}
+    job, log = start(framework, steps=30, checkpoint=off)
+    before = trained(log, job, SAVE_EVERY + 2)
+    assert before[0].step == 1
+    os.kill(job.worker_pids()[1], signal.SIGKILL)
+    assert log.recovery(before, before[-1].time, BOUND_S).step == 1

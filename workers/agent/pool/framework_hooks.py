@@ -1,0 +1,92 @@
+"""Adapts frameworks when a script imports them: a checkpoint of DeepSpeed is read by another number
+of ranks too (workers/integrations/deepspeed_sizes.py), and a trainer that is started again goes on
+from its own checkpoint (workers/integrations/resumed_trainers.py).
+
+A framework may be imported already, or be imported by the script at any time, or never. Only the
+standard library is imported here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+ENGINE = "deepspeed.runtime.engine"
+TRAINER = "transformers.trainer"
+CONNECTORS = (
+    "lightning.pytorch.trainer.connectors.checkpoint_connector",
+    "pytorch_lightning.trainer.connectors.checkpoint_connector",
+)
+STARTED_AGAIN = "HOLDFAST_RESUME_SINCE"
+"""In the environment if checkpoints of the script are looked at, see protocol/environment.py."""
+
+
+def install() -> None:
+    """Before the script runs."""
+    _when_imported(ENGINE, _read_other_sizes)
+    if STARTED_AGAIN in os.environ:
+        for name in (TRAINER, *CONNECTORS):
+            _when_imported(name, _go_on)
+
+
+def _when_imported(name: str, adapt: Callable[[ModuleType], None]) -> None:
+    module = sys.modules.get(name)
+    if module is not None:
+        adapt(module)
+    else:
+        sys.meta_path.insert(0, _Watch(name, adapt))
+
+
+class _Watch:
+    """Adapts a module right after its import."""
+
+    def __init__(self, name: str, adapt: Callable[[ModuleType], None]) -> None:
+        self._name, self._adapt = name, adapt
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _AdaptingLoader(spec.loader, self._adapt)  # type: ignore[assignment]
+        return spec
+
+
+class _AdaptingLoader:
+    def __init__(self, inner: Any, adapt: Callable[[ModuleType], None]) -> None:
+        self._inner, self._adapt = inner, adapt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        self._adapt(module)
+
+
+def _read_other_sizes(engine: ModuleType) -> None:
+    """What cannot be adapted works as before, so it is no reason to fail."""
+    try:
+        sizes = importlib.import_module("holdfast.workers.integrations.deepspeed_sizes")
+        sizes.read_other_sizes(engine.DeepSpeedEngine)
+    except Exception as error:
+        print(f"holdfast: checkpoints of DeepSpeed are read by as many ranks as wrote them only "
+              f"({type(error).__name__}: {error})", file=sys.stderr)  # fmt: skip
+
+
+def _go_on(module: ModuleType) -> None:
+    """As above; resumed_trainers reports what it cannot adapt."""
+    try:
+        resumed = importlib.import_module("holdfast.workers.integrations.resumed_trainers")
+        resumed.adapt(module)
+    except Exception as error:
+        print(f"holdfast: trainers begin as the script says, also after a restart "
+              f"({type(error).__name__}: {error})", file=sys.stderr)  # fmt: skip
