@@ -18,8 +18,8 @@ POST_INTERVAL_S = 5.0
 MIN_COLLECTIVES = 100
 """Ranks that have begun fewer may still be loading, with pauses as long as they like."""
 SUSPECT_AFTER_S = 4.0
-"""Without a new collective for so long, workers are asked what they do. The answers are shown with
-the next question, 5 s later: the rank is named within 10 s."""
+"""Without a new collective for so long, workers are asked what they do. The answers name the rank
+that its peers wait for."""
 
 
 class Beginning(NamedTuple):
