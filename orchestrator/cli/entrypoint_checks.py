@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..api.v1alpha1 import TrainingJob
+from ..api.v1alpha1 import TrainingJob, launcher_words
 from ..api.v1alpha1.command_line import Program
 from ..errors import Problem
 from ..protocol import files
@@ -28,11 +28,6 @@ ANSWER_S = 30.0
 _SNIFFED_BYTES = 8192
 _SHELL = re.compile(rb"#!\s*\S*\b(env\s+)?(ba|da|z|k)?sh\b")
 _OTHER_SHEBANG = re.compile(rb"#!\s*(\S+)(?:\s+(\S+))?")
-_LAUNCHER_LINE = re.compile(
-    r"^\s*(exec\s+|\w+=\S+\s+)*((\S*/)?(torchrun|srun|mpirun|mpiexec|horovodrun|deepspeed)"
-    r"|accelerate\s+launch|python3?\s+-m\s+torch\.distributed\.(run|launch))\s.*",
-    re.MULTILINE,
-)
 _COMPILE = """
 import json, sys
 found = {"version": list(sys.version_info[:2])}
@@ -241,12 +236,10 @@ def _starts_ranks(path: Path) -> Iterator[Problem]:
         begin = file.read(1 << 16)
     if b"\0" in begin[:_SNIFFED_BYTES]:
         return
-    text = re.sub(r"\\\r?\n\s*", " ", begin.decode(errors="replace"))
     if not (path.suffix == ".sh" or _SHELL.match(begin)):
         return
-    if match := _LAUNCHER_LINE.search(text):
-        line = match[0].strip()
-        got = f"{path.name} with `{cut(line)}`"
+    if found := launcher_words.in_shell(begin.decode(errors="replace")):
+        got = f"{path.name} with `{cut(found[1])}`"
         expected = "a script that runs one rank: each rank would start ranks"
         fix = "write that line in entrypoint.command, and what precedes it in spec.env"
         yield Problem(COMMAND_FIELD, got, expected, fix)

@@ -7,13 +7,13 @@ follows from the text alone; whether files exist is checked elsewhere.
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
-from . import launchers
+from . import launcher_words, launchers
+from .launcher_words import ACCELERATE, PYTHON, RUNNERS, program_name
 from .launchers import CommandRefused, Size
 
 
@@ -83,52 +83,18 @@ _NOT_STARTED = {
                     f"spec.env; otherwise {IN_A_SCRIPT}"),
     **dict.fromkeys(("jupyter", "ipython", "papermill"),
                     "write a Python file (`jupyter nbconvert --to script`)"),
+    "trl": "it starts accelerate launch itself; for `trl sft ARGS` write `accelerate launch -m "
+           "trl.scripts.sft ARGS`",
     **dict.fromkeys(("llamafactory-cli", "swift", "axolotl", "tune", "colossalai", "composer",
                      "fabric", "lightning"),
                     "it may start workers itself; write the script or module that it starts"),
 }  # fmt: skip
 """First word -> why it is not started, and what to write."""
 
-_LAUNCHERS = {"torchrun": "torchrun", "accelerate-launch": "accelerate launch",
-              "deepspeed": "deepspeed", "deepspeed.pt": "deepspeed", "ds": "deepspeed"}  # fmt: skip
-_LAUNCHER_MODULES = {
-    "torch.distributed.run": "torchrun",
-    "torch.distributed.launch": "torch.distributed.launch",
-    "accelerate.commands.launch": "accelerate launch",
-    "deepspeed.launcher.runner": "deepspeed",
-}
-_ANYWHERE = ("torchrun", "srun", "mpirun", "mpiexec", "horovodrun", "accelerate launch",
-             "torch.distributed.run", "torch.distributed.launch")  # fmt: skip
-"""Launchers that are refused also behind another program: each rank would start ranks."""
-
-_UV_VALUES = {
-    "--extra", "--no-extra", "--group", "--no-group", "--only-group", "--no-editable-package",
-    "--env-file", "--package", "--python-platform", "--index", "--default-index", "-i",
-    "--index-url", "--extra-index-url", "-f", "--find-links", "--index-strategy",
-    "--keyring-provider", "-P", "--upgrade-package", "--upgrade-group", "--resolution",
-    "--prerelease", "--prerelease-package", "--fork-strategy", "--exclude-newer",
-    "--exclude-newer-package", "--no-sources-package", "--reinstall-package", "--link-mode", "-C",
-    "--config-setting", "--config-settings-package", "--no-build-isolation-package",
-    "--no-build-package", "--no-binary-package", "--cache-dir", "--refresh-package", "-p",
-    "--python", "--color", "--allow-insecure-host", "--directory", "--project", "--config-file",
-}  # fmt: skip
-"""Options of `uv run` with a value, of uv 0.13."""
 _UV_TEMPORARY = ("-w", "--with", "--with-editable", "--with-requirements", "--isolated", "-s",
                  "--script", "--gui-script")  # fmt: skip
 """With these uv makes an environment for one command, so uv itself is started."""
-_CONDA_VALUES = {"-n", "--name", "-p", "--prefix", "--cwd", "-a", "--attach", "-r", "--root-prefix"}
-_RUNNERS: dict[str, set[str]] = {
-    "uv": _UV_VALUES,
-    **dict.fromkeys(("conda", "mamba", "micromamba"), _CONDA_VALUES),
-    "poetry": set(),
-    "pipenv": set(),
-    "pdm": set(),
-    "pixi": set(),
-}
-"""First word, before `run` -> options with a value."""
-
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
-_PYTHON = re.compile(r"python(\d(\.\d+)?t?)?")
 _HARMLESS = ("-u",)
 """Options of Python without effect here: a worker's output is written line by line."""
 
@@ -136,13 +102,13 @@ _HARMLESS = ("-u",)
 def is_known(word: str) -> bool:
     """Whether a line that begins with this word is a command that is recognised, or refused by its
     name."""
-    name = PurePosixPath(word).name
+    name = program_name(word)
     return bool(
-        name in _LAUNCHERS
-        or name in _RUNNERS
+        launcher_words.launcher(word)
+        or name in RUNNERS
         or name in _NOT_STARTED
         or name == "accelerate"
-        or _PYTHON.fullmatch(name)
+        or PYTHON.fullmatch(name)
     )
 
 
@@ -207,18 +173,16 @@ def _without_variables(words: list[str], env: dict[str, str]) -> list[str]:
 
 def _read(words: list[str]) -> Program:
     """A command without variables before it."""
-    name, rest = PurePosixPath(words[0]).name, words[1:]
+    name, rest = program_name(words[0]), words[1:]
     if fix := _NOT_STARTED.get(name):
         raise CommandRefused(words[0], "a program that is one rank", fix)
-    if name in _RUNNERS and rest[:1] == ["run"]:
+    if name in RUNNERS and rest[:1] == ["run"]:
         return _in_environment(words)
-    if _PYTHON.fullmatch(name):
+    if PYTHON.fullmatch(name):
         return _python(words)
     beside = str(PurePosixPath(words[0]).with_name("python")) if "/" in words[0] else ""
-    if name in _LAUNCHERS:
-        return replace(_launched(_LAUNCHERS[name], rest), python=beside)
-    if name == "accelerate" and rest[:1] == ["launch"]:
-        return replace(_launched("accelerate launch", rest[1:]), python=beside)
+    if (found := _launcher(words)) is not None:
+        return replace(found, python=beside)
     if name == "accelerate":
         raise CommandRefused(" ".join(words[:2]), "accelerate launch", "write the script itself")
     if words[0].endswith(".py"):
@@ -226,16 +190,23 @@ def _read(words: list[str]) -> Program:
     return _plain(words)
 
 
+def _launcher(words: list[str]) -> Program | None:
+    """Of a program, a file or a module with its arguments; None: it is no launcher."""
+    found = launcher_words.launcher(words[0], *words[1:2])
+    if not found:
+        return None
+    if found not in launchers.NAMES:
+        expected = "a program that is one rank"
+        raise CommandRefused(words[0], expected, _NOT_STARTED.get(found, _STARTS_RANKS))
+    has_verb = words[0] in ACCELERATE or program_name(words[0]) in ACCELERATE
+    return _launched(found, words[2:] if has_verb else words[1:])
+
+
 def _plain(words: list[str]) -> Program:
-    inner = [part for word in words for part in word.split()]
-    for first, second in itertools.pairwise([*inner, ""]):
-        name = PurePosixPath(first).name
-        if name in _ANYWHERE or f"{name} {second}" in _ANYWHERE:
-            raise CommandRefused(
-                f"{name} behind {words[0]}",
-                "the launcher first, or none",
-                "each rank would start ranks; write the line that runs on one rank",
-            )
+    if name := launcher_words.started(words) or launcher_words.anywhere(words):
+        fix = _NOT_STARTED.get(name, "each rank would start ranks; write the line that runs on "
+                               "one rank")  # fmt: skip
+        raise CommandRefused(f"{name} behind {words[0]}", "the launcher first, or none", fix)
     return Program(words=tuple(words))
 
 
@@ -244,19 +215,19 @@ def _python(words: list[str]) -> Program:
     python = "" if name in ("python", "python3") else name
     while rest and rest[0] in _HARMLESS:
         rest = rest[1:]
+    rest = launcher_words.python_words(rest)
     if not rest or rest == ["-"]:
         raise CommandRefused(f"{name} without a script", "a script, or -m and a module")
-    if rest[0] == "-m" and len(rest) > 1:
-        module, args = rest[1], rest[2:]
-        if launcher := _LAUNCHER_MODULES.get(module):
-            return replace(_launched(launcher, args), python=python)
-        if module in ("accelerate.commands.accelerate_cli", "accelerate") and args[:1] == [
-            "launch"
-        ]:
-            return replace(_launched("accelerate launch", args[1:]), python=python)
-        return Program(module=module, args=tuple(args), python=python)
-    if rest[0].startswith("-"):  # an option that only a new interpreter can follow
-        return _plain(words)
+    if rest[0].startswith("-") and (rest[0] != "-m" or len(rest) == 1):
+        return _plain(words)  # an option that only a new interpreter can follow
+    is_module = rest[0] == "-m"
+    rest = rest[1:] if is_module else rest
+    if (found := _launcher(rest)) is not None:
+        return replace(found, python=python)
+    if launcher_words.started(words):
+        return _plain(words)  # refused
+    if is_module:
+        return Program(module=rest[0], args=tuple(rest[1:]), python=python)
     return Program(script=rest[0], args=tuple(rest[1:]), python=python)
 
 
@@ -278,7 +249,7 @@ def _launched(launcher: str, words: list[str]) -> Program:
 
 def _in_environment(words: list[str]) -> Program:
     """`uv run`, `conda run -n NAME` and others."""
-    values, name = _RUNNERS[PurePosixPath(words[0]).name], " ".join(words[:2])
+    values, name = RUNNERS[program_name(words[0])], " ".join(words[:2])
     at, module = 2, False
     while at < len(words) and words[at].startswith("-"):
         option = words[at]
@@ -295,9 +266,7 @@ def _in_environment(words: list[str]) -> Program:
     if not inner or inner == ["-"]:
         raise CommandRefused(f"{name} without a program", "the script that it runs")
     runner = tuple(word for word in words[:at] if word not in ("-m", "--module", "--"))
-    if module:
-        return Program(module=inner[0], args=tuple(inner[1:]), runner=runner)
-    found = _read(inner)
+    found = _python(["python", "-m", *inner]) if module else _read(inner)
     if found.words and not found.launcher:
         return _plain(words)
     if found.python or found.runner:

@@ -10,9 +10,10 @@ from pydantic import Field, model_validator
 
 from holdfast.orchestrator import limits
 
-from . import command_line
+from . import command_line, launcher_words
 from .base import Auto, Part, Quantity
 from .command_line import Program
+from .launchers import NAMES
 from .recipe import Recipe
 
 LINE_PATTERN = r"^[^\r\n]*$"
@@ -90,7 +91,9 @@ class Entrypoint(Part):
             raise ValueError("got args beside a command; expected them in the command")
         if self.recipe and self.python:
             raise ValueError("got python beside a recipe; expected it for scripts and modules only")
-        if self.command is not None:
+        if self.command is None:
+            self._check_no_launcher()
+        else:
             found = command_line.read(self.command)
             other = found.python or " ".join(found.runner[:2])
             if self.python and other:
@@ -98,6 +101,18 @@ class Entrypoint(Part):
                     f"python: got {self.python} beside {other} in the command; expected one of both"
                 )
         return self
+
+    def _check_no_launcher(self) -> None:
+        """Every rank would start ranks."""
+        for field, before in (("script", "python "), ("module", "python -m ")):
+            word = getattr(self, field) or ""
+            if found := launcher_words.launcher(word, *self.args[:1]):
+                is_read = found in NAMES
+                fix = f"entrypoint.command: {before}{word} ARGS" if is_read else "what it starts"
+                raise ValueError(
+                    f"{field}: got the launcher {word}; expected a {field} that is one rank: each "
+                    f"rank would start ranks; write {fix}"
+                )
 
     @property
     def program(self) -> Program:

@@ -15,7 +15,7 @@ from holdfast.orchestrator.api.v1alpha1.launchers import TORCHRUN, CommandRefuse
 from holdfast.orchestrator.api.v1alpha1.remarks import remarks
 from holdfast.orchestrator.errors import SpecError
 
-STARTED = {
+STARTED: dict[str, dict[str, Any]] = {
     "torchrun --nproc_per_node 2 train.py a --lr 3": {"script": "train.py",
                                                       "args": ("a", "--lr", "3")},
     "torchrun --standalone -m pkg.train x": {"module": "pkg.train", "args": ("x",)},
@@ -46,6 +46,39 @@ STARTED = {
     "conda run -n env python train.py": {
         "script": "train.py", "runner": ("conda", "run", "-n", "env"),
     },
+    "uv run -m torch.distributed.run --nproc_per_node 2 train.py a": {
+        "script": "train.py", "args": ("a",), "launcher": "torchrun", "runner": ("uv", "run"),
+    },
+    "uv run --module accelerate.commands.launch train.py": {
+        "script": "train.py", "launcher": "accelerate launch", "runner": ("uv", "run"),
+    },
+    "pixi run -e x deepspeed train.py": {
+        "script": "train.py", "launcher": "deepspeed", "runner": ("pixi", "run", "-e", "x"),
+    },
+    "python /venv/bin/torchrun --nproc_per_node=2 train.py": {
+        "script": "train.py", "launcher": "torchrun", "python": "",
+    },
+    "/a/python /site/torch/distributed/launch.py train.py": {
+        "script": "train.py", "launcher": "torch.distributed.launch", "python": "/a/python",
+    },
+    "python -mtorch.distributed.run train.py": {"script": "train.py", "launcher": "torchrun"},
+    "python -m torchrun train.py": {"script": "train.py", "launcher": "torchrun"},
+    "python -m accelerate launch train.py": {"script": "train.py",
+                                             "launcher": "accelerate launch"},
+    "python -mpkg.train a": {"module": "pkg.train", "args": ("a",)},
+    "conda run -n ds python train.py --strategy deepspeed": {
+        "script": "train.py", "args": ("--strategy", "deepspeed"),
+    },
+    "uv run --with deepspeed train.py": {
+        "words": ("uv", "run", "--with", "deepspeed", "train.py"),
+    },
+    "nohup python train.py --strategy deepspeed": {
+        "words": ("nohup", "python", "train.py", "--strategy", "deepspeed"),
+    },
+    "bash run.sh deepspeed": {"words": ("bash", "run.sh", "deepspeed")},
+    "bash -c 'pip install deepspeed && python train.py'": {
+        "words": ("bash", "-c", "pip install deepspeed && python train.py"),
+    },
     "bash run.sh '$HOME' \"*.txt\"": {"words": ("bash", "run.sh", "$HOME", "*.txt")},
     "torchrun \\\n  --nproc_per_node 2 \\\n  train.py\n": {"script": "train.py"},
 }  # fmt: skip
@@ -65,6 +98,27 @@ REFUSED = {
     "docker run x": ("docker", "would not end with the worker"),
     "nohup torchrun train.py": ("torchrun behind nohup", "each rank would start ranks"),
     'bash -c "accelerate launch train.py"': ("accelerate behind bash", "each rank"),
+    "nohup deepspeed train.py": ("deepspeed behind nohup", "each rank would start ranks"),
+    "timeout -k 5 3h deepspeed train.py": ("deepspeed behind timeout", "each rank"),
+    "numactl --localalloc deepspeed train.py": ("deepspeed behind numactl", "each rank"),
+    "nsys profile -o out ds train.py": ("ds behind nsys", "each rank"),
+    "uvx --from deepspeed deepspeed train.py": ("deepspeed behind uvx", "each rank"),
+    "uv run --with x deepspeed train.py": ("deepspeed behind uv", "each rank"),
+    "uv run --with x -m deepspeed.launcher.runner a.py": ("runner behind uv", "each rank"),
+    "nohup uv run -m torch.distributed.run a.py": ("torch.distributed.run behind nohup", "each"),
+    "bash -c 'deepspeed train.py'": ("deepspeed behind bash", "each rank"),
+    "bash -lc 'cd src && A=1 nohup deepspeed train.py'": ("deepspeed behind bash", "each rank"),
+    "python -X dev -m deepspeed.launcher.runner a.py": ("runner behind python", "each rank"),
+    "python -X dev /venv/bin/deepspeed a.py": ("deepspeed behind python", "each rank"),
+    "python -m uv run torchrun a.py": ("torchrun behind python", "each rank"),
+    "python -m cProfile -m deepspeed.launcher.runner a.py": ("runner behind python", "each rank"),
+    "python -m horovod.runner -np 2 a.py": ("horovod.runner", "write the line that it would start"),
+    "python /usr/bin/mpirun a.py": ("/usr/bin/mpirun", "write the line that it would start"),
+    "mpirun.openmpi -np 2 python a.py": ("mpirun.openmpi", "Holdfast starts the ranks"),
+    "mpiexec.hydra -np 2 python a.py": ("mpiexec.hydra", "Holdfast starts the ranks"),
+    "trl sft --config c.yaml": ("trl", "write `accelerate launch -m trl.scripts.sft ARGS`"),
+    "uv run trl sft": ("trl", "write `accelerate launch -m trl.scripts.sft ARGS`"),
+    "nohup trl sft": ("trl behind nohup", "write `accelerate launch -m trl.scripts.sft ARGS`"),
     "python train.py | tee log": ("a pipeline (|)", "holdfast logs"),
     "python train.py > log 2>&1": ("a redirection (>)", "holdfast logs"),
     "cd src && python train.py": ("several commands (&&)", "write spec.workingDirectory"),
@@ -96,6 +150,26 @@ def test_a_line_that_cannot_be_kept_is_refused_with_what_to_write(line: str) -> 
     assert text.startswith("command: got ") and "; expected " in text
     for part in REFUSED[line]:
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "fix"),
+    [
+        ({"module": "torch.distributed.run", "args": ["train.py"]},
+         "write entrypoint.command: python -m torch.distributed.run ARGS"),
+        ({"module": "accelerate", "args": ["launch", "a.py"]}, "python -m accelerate ARGS"),
+        ({"module": "deepspeed.launcher.launch"}, "write what it starts"),
+        ({"script": "/venv/bin/torchrun"}, "write entrypoint.command: python /venv/bin/torchrun"),
+    ],
+)  # fmt: skip
+def test_a_launcher_is_no_script_or_module(entrypoint: dict[str, Any], fix: str) -> None:
+    document = job("x")
+    document["spec"]["entrypoint"] = entrypoint
+    with pytest.raises(
+        SpecError, match=r"got the launcher .*each rank would start ranks"
+    ) as refused:
+        job_from_mapping(document)
+    assert fix in str(refused.value)
 
 
 def test_the_options_of_torchrun_are_those_of_this_torch() -> None:
