@@ -20,6 +20,7 @@ from ..api.v1alpha1 import TrainingJob, launcher_words
 from ..api.v1alpha1.command_line import Program
 from ..errors import Problem
 from ..protocol import files
+from . import launch_sizes
 
 PYTHON_FIELD = "spec.entrypoint.python"
 COMMAND_FIELD = "spec.entrypoint.command"
@@ -253,7 +254,6 @@ def cut(written: str) -> str:
 # -- accelerate ---------------------------------------------------------------------------------
 def _accelerate(job: TrainingJob, program: Program, work: Path) -> Iterator[Problem]:
     """The sizes in accelerate's configuration file, which its own options override."""
-    words = program.launcher_args
     is_launched = program.launcher == "accelerate launch" and not program.is_foreign
     if job.spec.environment is not None:
         is_launched = False
@@ -261,22 +261,23 @@ def _accelerate(job: TrainingJob, program: Program, work: Path) -> Iterator[Prob
         got = "accelerate launch where accelerate is not installed"
         fix = "install it into Holdfast's Python, or name an environment in entrypoint.python"
         yield Problem(COMMAND_FIELD, got, "it in the Python of the workers", fix)
-    if "--config-file" not in words and "--config_file" not in words:
+    config = launch_sizes.config_file(program, work, os.environ | job.spec.env)
+    if config is None:
         return
-    written = words[next(n for n, w in enumerate(words) if w.startswith("--config")) + 1]
+    written, path = config
     try:
-        text = files.resolve(work, written).read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "not a text"
         expected = "a configuration file of accelerate, relative to spec.workingDirectory"
-        yield Problem(COMMAND_FIELD, f"--config_file={written} ({why})", expected)
+        yield Problem(COMMAND_FIELD, f"accelerate's file {written} ({why})", expected)
         return
     from ..api.v1alpha1 import load
 
     try:
         found = load.read_yaml(text)
     except load.BadDocument as error:
-        yield Problem(COMMAND_FIELD, f"--config_file={written} ({error})", "a YAML file")
+        yield Problem(COMMAND_FIELD, f"accelerate's file {written} ({error})", "a YAML file")
         return
     given = {size.of for size in program.sizes}
     nodes, workers = job.spec.nodes.max, job.spec.workers_per_node
@@ -287,5 +288,6 @@ def _accelerate(job: TrainingJob, program: Program, work: Path) -> Iterator[Prob
         value = found.get(key) if isinstance(found, dict) else None
         if isinstance(value, int) and value > 0 and kind not in given and value != right:
             got = f"{key}: {value} in {written} with {has}"
-            fix = f"change the spec, or {key}: {right} in the file"
+            option = "--nodes" if kind == "nodes" else "--workers"
+            fix = f"change the spec (without one: {option}), or {key}: {right} in the file"
             yield Problem(COMMAND_FIELD, got, "the same numbers", fix)

@@ -91,6 +91,8 @@ class ScriptRun:
     """Empty: from the script's."""
     env: dict[str, str] = field(default_factory=dict)
     python: str | None = None
+    is_local: bool = False
+    """Whether it runs on this machine, whose GPUs a launcher would count."""
 
     def title(self) -> str:
         """A name for the job, from the script's."""
@@ -148,6 +150,8 @@ class ScriptRun:
             workers = sizes["workers"].most
         elif workers is None and "world" in sizes:
             workers = sizes["world"].most // (nodes or 1)
+        elif workers is None:
+            workers = self._counted(nodes or 1)
         if nodes:
             spec["nodes"] = {"min": least if least != nodes else 1, "max": nodes}
         if workers:
@@ -167,6 +171,21 @@ class ScriptRun:
         }
         job_from_mapping(document, self.source)
         return document
+
+    def _counted(self, nodes: int) -> int | None:
+        """Workers of a node where the launcher would count. Raises UserError."""
+        from pydantic import ValidationError
+
+        from . import launch_sizes
+
+        try:
+            program = self._program()
+        except ValidationError:
+            return None  # reported with the whole document
+        if not program.counts:
+            return None
+        env = {**program.env, **self.env}
+        return launch_sizes.counted(program, nodes, self.gpus, env, is_local=self.is_local)
 
     def hidden_variables(self) -> list[str]:
         """Names of variables whose values are not displayed. The document must be valid."""

@@ -40,6 +40,8 @@ class Program:
     sizes: tuple[Size, ...] = ()
     replaced: tuple[str, ...] = ()
     """Options of the launcher that Holdfast replaces."""
+    counts: str = ""
+    """What in the line would count the devices of a machine; "": the line has the number."""
 
     @property
     def is_foreign(self) -> bool:
@@ -238,6 +240,7 @@ def _launched(launcher: str, words: list[str]) -> Program:
         launcher_args=found.kept,
         sizes=found.sizes,
         replaced=found.replaced,
+        counts=found.counts,
     )
     if found.is_program:
         return replace(common, words=(found.word, *found.args))

@@ -73,6 +73,8 @@ class LaunchLine:
     replaced: tuple[str, ...]
     """Options that Holdfast replaces."""
     kept: tuple[str, ...]
+    counts: str
+    """What would count the devices of the machine, to start a worker on each; "": nothing."""
 
 
 def _options(
@@ -264,6 +266,7 @@ def _launched(
 ) -> LaunchLine:
     """`own`: the words of the line that are the launcher's."""
     sizes, replaced, kept = [], [], []
+    counts = launcher if launcher in _COUNTING else ""
     spelt = {option.partition("=")[0] for option in own}
     for option, value in given:
         name = next((name for name in option.names if name in spelt), option.names[0])
@@ -273,7 +276,9 @@ def _launched(
                 size = _size(option.use, written, value)
                 if size is None:
                     replaced.append(written)
+                    counts = written
                 else:
+                    counts = "" if size.of in ("workers", "world") else counts
                     sizes.append(size)
             case "replaced":
                 replaced.append(written)
@@ -293,9 +298,12 @@ def _launched(
         sizes=tuple(sizes),
         replaced=tuple(replaced),
         kept=tuple(kept),
+        counts=counts,
     )
 
 
+_COUNTING = ("accelerate launch", "deepspeed")
+"""Launchers that count devices where no option has the number of processes."""
 _MACHINE_DECIDES = ("auto", "gpu", "cpu", "xpu", "-1")
 """Values with which torchrun and deepspeed count the devices of the machine."""
 

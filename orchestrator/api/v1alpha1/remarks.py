@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from . import variables
+from .command_line import Program
 from .job import TrainingJob
 
 
@@ -25,11 +26,21 @@ def _command(job: TrainingJob) -> Iterator[str]:
             f"spec.entrypoint.command: {program.launcher} is not started; each worker runs "
             f"{program}, and Holdfast gives ranks and addresses, restarts workers and keeps logs"
         )
+    if program.counts and job.spec.workers_per_node == 1 and not _is_configured(program):
+        yield (
+            f"spec.workersPerNode: 1, where {program.counts} would start a worker on each GPU of a "
+            f"machine; write their number if a node has more than one"
+        )
     if program.replaced:
         options = ", ".join(program.replaced)
         yield f"spec.entrypoint.command: {options}: not used; the spec and Holdfast decide this"
     if program.words:
         yield f"spec.entrypoint.command: each rank runs {program}: it is no Python file"
+
+
+def _is_configured(program: Program) -> bool:
+    """Whether a file has the number of processes."""
+    return "--config-file" in program.launcher_args
 
 
 def _gpus(job: TrainingJob) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -43,7 +44,12 @@ def gpus_per_node(job: TrainingJob) -> int:
 
 def found_here(job: TrainingJob) -> GpusFound:
     """What `gpu: auto` of a job on this machine is decided from."""
-    given = job.spec.env.get(VISIBLE_DEVICES)
+    return found_by(job.spec.env)
+
+
+def found_by(env: Mapping[str, str]) -> GpusFound:
+    """The GPUs of this machine for a job whose spec has these variables."""
+    given = env.get(VISIBLE_DEVICES)
     names = _usable() if given is None else split_names(given)
     if given is not None:
         return GpusFound(len(names), f"spec.env.{VISIBLE_DEVICES} names {_gpus(len(names))}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -129,9 +130,11 @@ def _run_script(
 ) -> int:
     """Make the spec, and run it. The exit code."""
     from ..targets.base import Uploads
+    from ..targets.local import LocalTarget
 
     show = partial((stderr() if as_json else stdout()).print, markup=False, soft_wrap=True)
     uploads = isinstance(target, Uploads)
+    wanted = replace(wanted, is_local=isinstance(target, LocalTarget))
     with spec_file(wanted, save, target.free_name, show, uploads=uploads) as made:
         return _run(made, None, target, as_json, lines, Path.cwd() if save is None else None)
 

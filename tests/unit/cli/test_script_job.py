@@ -4,16 +4,20 @@ start."""
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.cli import script_job
+from holdfast.orchestrator.cli.launch_sizes import not_taken_along
 from holdfast.orchestrator.cli.options import complete
 from holdfast.orchestrator.cli.script_job import ScriptRun
 from holdfast.orchestrator.cli.targets.local import LocalTarget
@@ -70,6 +74,84 @@ def test_a_launchers_line_gives_the_sizes() -> None:
     }
     line = "accelerate launch --num_processes 8 train.py"
     assert spec_of(line, nodes=2)["workersPerNode"] == 4
+
+
+COUNTED = {
+    "deepspeed train.py": ("0,1,2,3", 4),
+    "deepspeed --num_gpus -1 train.py": ("0,1,2,3", 4),
+    "torchrun --nproc_per_node gpu train.py": ("0,1,2,3", 4),
+    "torchrun --nproc_per_node auto train.py": ("0,1,2,3", 4),
+    "accelerate launch train.py": ("0,1,2,3", 4),
+    "accelerate launch --cpu train.py": ("0,1,2,3", None),
+    "accelerate launch --config_file plain.yaml train.py": ("0,1,2,3", None),
+    "torchrun train.py": ("0,1,2,3", None),
+    "torchrun --nproc_per_node auto --standalone train.py": ("", os.cpu_count()),
+    "torchrun --nproc_per_node cpu train.py": ("0,1,2,3", os.cpu_count()),
+}
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("line", COUNTED)
+def test_gpus_of_this_machine_are_counted_where_the_launcher_would(line: str) -> None:
+    visible, workers = COUNTED[line]
+    env = {"CUDA_VISIBLE_DEVICES": visible}
+    run = ScriptRun(Path(line.split()[0]), tuple(line.split()[1:]), env=env, is_local=True)
+    assert run.document("demo")["spec"].get("workersPerNode") == workers
+    assert replace(run, workers=3).document("demo")["spec"]["workersPerNode"] == 3
+
+
+def test_nodes_of_one_machine_and_workers_with_several_gpus_share_them() -> None:
+    env = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+    run = ScriptRun(Path("deepspeed"), ("train.py",), nodes=2, env=env, is_local=True)
+    assert run.document("demo")["spec"]["workersPerNode"] == 4
+    assert replace(run, gpus=2).document("demo")["spec"]["workersPerNode"] == 2
+    assert "workersPerNode" not in replace(run, gpus=0).document("demo")["spec"]
+
+
+def test_what_cannot_be_counted_is_refused_with_the_option_to_write() -> None:
+    for line in ("deepspeed train.py", "torchrun --nproc_per_node=gpu train.py",
+                 "accelerate launch train.py"):  # fmt: skip
+        run = ScriptRun(Path(line.split()[0]), tuple(line.split()[1:]))
+        with pytest.raises(UserError, match=r"would count the GPUs .*; write --workers N"):
+            run.document("demo")
+        assert replace(run, workers=8).document("demo")["spec"]["workersPerNode"] == 8
+    env = {"CUDA_VISIBLE_DEVICES": ""}
+    words = ("--nproc_per_node=gpu", "train.py")
+    with pytest.raises(UserError, match=r"--nproc_per_node=gpu, and .* no GPU; .*--workers N"):
+        ScriptRun(Path("torchrun"), words, env=env, is_local=True).document("demo")
+
+
+def test_the_default_configuration_of_accelerate_is_checked_as_a_named_one(
+    here: Path, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(here))
+    file = here / "accelerate" / "default_config.yaml"
+    file.parent.mkdir()
+    file.write_text("num_processes: 4\nmixed_precision: bf16\n")
+    line = ["--", "accelerate", "launch", "train.py"]
+    result = holdfast("run", *line)
+    assert result.code == 2 and f"got num_processes: 4 in {file} with" in result.err, result
+    assert "num_processes: 4" not in holdfast("run", "--workers=4", *line).err
+    assert "num_processes: 4" not in holdfast("run", "--env=HF_HOME=/nowhere", *line).err
+    file.write_text("num_processes: [")
+    assert f"got accelerate's file {file} (" in holdfast("run", *line).err
+
+
+def test_for_a_cluster_it_is_said_that_the_default_configuration_stays_here(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(here))
+    (here / "accelerate").mkdir()
+    (here / "accelerate" / "default_config.yaml").write_text("num_processes: 4\n")
+
+    def remarks_on(line: str) -> list[str]:
+        run = ScriptRun(Path(line.split()[0]), tuple(line.split()[1:]), workers=4)
+        return list(not_taken_along(job_from_mapping(run.document("demo"))))
+
+    (found,) = remarks_on("accelerate launch train.py")
+    assert "is not taken along: the nodes read their own" in found
+    assert remarks_on("accelerate launch --config_file plain.yaml train.py") == []
+    assert remarks_on("torchrun train.py") == []
 
 
 def test_the_name_comes_from_the_script() -> None:

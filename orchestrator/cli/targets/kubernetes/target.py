@@ -19,6 +19,7 @@ from holdfast.orchestrator.api.v1alpha1.remarks import remarks
 from holdfast.orchestrator.cli import job_code
 from holdfast.orchestrator.cli.code_files import Code
 from holdfast.orchestrator.cli.display import Display
+from holdfast.orchestrator.cli.launch_sizes import not_taken_along
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import Problem, SpecError, UserError
 from holdfast.orchestrator.hosts.kubernetes.spec import owner_of, template_problems
@@ -161,7 +162,7 @@ class KubernetesTarget:
             created = await cluster.create(JOBS, namespace, body)
             if code is not None:
                 await self._upload(cluster, created, code)
-            for note in [*job_code.notes(job, code), *remarks(job)]:
+            for note in [*job_code.notes(job, code), *remarks(job), *not_taken_along(job)]:
                 display.note(note)
             return created
         except NotFound:

@@ -20,6 +20,7 @@ from holdfast.orchestrator.backends.ray.jobs_page import OWNER
 from holdfast.orchestrator.cli import code_files, job_code, script_job
 from holdfast.orchestrator.cli.client import user
 from holdfast.orchestrator.cli.job_checks import check_submission
+from holdfast.orchestrator.cli.launch_sizes import not_taken_along
 from holdfast.orchestrator.cli.script_job import ScriptRun
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 
@@ -98,7 +99,7 @@ def submit(
         name = f"holdfast-{job.name}-{secrets.token_hex(3)}"
         submitted = api.submit(name, entrypoint, wanted, metadata(job) | {"state": "submitted"})
     if not attach:
-        return Submitted(submitted, job.name, None, remarks(job))
+        return Submitted(submitted, job.name, None, [*remarks(job), *not_taken_along(job)])
     try:
         outcome = api.follow(submitted, _write)
     except KeyboardInterrupt:

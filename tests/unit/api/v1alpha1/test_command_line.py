@@ -231,6 +231,16 @@ def test_equal_sizes_are_accepted_and_what_is_replaced_is_said() -> None:
     assert "--rdzv_endpoint=h:1: not used" in said
 
 
+def test_one_worker_where_the_launcher_would_count_is_said() -> None:
+    for line in ("torchrun --nproc_per_node=auto train.py", "deepspeed train.py"):
+        counts = line.removesuffix(" train.py").removeprefix("torchrun ")
+        said = "\n".join(remarks(job_from_mapping(job(line))))
+        assert f"spec.workersPerNode: 1, where {counts} would start a worker on each GPU" in said
+        assert "would start" not in "".join(remarks(job_from_mapping(job(line, workersPerNode=2))))
+    for line in ("torchrun train.py", "deepspeed --num_gpus 1 train.py"):
+        assert "would start" not in "".join(remarks(job_from_mapping(job(line))))
+
+
 def test_variables_before_a_command_are_variables_of_the_job() -> None:
     found = job_from_mapping(job("HF_TOKEN=abc A=1 torchrun train.py", env={"B": "2"}))
     assert found.spec.env == {"HF_TOKEN": "abc", "A": "1", "B": "2"}
