@@ -50,7 +50,7 @@ def test_the_directory_of_the_spec_is_packed(place: Path, given: TrainingJob) ->
     [
         pytest.param(job({"script": "other.py"}), id="of-the-image"),
         pytest.param(job(workingDirectory="/workspace"), id="absolute"),
-        pytest.param(job({"module": "torch.distributed.run"}), id="installed"),
+        pytest.param(job({"module": "json.tool"}), id="installed"),
         pytest.param(job({"command": "bash -c true"}), id="program"),
         pytest.param(job_from_mapping(document(recipe())), id="recipe"),
         pytest.param(job(code="a" * 64), id="uploaded-before"),
