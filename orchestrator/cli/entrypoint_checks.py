@@ -13,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -227,8 +228,18 @@ def _program(work: Path, words: tuple[str, ...]) -> Iterator[Problem]:
             fix = "paths are relative to spec.workingDirectory"
             yield Problem(COMMAND_FIELD, f"{words[1]} ({inner} does not exist)", "a script", fix)
             return
-        path = inner
-    yield from _starts_ranks(path)
+    for script in [path, *_file_given(work, words[1:])]:
+        yield from _starts_ranks(script)
+
+
+def _file_given(work: Path, words: tuple[str, ...]) -> list[Path]:
+    """What a program such as `bash -x` or `nohup` is given to run."""
+    for word in words:
+        with suppress(OSError):  # such as a name that is too long
+            path = files.resolve(work, word)
+            if path.is_file():
+                return [path]
+    return []
 
 
 def _starts_ranks(path: Path) -> Iterator[Problem]:

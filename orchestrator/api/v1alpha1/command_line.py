@@ -71,6 +71,7 @@ _OPERATORS = {
 }  # fmt: skip
 
 _STARTS_RANKS = "Holdfast starts the ranks; write the line that it would start on one of them"
+_EACH_RANK = "each rank would start ranks; write the line that runs on one rank"
 _NOT_STARTED = {
     **dict.fromkeys(("srun", "sbatch", "salloc", "mpirun", "mpiexec", "orterun", "horovodrun",
                      "jsrun", "aprun", "pdsh", "ssh", "torchx", "sky"), _STARTS_RANKS),
@@ -182,7 +183,8 @@ def _read(words: list[str]) -> Program:
         return _in_environment(words)
     if PYTHON.fullmatch(name):
         return _python(words)
-    beside = str(PurePosixPath(words[0]).with_name("python")) if "/" in words[0] else ""
+    has_place = "/" in words[0] and not words[0].endswith(".py")
+    beside = str(PurePosixPath(words[0]).with_name("python")) if has_place else ""
     if (found := _launcher(words)) is not None:
         return replace(found, python=beside)
     if name == "accelerate":
@@ -206,8 +208,7 @@ def _launcher(words: list[str]) -> Program | None:
 
 def _plain(words: list[str]) -> Program:
     if name := launcher_words.started(words) or launcher_words.anywhere(words):
-        fix = _NOT_STARTED.get(name, "each rank would start ranks; write the line that runs on "
-                               "one rank")  # fmt: skip
+        fix = _NOT_STARTED.get(name, _EACH_RANK)
         raise CommandRefused(f"{name} behind {words[0]}", "the launcher first, or none", fix)
     return Program(words=tuple(words))
 
@@ -233,8 +234,16 @@ def _python(words: list[str]) -> Program:
     return Program(script=rest[0], args=tuple(rest[1:]), python=python)
 
 
+def _module_or_file(words: tuple[str, ...]) -> str:
+    return words[0] if launcher_words.launcher(*words[:2]) else ""
+
+
 def _launched(launcher: str, words: list[str]) -> Program:
     found = launchers.read(launcher, words)
+    inner = (found.word, *found.args)
+    name = launcher_words.started(inner) if found.is_program else _module_or_file(inner)
+    if name:
+        raise CommandRefused(f"{name} behind {launcher}", "one of both", _EACH_RANK)
     common = Program(
         launcher=launcher,
         launcher_args=found.kept,

@@ -64,7 +64,7 @@ _WRAPPERS = {
     "nsys", "ncu", "nvprof", "rocprof", "rocprofv3", "py-spy", "memray", "scalene", "viztracer",
     "coverage", "kernprof", "debugpy", "cProfile", "pdb", "ipdb", "xvfb-run", "unbuffer", "tini",
     "dumb-init", "catatonit", "flock", "unshare", "prlimit", "systemd-run", "direnv", "dotenv",
-    "doppler", "apptainer", "singularity", "enroot", "xargs",
+    "doppler", "apptainer", "singularity", "enroot", "xargs", "parallel",
 }  # fmt: skip
 """Programs and modules that run the words behind their options."""
 _INSTALLERS = {*RUNNERS, "uvx", "pipx", "hatch", "rye"}
@@ -130,9 +130,18 @@ def started(words: Sequence[str]) -> str:
 def in_shell(text: str) -> tuple[str, str] | None:
     """The first command of a shell script that starts ranks: (its launcher, its words)."""
     for words in commands(text):
-        if found := started(words):
+        if found := started(words) or _in_a_variable(words):
             return found, " ".join(words)
     return None
+
+
+def _in_a_variable(words: list[str]) -> str:
+    """Of `CMD="torchrun --nnodes 2"`, which another line runs."""
+    given = words[1:] if words[0] in ("export", "local", "readonly", "declare") else words
+    lines = [word.partition("=")[2] for word in given if _ASSIGNMENT.fullmatch(word)]
+    if len(lines) < len(given):
+        return ""
+    return next((found for line in lines if " " in line and (found := _in_text(line))), "")
 
 
 def anywhere(words: Sequence[str]) -> str:
@@ -175,7 +184,8 @@ def _in_text(text: str) -> str:
 
 def _by_shell(words: list[str]) -> str:
     for at, word in enumerate(words):
-        if not word.startswith("-"):
+        is_value = at > 0 and re.fullmatch(r"[-+]\w*[oO]", words[at - 1])  # set -o NAME
+        if not word.startswith(("-", "+")) and not is_value:
             return ""  # a script, which is looked at where the files are
         if re.fullmatch(r"-[a-z]*c", word):
             return _in_text(" ".join(words[at + 1 : at + 2]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-_KEYWORDS = frozenset(("if", "then", "elif", "else", "while", "until", "do", "{", "!"))
+_KEYWORDS = frozenset(("if", "then", "elif", "else", "while", "until", "do", "{", "!", "coproc"))
 """A command follows them."""
 _WORD = re.compile(
     r"""(?:\\.|'[^']*'|"(?:\\.|[^"\\])*"|\$\{[^}]*\}|\$\(\(.*?\)\)|\$[#?$!@*-]?|[^\s\\'"$;&|()<>`])+""",

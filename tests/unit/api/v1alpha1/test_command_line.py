@@ -61,6 +61,7 @@ STARTED: dict[str, dict[str, Any]] = {
     "/a/python /site/torch/distributed/launch.py train.py": {
         "script": "train.py", "launcher": "torch.distributed.launch", "python": "/a/python",
     },
+    "/site/torch/distributed/run.py train.py": {"launcher": "torchrun", "python": ""},
     "python -mtorch.distributed.run train.py": {"script": "train.py", "launcher": "torchrun"},
     "python -m torchrun train.py": {"script": "train.py", "launcher": "torchrun"},
     "python -m accelerate launch train.py": {"script": "train.py",
@@ -107,6 +108,7 @@ REFUSED = {
     "uv run --with x -m deepspeed.launcher.runner a.py": ("runner behind uv", "each rank"),
     "nohup uv run -m torch.distributed.run a.py": ("torch.distributed.run behind nohup", "each"),
     "bash -c 'deepspeed train.py'": ("deepspeed behind bash", "each rank"),
+    "bash -euo pipefail -c 'deepspeed a.py'": ("deepspeed behind bash", "each rank"),
     "bash -lc 'cd src && A=1 nohup deepspeed train.py'": ("deepspeed behind bash", "each rank"),
     "python -X dev -m deepspeed.launcher.runner a.py": ("runner behind python", "each rank"),
     "python -X dev /venv/bin/deepspeed a.py": ("deepspeed behind python", "each rank"),
@@ -119,6 +121,12 @@ REFUSED = {
     "trl sft --config c.yaml": ("trl", "write `accelerate launch -m trl.scripts.sft ARGS`"),
     "uv run trl sft": ("trl", "write `accelerate launch -m trl.scripts.sft ARGS`"),
     "nohup trl sft": ("trl behind nohup", "write `accelerate launch -m trl.scripts.sft ARGS`"),
+    "torchrun --no-python bash -c 'deepspeed a.py'": ("deepspeed behind torchrun", "each rank"),
+    "accelerate launch -m torch.distributed.run a.py": (
+        "torch.distributed.run behind accelerate launch",
+        "each rank",
+    ),
+    "deepspeed /venv/bin/torchrun a.py": ("/venv/bin/torchrun behind deepspeed", "each rank"),
     "python train.py | tee log": ("a pipeline (|)", "holdfast logs"),
     "python train.py > log 2>&1": ("a redirection (>)", "holdfast logs"),
     "cd src && python train.py": ("several commands (&&)", "write spec.workingDirectory"),

@@ -36,6 +36,8 @@ STARTS = [
     "exec mpirun.openmpi -np 2 python a.py",
     "A=1 exec /venv/bin/torchrun a.py",
     "OUT=$(torchrun a.py)",
+    'export CMD="torchrun --nnodes 2"; $CMD a.py',
+    "coproc torchrun a.py",
     'OUT="x $(torchrun a.py)"',
     "echo `torchrun a.py`",
     "eval \"torchrun a.py\"",
@@ -65,6 +67,7 @@ DOES_NOT = [
     "bash other.sh deepspeed",
     "python a.py > torchrun",
     "NAME=torchrun python a.py",
+    "export NAME=torchrun KIND='a torchrun'; python a.py",
     "mkdir -p ds && cd ds && python ../a.py",
 ]  # fmt: skip
 
