@@ -4,6 +4,8 @@ incident. With the real packages, in this process."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -241,3 +243,19 @@ def test_lightning_tags_its_run_of_mlflow(rank_0: pytest.MonkeyPatch, tmp_path: 
     train_lightning(tmp_path, 2, LightningCallback(), logger)
     run = mlflow.MlflowClient(uri).get_run(logger.run_id)
     assert "5 steps trained again" in run.data.tags["holdfast.incident.1"]
+
+
+PLAIN = """
+from holdfast.workers.agent.pool import framework_hooks
+framework_hooks.install()  # as a worker of Holdfast has it
+from transformers.integrations import TensorBoardCallback
+from lightning.pytorch.loggers import TensorBoardLogger
+assert TensorBoardCallback.on_train_begin.continues_one_run
+assert TensorBoardLogger._get_next_version.continues_one_run
+"""
+
+
+def test_a_script_needs_no_line_for_one_run_of_tensorboard() -> None:
+    for package in ("tensorboard", "transformers", "lightning"):
+        pytest.importorskip(package, reason=f"no {package}")
+    subprocess.run([sys.executable, "-c", PLAIN], check=True)

@@ -22,6 +22,14 @@ CONNECTORS = (
     "lightning.pytorch.trainer.connectors.checkpoint_connector",
     "pytorch_lightning.trainer.connectors.checkpoint_connector",
 )
+TENSORBOARD = {
+    "transformers.integrations.integration_utils": (
+        "TensorBoardCallback", "one_run_of_transformers",
+    ),
+    "lightning.pytorch.loggers.tensorboard": ("TensorBoardLogger", "one_run_of_lightning"),
+    "pytorch_lightning.loggers.tensorboard": ("TensorBoardLogger", "one_run_of_lightning"),
+}  # fmt: skip
+"""Module -> its class, and what adapts it (workers/integrations/tensorboard_runs.py)."""
 STARTED_AGAIN = "HOLDFAST_RESUME_SINCE"
 """In the environment if checkpoints of the script are looked at, see protocol/environment.py."""
 
@@ -29,6 +37,8 @@ STARTED_AGAIN = "HOLDFAST_RESUME_SINCE"
 def install() -> None:
     """Before the script runs."""
     _when_imported(ENGINE, _read_other_sizes)
+    for name in TENSORBOARD:
+        _when_imported(name, _log_to_one_run)
     if STARTED_AGAIN in os.environ:
         for name in (TRAINER, *CONNECTORS):
             _when_imported(name, _go_on)
@@ -89,4 +99,15 @@ def _go_on(module: ModuleType) -> None:
         resumed.adapt(module)
     except Exception as error:
         print(f"holdfast: trainers begin as the script says, also after a restart "
+              f"({type(error).__name__}: {error})", file=sys.stderr)  # fmt: skip
+
+
+def _log_to_one_run(module: ModuleType) -> None:
+    """As above."""
+    try:
+        class_name, adapt = TENSORBOARD[module.__name__]
+        runs = importlib.import_module("holdfast.workers.integrations.tensorboard_runs")
+        getattr(runs, adapt)(getattr(module, class_name))
+    except Exception as error:
+        print(f"holdfast: TensorBoard shows a run for each start "
               f"({type(error).__name__}: {error})", file=sys.stderr)  # fmt: skip
