@@ -20,7 +20,8 @@ from typing import Any
 from ..api.v1alpha1 import TrainingJob, launcher_words
 from ..api.v1alpha1.command_line import Program
 from ..errors import Problem
-from ..protocol import files
+from ..protocol import files, requirement_files
+from ..protocol.requirement_files import RequirementsUnreadable
 from . import launch_sizes
 
 PYTHON_FIELD = "spec.entrypoint.python"
@@ -75,6 +76,20 @@ def _problems(job: TrainingJob, work: Path) -> Iterator[Problem]:
     if program.module is not None and not program.is_foreign and not installs:
         yield from _module(work, program.module, entry.command is not None)
     yield from _accelerate(job, program, work)
+    yield from requirements(job, work)
+
+
+def requirements(job: TrainingJob, work: Path, *, of_nodes: bool = True) -> Iterator[Problem]:
+    """A file of spec.environment that is not here; `of_nodes`: also one with an absolute path."""
+    if job.spec.environment is None:
+        return
+    try:
+        requirement_files.read(job.spec.environment, work, of_nodes=of_nodes)
+    except RequirementsUnreadable as error:
+        expected = "a requirements file, relative to the file that names it"
+        if error.field.endswith("file"):
+            expected = "a requirements file, relative to spec.workingDirectory"
+        yield Problem(error.field, cut(error.got), expected)
 
 
 # -- scripts ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pathlib import Path, PurePath
 from ..api.v1alpha1 import TrainingJob
 from ..api.v1alpha1.command_line import Program
 from ..errors import Problem, UserError
+from ..protocol import requirement_files
 from . import code_files
 from .code_files import Code
 from .job_checks import check_submission
@@ -49,24 +50,33 @@ def edited(job: TrainingJob, directory: Path) -> Code:
 def _packed(job: TrainingJob, directory: Path, source: str) -> Code:
     check_submission(job, directory, source, ships=True)
     code = code_files.pack(directory)
-    check_script(job, directory, code.files)
+    check_uploaded(job, directory, code.files)
     print_remarks(code.remarks)
     return code
 
 
-def check_script(job: TrainingJob, directory: Path, uploaded: Collection[str]) -> None:
-    """Raises UserError for a script of the directory that is not uploaded."""
-    entry = job.spec.entrypoint
-    written = PurePath(job.spec.working_directory, entry.program.script or "/")
-    if written.is_absolute() or str(written)[0] == "~":
+def check_uploaded(job: TrainingJob, directory: Path, uploaded: Collection[str]) -> None:
+    """Raises UserError for a script or a requirements file of the directory that is not
+    uploaded."""
+    work, entry = PurePath(job.spec.working_directory), job.spec.entrypoint
+    if _is_of_nodes(work):
         return
-    root = directory.resolve()
-    path = root / written
-    path = path.parent.resolve() / path.name  # without `sub/..`; the script itself may be a link
-    if not path.is_relative_to(root) or path.relative_to(root).as_posix() not in uploaded:
-        got = f"{entry.program.script}, which is not uploaded"
-        expected = "a file that .gitignore does not name, with no name of secrets"
-        raise UserError(str(Problem(entry.script_field, got, expected)))
+    root, script = directory.resolve(), entry.program.script
+    needed: list[tuple[Path, str, str]] = []
+    if script is not None and not _is_of_nodes(PurePath(script)):
+        needed.append((root / work / script, script, entry.script_field))
+    if job.spec.environment is not None:
+        lines = requirement_files.read(job.spec.environment, root / work, of_nodes=False)
+        needed += [(one.path, one.written, one.field) for one in lines.files]
+    for whole, name, field in needed:
+        path = whole.parent.resolve() / whole.name  # without `sub/..`; the file may be a link
+        if not path.is_relative_to(root) or path.relative_to(root).as_posix() not in uploaded:
+            expected = "a file that .gitignore does not name, with no name of secrets"
+            raise UserError(str(Problem(field, f"{name}, which is not uploaded", expected)))
+
+
+def _is_of_nodes(path: PurePath) -> bool:
+    return path.is_absolute() or str(path)[0] == "~"
 
 
 def print_remarks(remarks: Iterable[str]) -> None:
@@ -77,7 +87,7 @@ def print_remarks(remarks: Iterable[str]) -> None:
 def _is_here(job: TrainingJob, directory: Path) -> bool:
     """Whether what the job runs is in the spec's directory here."""
     written = PurePath(job.spec.working_directory)
-    if job.spec.entrypoint.recipe is not None or written.is_absolute() or str(written)[0] == "~":
+    if job.spec.entrypoint.recipe is not None or _is_of_nodes(written):
         return False
     return any(
         (directory / written / name).exists() for name in _names(job.spec.entrypoint.program)

@@ -326,6 +326,16 @@ CASES = [
         id="a script that does not exist",
     ),
     pytest.param(
+        SCRIPT + "  environment: {file: nope.txt}\n",
+        ["spec.environment.file: got nope.txt (No such file", "relative to spec.workingDirectory"],
+        id="requirements that do not exist",
+    ),
+    pytest.param(
+        SCRIPT + "  environment: {requirements: ['-r nope.txt']}\n",
+        ["spec.environment: got nope.txt, which requirements names (No such file"],
+        id="requirements that name what does not exist",
+    ),
+    pytest.param(
         SPEC + "  entrypoint: {module: no_such_module_here.train}\n",
         ["spec.entrypoint.module", "no module no_such_module_here"],
         id="a module that does not exist",

@@ -18,6 +18,8 @@ def enter(environment: Path) -> bool:
     """Change this process's path; False: it cannot be changed any more, and was not."""
     place = packages_of(environment)
     provided = {entry.name.partition(".")[0] for entry in place.iterdir()}
+    # By the names of packages too: the modules of one that is installed with -e are elsewhere.
+    provided |= {entry.name.partition("-")[0] for entry in place.glob("*.dist-info")}
     if provided & {name.partition(".")[0] for name in list(sys.modules)}:
         return False
     before = list(sys.path)

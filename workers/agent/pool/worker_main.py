@@ -72,7 +72,7 @@ def run(
         program = entrypoint.prepare(job, descriptors, assign.packages)
         if job.spec.entrypoint.recipe is None:
             _start_pulse(job, inherited)
-        user_modules.expect_imported(job)
+        user_modules.expect_imported(job, assign.packages)
         _run_entrypoint(job, program)
         code = _leave(0)
     except SystemExit as error:

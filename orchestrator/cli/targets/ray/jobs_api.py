@@ -117,7 +117,7 @@ def _pack(
     chosen = code_files.Chosen({}, ())  # a recipe needs only the spec
     if job.spec.entrypoint.recipe is None:
         chosen = code_files.choose(directory, tuple(map(str, excludes)))
-        job_code.check_script(job, directory, chosen.sizes)
+        job_code.check_uploaded(job, directory, chosen.sizes)
     links = working_dir.write(archive, spec, directory, chosen.sizes)
     job_code.print_remarks([*chosen.remarks, *links])
 

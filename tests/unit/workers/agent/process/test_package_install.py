@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.api.v1alpha1.workload import PythonPackages
 from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.protocol import requirement_files
 from holdfast.workers.agent.pool import package_path
 from holdfast.workers.agent.process import package_install
 from tests.unit.api.wrong_jobs import job as document
@@ -49,20 +51,24 @@ def work(tmp_path: Path) -> Path:
     return work
 
 
+@pytest.fixture(params=["uv", "pip"])
+def installer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "pip":
+        monkeypatch.setattr(package_install, "_uv", lambda: None)
+    elif package_install._uv() is None:
+        pytest.skip("uv is not installed")
+    return str(request.param)
+
+
 def printed(environment: Path, code: str) -> str:
     return subprocess.run(
         [environment / "bin" / "python", "-c", code], capture_output=True, text=True, check=True
     ).stdout.strip()
 
 
-@pytest.mark.parametrize("installer", ["uv", "pip"])
 def test_what_holdfast_has_is_not_installed_again(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installer: str
+    work: Path, tmp_path: Path, installer: str
 ) -> None:
-    if installer == "pip":
-        monkeypatch.setattr(package_install, "_uv", lambda: None)
-    elif package_install._uv() is None:
-        pytest.skip("uv is not installed")
     made = package_install.ready(job("hftiny==1.0"), str(work), tmp_path)
     assert made.installer == installer and made.seconds > 0
     code = "import hftiny, msgspec; print(hftiny.VERSION, msgspec.__file__)"
@@ -70,6 +76,108 @@ def test_what_holdfast_has_is_not_installed_again(
     assert version == "1.0" and not place.startswith(str(tmp_path))
     again = package_install.ready(job("hftiny==1.0"), str(work), tmp_path)
     assert (again.directory, again.seconds) == (made.directory, 0.0)
+
+
+ENTER = """
+import sys
+from pathlib import Path
+import msgspec
+from holdfast.workers.agent.pool import package_path
+print(package_path.enter(Path(sys.argv[1])))
+import hftiny
+print(hftiny.VERSION)
+"""
+WHEEL = "wheels/msgspec-99.0-py3-none-any.whl"
+MSGSPEC = "import msgspec; print(getattr(msgspec, 'VERSION', 'ours'))"
+LIBRARY = """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "msgspec"
+version = "99.0"
+[tool.setuptools]
+packages = ["msgspec"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "more"),
+    [
+        pytest.param(["-r base.txt"], {}, id="nested"),
+        pytest.param(["--requirement=deep/more.txt"], {}, id="nested twice"),
+        pytest.param([], {"file": "deep/more.txt"}, id="nested in the file"),
+        pytest.param(["hftiny==1.0", "msgspec", "-c base.txt"], {}, id="constraint"),
+        pytest.param([f"./{WHEEL}"], {}, id="wheel"),
+        pytest.param([f"msgspec @ file://WORK/{WHEEL}"], {}, id="url"),
+        pytest.param(["msgspec>=98 ; python_version > '3'"], {}, id="specifier"),
+        pytest.param(["-e ./lib"], {}, id="editable"),
+    ],
+)
+def test_a_version_that_a_line_names_is_installed_wherever_the_line_is(
+    work: Path, tmp_path: Path, installer: str, monkeypatch: pytest.MonkeyPatch,
+    lines: list[str], more: dict[str, str], request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    """What builds `./lib` without an index takes setuptools from here."""
+    if installer == "pip" and not request.node.callspec.id.endswith(("twice", "constraint")):
+        pytest.skip("pip is slow, and was right here")
+    monkeypatch.setenv("UV_NO_BUILD_ISOLATION", "1")
+    (work / "deep").mkdir()
+    (work / "deep" / "more.txt").write_text("-r ../base.txt\n")
+    (work / "base.txt").write_text("msgspec==99.0  # ours is older\n")
+    (work / "lib" / "msgspec").mkdir(parents=True)
+    (work / "lib" / "pyproject.toml").write_text(LIBRARY)
+    (work / "lib" / "msgspec" / "__init__.py").write_text("VERSION = '99.0'\n")
+    given = job(*(line.replace("WORK", str(work)) for line in lines), **more)
+    made = package_install.ready(given, str(work), tmp_path)
+    assert printed(made.directory, MSGSPEC) == "99.0"
+    words = [sys.executable, "-c", ENTER, str(made.directory)]
+    forked = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert forked.stdout.split()[0] == "False", "Holdfast's msgspec is imported already"
+
+
+@pytest.mark.parametrize(
+    "line", ["msgspec", "msgspec>=0.1", "msgspec==99.0 ; python_version < '3'", "msgspec[yaml]"]
+)
+def test_what_holdfasts_python_has_satisfies_a_line_with_both_installers(
+    work: Path, tmp_path: Path, installer: str, line: str
+) -> None:
+    made = package_install.ready(job("hftiny==1.0", line), str(work), tmp_path)
+    assert printed(made.directory, MSGSPEC) == "ours"
+
+
+def test_what_an_extra_needs_beside_an_installed_package_is_installed(
+    work: Path, tmp_path: Path, installer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel(work / "wheels", "hfbase", "1.0", "hftiny==1.0 ; extra == 'more'", "numpy")
+    base = package_install.ready(job("hfbase"), str(work), tmp_path / "first")
+    monkeypatch.syspath_prepend(str(package_path.packages_of(base.directory)))
+    found = package_install._asked(
+        requirement_files.read(PythonPackages(requirements=("hfbase[more]",)), work)
+    )
+    assert found == (["hfbase[more]", "hftiny==1.0"], {"hftiny"})
+
+
+@pytest.mark.parametrize("option", ["-r", "-c"])
+def test_another_nested_file_is_another_environment(
+    work: Path, tmp_path: Path, option: str
+) -> None:
+    (work / "requirements.txt").write_text(f"hftiny==1.0\nmsgspec\n{option} base.txt\n")
+    (work / "base.txt").write_text("msgspec>=0.1\n")
+    given = job(file="requirements.txt")
+    first = package_install.ready(given, str(work), tmp_path)
+    assert printed(first.directory, MSGSPEC) == "ours"
+    (work / "base.txt").write_text("msgspec>=98\n")
+    second = package_install.ready(given, str(work), tmp_path)
+    assert second.directory != first.directory
+    assert printed(second.directory, MSGSPEC) == "99.0"
+
+
+def test_a_nested_file_that_is_not_there_is_named(work: Path, tmp_path: Path) -> None:
+    (work / "requirements.txt").write_text("-r base.txt\n")
+    expected = r"environment: got base\.txt, which requirements\.txt names \(No such file.* on this"
+    with pytest.raises(UserError, match=expected):
+        package_install.ready(job(file="requirements.txt"), str(work), tmp_path)
 
 
 def test_another_file_of_requirements_is_another_environment(work: Path, tmp_path: Path) -> None:
@@ -106,17 +214,6 @@ def test_two_jobs_at_once_install_once(work: Path, tmp_path: Path) -> None:
         thread.join()
     assert len({one.directory for one in found}) == 1
     assert sorted(one.seconds > 0 for one in found) == [False, False, True]
-
-
-ENTER = """
-import sys
-from pathlib import Path
-import msgspec
-from holdfast.workers.agent.pool import package_path
-print(package_path.enter(Path(sys.argv[1])))
-import hftiny
-print(hftiny.VERSION)
-"""
 
 
 def test_a_forked_worker_gets_them_unless_one_takes_the_place_of_an_import(
