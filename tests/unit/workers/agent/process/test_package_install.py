@@ -102,25 +102,27 @@ packages = ["msgspec"]
 
 
 @pytest.mark.parametrize(
-    ("lines", "more"),
+    ("installer", "lines", "more"),
     [
-        pytest.param(["-r base.txt"], {}, id="nested"),
-        pytest.param(["--requirement=deep/more.txt"], {}, id="nested twice"),
-        pytest.param([], {"file": "deep/more.txt"}, id="nested in the file"),
-        pytest.param(["hftiny==1.0", "msgspec", "-c base.txt"], {}, id="constraint"),
-        pytest.param([f"./{WHEEL}"], {}, id="wheel"),
-        pytest.param([f"msgspec @ file://WORK/{WHEEL}"], {}, id="url"),
-        pytest.param(["msgspec>=98 ; python_version > '3'"], {}, id="specifier"),
-        pytest.param(["-e ./lib"], {}, id="editable"),
+        pytest.param("uv", ["-r base.txt"], {}, id="nested"),
+        pytest.param("uv", ["--requirement=deep/more.txt"], {}, id="nested twice"),
+        pytest.param("uv", [], {"file": "deep/more.txt"}, id="nested in the file"),
+        pytest.param("uv", ["hftiny==1.0", "msgspec", "-c base.txt"], {}, id="constraint"),
+        pytest.param("uv", [f"./{WHEEL}"], {}, id="wheel"),
+        pytest.param("uv", [f"msgspec @ file://WORK/{WHEEL}"], {}, id="url"),
+        pytest.param("uv", ["msgspec>=98 ; python_version > '3'"], {}, id="specifier"),
+        pytest.param("uv", ["-e ./lib"], {}, id="editable"),
+        # pip is slow, and reads the others by itself.
+        pytest.param("pip", ["-r deep/more.txt"], {}, id="pip: nested twice"),
+        pytest.param("pip", ["hftiny==1.0", "msgspec", "-c base.txt"], {}, id="pip: constraint"),
     ],
+    indirect=["installer"],
 )
 def test_a_version_that_a_line_names_is_installed_wherever_the_line_is(
     work: Path, tmp_path: Path, installer: str, monkeypatch: pytest.MonkeyPatch,
-    lines: list[str], more: dict[str, str], request: pytest.FixtureRequest,
+    lines: list[str], more: dict[str, str],
 ) -> None:  # fmt: skip
     """What builds `./lib` without an index takes setuptools from here."""
-    if installer == "pip" and not request.node.callspec.id.endswith(("twice", "constraint")):
-        pytest.skip("pip is slow, and was right here")
     monkeypatch.setenv("UV_NO_BUILD_ISOLATION", "1")
     (work / "deep").mkdir()
     (work / "deep" / "more.txt").write_text("-r ../base.txt\n")
@@ -137,8 +139,13 @@ def test_a_version_that_a_line_names_is_installed_wherever_the_line_is(
 
 
 @pytest.mark.parametrize(
-    "line", ["msgspec", "msgspec>=0.1", "msgspec==99.0 ; python_version < '3'", "msgspec[yaml]"]
-)
+    ("installer", "line"),
+    [
+        ("uv", "msgspec"), ("uv", "msgspec>=0.1"), ("uv", "msgspec[yaml]"),
+        ("uv", "msgspec==99.0 ; python_version < '3'"), ("pip", "msgspec[yaml]"),
+    ],
+    indirect=["installer"],
+)  # fmt: skip
 def test_what_holdfasts_python_has_satisfies_a_line_with_both_installers(
     work: Path, tmp_path: Path, installer: str, line: str
 ) -> None:
@@ -147,7 +154,7 @@ def test_what_holdfasts_python_has_satisfies_a_line_with_both_installers(
 
 
 def test_what_an_extra_needs_beside_an_installed_package_is_installed(
-    work: Path, tmp_path: Path, installer: str, monkeypatch: pytest.MonkeyPatch
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wheel(work / "wheels", "hfbase", "1.0", "hftiny==1.0 ; extra == 'more'", "numpy")
     base = package_install.ready(job("hfbase"), str(work), tmp_path / "first")
