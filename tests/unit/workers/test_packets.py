@@ -38,7 +38,8 @@ def file_with(data: bytes) -> int:
 def test_a_packet_of_any_size_arrives_with_its_descriptors(
     ends: tuple[socket, socket], size: int
 ) -> None:
-    data, fd, before = os.urandom(size), file_with(b"beside"), open_files()
+    data = b"\x80" + os.urandom(size - 1)  # no message begins with IN_FILE
+    fd, before = file_with(b"beside"), open_files()
     packets.send(ends[0], data, (fd,))
     got, fds = packets.receive(ends[1], 1)
     assert got == data
