@@ -275,8 +275,11 @@ def test_the_example_runs_unchanged_and_rays_own_commands_work_on_it(client: Any
         listed = ray_job(cluster, "list")
         assert name in listed and "'model': 'pretrain, 4 layers of 256'" in listed
         assert f"Job '{name}' was stopped" in ray_job(cluster, "stop", name)
-        shown = holdfast("status", "stdlib-bytes", "--json", "--ray", cluster.address)
-        view = json.loads(shown.stdout)
+        view = {"state": "finishing"}
+        while view["state"] == "finishing":  # the driver ends while the last save is under way
+            assert time.monotonic() < give_up, view
+            shown = holdfast("status", "stdlib-bytes", "--json", "--ray", cluster.address)
+            view = json.loads(shown.stdout)
         assert view["state"] == "cancelled" and view["world_size"] == 4, view
         output = holdfast("delete", "stdlib-bytes", "--yes", "--ray", cluster.address).stdout
         assert view["checkpoint_path"] in output
