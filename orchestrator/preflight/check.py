@@ -68,8 +68,7 @@ def check_job(path: Path, text: str, job: TrainingJob) -> list[Finding]:
             report.put(path, line, 1, "ENV501", f"spec.env.{name}", found.why,
                        f"write {found.instead}")  # fmt: skip
     entry = job.spec.entrypoint.program
-    words = [entry.module or "", entry.script or "", *entry.args]
-    if "torch.distributed.launch" in (*words, entry.launcher):
+    if "torch.distributed.launch" in (*entry.args, entry.launcher):
         line = line_of(text, "torch.distributed.launch")
         fix = "name your script in entrypoint.script: Holdfast starts the workers"
         report.put(path, line, 1, "ENV503", "torch.distributed.launch", fix=fix)

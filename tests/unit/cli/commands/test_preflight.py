@@ -58,12 +58,20 @@ def test_warnings_alone_end_with_exit_code_0(place: Path, holdfast: Holdfast) ->
     assert result.code == 0 and "warning ENV501 NCCL_TIMEOUT: neither torch nor NCCL" in result.out
 
 
-def test_the_launcher_of_torch_as_a_module_is_a_warning(place: Path, holdfast: Holdfast) -> None:
+def test_the_old_launcher_of_torch_is_a_warning(place: Path, holdfast: Holdfast) -> None:
+    (place / "plain.py").write_text("print(1)\n")
     text = JOB.partition("  entrypoint")[0]
-    (place / "job.yaml").write_text(text + "  entrypoint: {module: torch.distributed.launch}\n")
+    line = "python -m torch.distributed.launch plain.py"
+    (place / "job.yaml").write_text(f"{text}  entrypoint: {{command: {line}}}\n")
     result = holdfast("preflight", "job.yaml")
     assert result.code == 0 and "job.yaml:6: warning ENV503" in result.out
-    assert "its code was not read" in result.err
+
+
+def test_the_code_of_an_installed_module_is_not_read(place: Path, holdfast: Holdfast) -> None:
+    text = JOB.partition("  entrypoint")[0]
+    (place / "job.yaml").write_text(text + "  entrypoint: {module: json.tool}\n")
+    result = holdfast("preflight", "job.yaml")
+    assert result.code == 0 and "its code was not read" in result.err
 
 
 def test_the_rules_are_listed_with_their_sources(holdfast: Holdfast) -> None:
