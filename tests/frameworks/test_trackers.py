@@ -115,6 +115,7 @@ def test_a_second_trainer_of_a_script_has_a_run_of_its_own(
 
 
 def test_transformers_tags_its_run_of_mlflow(rank_0: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="no transformers")
     mlflow = pytest.importorskip("mlflow", reason="no mlflow")
     from holdfast.integrations import TransformersCallback, continue_mlflow_run
 
@@ -147,6 +148,7 @@ def in_mlflow(mlflow: Any) -> Any:
 
 
 def test_a_run_of_wandb_has_the_incident(rank_0: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="no transformers")
     wandb = pytest.importorskip("wandb", reason="no wandb")
     from holdfast.integrations import TransformersCallback
 
