@@ -32,10 +32,14 @@ lint: $(STAMP)  ## style, types, import rules and language
 check: lint  ## style, types, import rules, language, unit tests, simulation: under 3 minutes on two cores
 	$(BIN)/python -m pytest -n 2 -q tests/unit tests/sim tests/tidy --deselect tests/tidy/test_tools.py
 
+# Hundreds of processes of the tests import the package; where Python may not write bytecode, as in many
+# containers, each of them compiled it again, for 0.7 s.
 test: $(STAMP)  ## everything that is checked before a change lands
+	$(BIN)/python -m compileall -q holdfast orchestrator workers
 	$(BIN)/python -m pytest -n 3 --max-worker-restart 2
 
 test-all: $(STAMP)  ## and the long tests, see tests/long_tests.py
+	$(BIN)/python -m compileall -q holdfast orchestrator workers
 	$(BIN)/python -m pytest -n 3 --max-worker-restart 2 --all
 
 # `make mutants MUTANTS='--sample 200 --seed 7'` judges a sample, MUTANTS=--again only those that were
@@ -55,7 +59,7 @@ test-ray-oldest: $(STAMP)  ## what leans on Ray, with the oldest that is promise
 # the user's cache: before the tests, not by four ranks of which one is killed.
 frameworks: $(STAMP)  ## .venv/frameworks: other frameworks, for their tests and bench/frameworks
 	test -x $(VENV)/frameworks/bin/python || $(PYTHON) -m venv $(VENV)/frameworks
-	$(BIN)/uv pip install --quiet --python $(VENV)/frameworks/bin/python --editable . setuptools wheel
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/frameworks/bin/python --editable . setuptools wheel
 	DS_BUILD_OPS=0 $(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/frameworks/bin/python \
 	  --no-build-isolation-package deepspeed -r tests/frameworks/requirements.txt
 	DS_ACCELERATOR=cpu $(VENV)/frameworks/bin/python -c \

@@ -18,6 +18,7 @@ LONG = (
     # kind of fault.
     "tests/e2e/local/test_adopt.py",
     "tests/e2e/local/test_compile.py",
+    "tests/e2e/local/test_entrypoints.py::test_a_session_in_another_interpreter",
     "tests/e2e/local/test_hand_over.py::test_a_controller_that_returns_in_time",
     "tests/e2e/local/test_hand_over.py::test_a_job_without_spares_waits",
     "tests/e2e/local/test_host_memory.py",
@@ -26,6 +27,8 @@ LONG = (
     "tests/e2e/local/test_twins.py",
     "tests/e2e/local/test_wheel.py",
     "tests/e2e/workers/test_shards.py",
+    # A compile cache over pods; tests/unit/backends/kubernetes has its volume.
+    "tests/e2e/kubernetes/nodes/test_installed.py::test_a_pod_that_replaces_another_one_compiles",
     # Losses of nodes; test_pod_failures has pods that fail or go.
     "tests/e2e/kubernetes/nodes/test_training.py::test_a_spare_replaces_a_node_that_loses_power",
     "tests/e2e/kubernetes/nodes/test_training.py::test_training_continues_after_a_power_loss",
@@ -48,6 +51,8 @@ LONG = (
     # test_faults, test_verbs, test_jobs_api, test_head and the contract run a job on
     # Ray, lose its parts, and change it.
     "tests/e2e/ray/test_autoscaler.py",
+    "tests/e2e/ray/test_bad_input.py::test_a_script_that_the_nodes_lack",
+    "tests/e2e/ray/test_bad_input.py::test_the_name_of_a_job_that_runs",
     "tests/e2e/ray/test_client.py",
     "tests/e2e/ray/test_commands.py",
     "tests/e2e/ray/test_dashboard.py",
@@ -58,6 +63,7 @@ LONG = (
     "tests/e2e/ray/test_jobs_api.py::test_a_killed_driver_is_replaced",
     "tests/e2e/ray/test_jobs_api.py::test_a_ray_job_that_names_its_holdfast_job",
     "tests/e2e/ray/test_jobs_api.py::test_stopping_the_ray_job_cancels_the_training_job",
+    "tests/e2e/ray/test_jobs_api.py::test_the_example_runs_unchanged",
     "tests/e2e/ray/test_jobs_api.py::test_the_name_of_a_job_that_has_ended",
     "tests/e2e/ray/test_journal.py",
     "tests/e2e/ray/test_kills.py",
@@ -69,6 +75,12 @@ LONG = (
     "tests/e2e/ray/test_runtime_env.py",
     "tests/e2e/ray/test_token.py",
     "tests/e2e/ray/test_two_jobs.py",
+    # Commands over HTTP and over a Ray client that others of test_verbs give as well.
+    "tests/e2e/ray/test_verbs.py::test_checkpoints_are_saved_listed_verified_and_exported[http]",
+    "tests/e2e/ray/test_verbs.py::test_over_http_a_command_prints_the_same",
+    "tests/e2e/ray/test_verbs.py::test_over_http_a_negative_answer",
+    "tests/e2e/ray/test_verbs.py::test_over_http_a_request_has_the_name",
+    "tests/e2e/ray/test_verbs.py::test_the_same_commands_work_through_a_ray_client",
     # Object storage, and one that is away for half a minute; test_restore_requests reads from it,
     # and tests/sim/test_storage_faults.py has the outages in virtual time.
     "tests/e2e/storage/test_s3.py",

@@ -126,8 +126,11 @@ class Run:
         if why := self.side.over():
             raise RuntimeError(why)
 
-    def recovery(self, before: list[Line], fault: float, bound_s: float) -> Recovery:
-        """Raises TimeoutError, or RuntimeError when the job ends instead."""
+    def recovery(
+        self, before: list[Line], fault: float, bound_s: float, *, trains_on: bool
+    ) -> Recovery:
+        """`trains_on`: the launch may train until the next one begins. Raises TimeoutError, Missed,
+        or RuntimeError when the job ends instead."""
         known = {line.pid for line in before}
 
         def gone_on(lines: list[Line]) -> bool:
@@ -136,7 +139,7 @@ class Run:
 
         self.side.log.until(gone_on, bound_s)
         found = self.side.log.recovery(before, fault, 1.0)
-        if found.late_steps:
+        if found.late_steps and not trains_on:
             raise Missed(f"{found.late_steps} steps were trained after the fault")
         return found
 
@@ -314,7 +317,7 @@ def _one(run: Run, fault: str, cause: Cause, commit: str) -> tuple[Result, bool]
         result.load = os.getloadavg()[0]
         result.at = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
         at = cause(run, before)
-        seen = run.recovery(before, at, bound_s)
+        seen = run.recovery(before, at, bound_s, trains_on=fault == "grow")
     except Missed as error:
         result.note = f"{NOT_COUNTED}{error}"
         return result, True
