@@ -23,9 +23,8 @@ def describe() -> dict[str, str]:
         platform.machine(),
     )
     cores, usable = os.cpu_count(), len(os.sched_getaffinity(0))
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    # A bench writes its page while it runs; that is no change of what is measured.
+    changed = _git("status", "--porcelain", "--", ":(top)", ":(top,exclude)bench/results")
     return {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "cpu": f"{cores} x {model}" + (f", {usable} of them used" if usable != cores else ""),
@@ -33,8 +32,14 @@ def describe() -> dict[str, str]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": version("torch"),
-        "commit": commit,
+        "commit": _git("describe", "--always") + ("-dirty" if changed else ""),
     }
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(
+        ["git", *words], capture_output=True, text=True, check=False
+    ).stdout.strip()
 
 
 def wait_until_quiet(cores: float = 0.2, bound_s: float = 10) -> float:
