@@ -54,6 +54,8 @@ class Result(msgspec.Struct, kw_only=True):
     world: int | None = None
     note: str = ""
     named_s: float | None = None
+    """Until Holdfast had named what failed: of a hang the rank, or else in the incident."""
+    opened_s: float | None = None
     """Until Holdfast had opened the incident."""
     reported_s: float | None = None
     reported_lost: int | None = None
@@ -324,6 +326,7 @@ def _one(run: Run, fault: str, cause: Cause, commit: str) -> tuple[Result, bool]
     except TimeoutError as error:
         result.note = NO_STEP.format(bound_s) if result.load else f"did not start: {error}"
         if fault in HANGS:
+            _named(run, result, at)
             let_go_on(run)
             return result, True
         return result, False
@@ -334,7 +337,15 @@ def _one(run: Run, fault: str, cause: Cause, commit: str) -> tuple[Result, bool]
     result.seconds = None if fault == "grow" else seen.seconds
     result.gap_s, result.trained_twice, result.world = seen.gap_s, seen.trained_twice, seen.world
     _claims(run, result, at)
+    _named(run, result, at)
     return result, True
+
+
+def _named(run: Run, result: Result, fault: float) -> None:
+    """A suspicion may name the rank long before it is restarted."""
+    if result.fault in HANGS and isinstance(run.side, UnderHoldfast):
+        at_ns = run.side.named_ns(1, round(fault * 1e9))
+        result.named_s = None if at_ns is None else at_ns / 1e9 - fault
 
 
 def _claims(run: Run, result: Result, fault: float) -> None:
@@ -348,7 +359,7 @@ def _claims(run: Run, result: Result, fault: float) -> None:
         time.sleep(0.5)
         found = [one for one in side.view().incidents if one.at_ns / 1e9 > fault - 1.0]
     if found:
-        result.named_s = found[0].at_ns / 1e9 - fault
+        result.named_s = result.opened_s = found[0].at_ns / 1e9 - fault
         result.reported_s = sum(one.seconds.get("total", 0.0) for one in found)
         run.closed.append((result, [one.number for one in found]))
 

@@ -18,12 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from bench.contestants.base import kill_trees
 from bench.contestants.torchrun import TUNED
 from holdfast.orchestrator.runtime.observe.view import JobView
-from tests.e2e.local.local_rig import Job
+from tests.e2e.local.local_rig import Job, holdfast
 from tests.e2e.ports import free_port
 from tests.frameworks.catalogue import LOG, SCRIPTS, Framework, document, environment
 from tests.frameworks.step_log import StepLog
@@ -119,6 +120,18 @@ class UnderHoldfast(Side):
 
     def view(self) -> JobView:
         return self.job.until(lambda view: True)
+
+    def named_ns(self, rank: int, since_ns: int) -> int | None:
+        """When an event first said that this rank does nothing that its peers wait for."""
+        printed = holdfast(self.job, "events", self.job.name, "--json").stdout
+        for line in printed.splitlines():
+            one = msgspec.json.decode(line)
+            stacks = one["event"].get("stacks", [])
+            idle = [s["rank"] for s in stacks if s.get("activity") == "nothing"]
+            suspects = one["event"].get("ranks", [])[:1]
+            if one["at_ns"] >= since_ns and rank in (*idle, *suspects):
+                return int(one["at_ns"])
+        return None
 
     def over(self) -> str:
         if self.job.command.poll() is None:

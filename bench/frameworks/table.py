@@ -193,8 +193,8 @@ def _off(ours: list[Result], account: Account | None) -> str:
     goodput = account.goodput / account.goodput_by_log - 1
     pairs = []
     for one in ours:
-        if one.fault != SUSPEND and one.seconds and one.named_s and one.reported_s:
-            pairs.append((one.named_s + one.reported_s, one.seconds))
+        if one.fault != SUSPEND and one.seconds and one.opened_s and one.reported_s:
+            pairs.append((one.opened_s + one.reported_s, one.seconds))
     text, met = f"goodput {goodput:+.1%}", abs(goodput) <= OFF
     if pairs:
         seconds = sum(said for said, _log in pairs) / sum(log for _said, log in pairs) - 1

@@ -5,6 +5,7 @@ It is called from the controller's event loop, so it must not block.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Protocol, Self
 
 from rich.console import Console
@@ -113,6 +114,8 @@ class LineDisplay(SilentDisplay):
         self._interval_ns = int(interval_s * 1e9)
         self._last = JobView(name="")
         self._progress_ns = 0
+        self._reasons: set[str] = set()
+        """Of this state of this generation, without numbers."""
         self._open: dict[int, bool] = {}
 
     def show(self, view: JobView) -> None:
@@ -153,8 +156,13 @@ class LineDisplay(SilentDisplay):
             world = plural(view.world_size, "worker")
             mesh = f", {view.strategy}: {view.mesh}" if view.mesh else ""
             lines.append(f"generation {view.generation}: {world}{mesh}")
-        if view.state != last.state or not last.name:  # the first view, too
+        # A suspected hang gives its reason again every few seconds, with another number of seconds.
+        reason = re.sub(r"[\d.]+", "", view.reason)
+        if view.state != last.state or view.generation != last.generation:
+            self._reasons.clear()
+        if view.state != last.state or reason not in self._reasons:
             lines.append(view.state + (f": {view.reason}" if view.reason else ""))
+        self._reasons.add(reason)
         if view.checkpoints and view.checkpoints[-1:] != last.checkpoints[-1:]:
             lines.append(f"checkpoint of step {view.checkpoints[-1].step} committed")
         return lines

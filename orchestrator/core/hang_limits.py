@@ -42,21 +42,36 @@ class InspectedStack:
     at_ns: int
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A hang, unless there is progress before `due_ns`."""
+
+    due_ns: int
+    limit_s: float
+    name: str
+
+
 def condition(
     now_ns: int,
     beats: Iterable[WorkerBeat],
     inspected: Mapping[int, InspectedStack],
-    *,
-    starved: bool,
-) -> Condition:
+) -> Literal["idle", "busy", "unknown"]:
     """Of the live ranks of a generation without progress."""
-    if starved:
-        return "starved"
     found = [_one(now_ns, beat, inspected.get(beat.rank)) for beat in beats]
     for first in ("busy", "unknown"):
         if first in found:
             return first
     return "idle" if "outside" in found or "device" not in found else "unknown"
+
+
+def outside_since_ns(
+    now_ns: int, beats: Iterable[WorkerBeat], inspected: Mapping[int, InspectedStack]
+) -> int:
+    """Since when a rank that is in no collective does nothing; without such a rank: now."""
+    idle_s = [
+        beat.idle_s for beat in beats if _one(now_ns, beat, inspected.get(beat.rank)) == "outside"
+    ]
+    return now_ns - round(max(idle_s, default=0.0) * SECOND_NS)
 
 
 def _one(

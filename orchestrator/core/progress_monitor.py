@@ -34,11 +34,11 @@ from .events import (
     StragglerDetected,
     WorkerExited,
 )
-from .hang_limits import Condition, InspectedStack, condition
+from .hang_limits import Condition, InspectedStack, Limit, condition, outside_since_ns
 from .hang_suspects import RankProgress, Suspects
 from .liveness import FailureDetector
 from .state import JobState
-from .stragglers import Slow, StragglerFinder
+from .stragglers import Slow, SlowNodes, StragglerFinder
 
 RECENT_STEPS = 32
 """Step times that the median is taken over."""
@@ -53,8 +53,6 @@ INSPECT_AGAIN_S = 5.0
 BIG_JOB_RANKS = 256
 CHECK_NS_PER_RANK = 10_000
 """Checks of a big job are at least this far apart, times its ranks: a few percent of a core."""
-STRAGGLER_FACTOR = 1.5
-STRAGGLER_SAMPLES = 10
 WORKING = ("build", "restore", "compile", "evaluate", "save", "finish")
 """Worker phases other than training, which may take long without progress."""
 
@@ -82,20 +80,10 @@ class _Generation:
     inspected: dict[int, InspectedStack] = field(default_factory=dict)
     busy_ns: int = 0
     """When a rank was last seen at work while none had progress: what follows it is no hang yet."""
-    slow: dict[str, int] = field(default_factory=dict)
-    """Node -> steps in a row in which it was slow."""
-    stragglers: dict[str, None] = field(default_factory=dict)
-    """Nodes with a StragglerDetected."""
+    starved_ns: int = 0
+    """When the machine was last short of CPU time while no rank had progress."""
     finder: StragglerFinder = field(default_factory=StragglerFinder)
-
-
-@dataclass(frozen=True, slots=True)
-class _Limit:
-    """A hang, unless there is progress before `due_ns`."""
-
-    due_ns: int
-    limit_s: float
-    name: str
+    slow_nodes: SlowNodes = field(default_factory=SlowNodes)
 
 
 def _works(live: dict[int, RankProgress]) -> bool:
@@ -334,7 +322,7 @@ class ProgressMonitor:
             )
         ]
 
-    def _hang_limit(self) -> _Limit | None:
+    def _hang_limit(self) -> Limit | None:
         """None: progress is not expected at this moment."""
         current, state = self._current, self._state
         if not state.active or state.stop is not None or current.hung:
@@ -348,19 +336,21 @@ class ProgressMonitor:
             busy = [known.moved_ns for known in live.values() if known.beat.phase != "start"]
             limit_s = self._recovery.startup_timeout_s
             began_ns = max([state.launched_ns, *busy])
-            return _Limit(began_ns + seconds(limit_s), limit_s, "start-up")
+            return Limit(began_ns + seconds(limit_s), limit_s, "start-up")
         if not live:
             return None
+        if self._by_collectives(live) and (limit := self._collectives_limit(live)) is not None:
+            return limit
         if _works(live):
             newest_ns = max(known.moved_ns for known in live.values())
             limit_s = limits.SAVE_TIMEOUT_S
-            return _Limit(newest_ns + seconds(limit_s), limit_s, "save")
+            return Limit(newest_ns + seconds(limit_s), limit_s, "save")
         limit, found = self._train_limit(live), self._quietest(live)
         if found is None:
             return None
         quietest, oldest_ns = found
         if limit.name == "hang":
-            oldest_ns = max(oldest_ns, current.busy_ns)
+            oldest_ns = max(oldest_ns, current.busy_ns, current.starved_ns)
         due_ns = self._due_after(oldest_ns, limit.limit_s)
         # Without a current heartbeat of its agent the rank may have moved: wait for the next one.
         return replace(limit, due_ns=due_ns) if self._current_at(quietest, due_ns) else None
@@ -369,18 +359,29 @@ class ProgressMonitor:
         """A script of which no step was ever counted, and no rank prepares for one."""
         return not self._recipe and all(known.beat.silent for known in live.values())
 
+    def _by_collectives(self, live: dict[int, RankProgress]) -> bool:
+        """Collectives show the progress of a script: no step was counted, or too few to know how
+        long one takes."""
+        if self._recipe or self._learned:
+            return False
+        if self._current.num_steps == 0:
+            return self._silent(live)
+        auto = self._recovery.hang_timeout_s == "auto"
+        return auto and self._last_collective_ns(live) is not None
+
+    def _last_collective_ns(self, live: dict[int, RankProgress]) -> int | None:
+        return script_progress.last_collective_ns((k.beat, k.seen_ns) for k in live.values())
+
     def _quietest(self, live: dict[int, RankProgress]) -> tuple[int, int] | None:
         """The rank with the oldest progress, and when that was. Of a script, one of those that
-        report; if none does, progress is a collective or a phase of any rank. None: not known, also
-        when the ranks that report have ended."""
-        if self._current.num_steps == 0 and self._silent(live):
-            begun_ns = script_progress.last_collective_ns(
-                (known.beat, known.seen_ns) for known in live.values()
-            )
+        report; if collectives show its progress, that is a collective, a step or a phase of any
+        rank. None: not known, also when the ranks that report have ended."""
+        if self._by_collectives(live):
+            begun_ns, steps = self._last_collective_ns(live), self._current.num_steps
             if begun_ns is None:
                 return None
-            phases_ns = [known.moved_ns for known in live.values() if known.beat.ticks]
-            return min(live), max([begun_ns, *phases_ns])
+            moved_ns = [known.moved_ns for known in live.values() if known.beat.ticks or steps]
+            return min(live), max([begun_ns, *moved_ns])
         every = counting(known.beat for known in self._current.ranks.values())
         reporting = {beat.rank for beat in every} & live.keys()
         if not reporting:
@@ -388,8 +389,8 @@ class ProgressMonitor:
         rank = min(reporting, key=lambda rank: (live[rank].moved_ns, rank))
         return rank, live[rank].moved_ns
 
-    def _collectives_limit(self, live: dict[int, RankProgress]) -> _Limit | None:
-        """Of a script that reports no steps: a hang if no rank begins a collective and one does
+    def _collectives_limit(self, live: dict[int, RankProgress]) -> Limit | None:
+        """Of a script whose progress is its collectives: a hang if no rank begins one and one does
         nothing that its peers wait for. None: what the ranks do is not known, or they work."""
         current, recovery = self._current, self._recovery
         found = self._quietest(live) if len(live) == len(current.ranks) > 1 else None
@@ -400,13 +401,14 @@ class ProgressMonitor:
             if self._condition(live) != "idle":
                 return None
             gap_s = limits.WORST_GAP_FACTOR * self._worst_gap_s
-            limit_s, since_ns = max(2 * recovery.busy_timeout_s, gap_s), current.busy_ns
+            limit_s = max(2 * recovery.busy_timeout_s, gap_s)
+            since_ns = max(current.busy_ns, min(current.starved_ns, self._outside_ns(live)))
         else:
             limit_s, since_ns = recovery.hang_timeout_s, 0
         if _works(live):
             limit_s = max(limit_s, limits.SAVE_TIMEOUT_S)
         due_ns = self._due_after(max(begun_ns, since_ns), limit_s)
-        limit = _Limit(due_ns, limit_s, "collectives")
+        limit = Limit(due_ns, limit_s, "collectives")
         return limit if self._current_at(rank, due_ns) else None
 
     def _due_after(self, oldest_ns: int, limit_s: float) -> int:
@@ -420,7 +422,7 @@ class ProgressMonitor:
         observed_ns = self._detector.last_ns(self._state.node_of(rank))
         return due_ns <= observed_ns + seconds(FRESH_BEATS * self._recovery.heartbeat_interval_s)
 
-    def _stopped_limit(self, live: dict[int, RankProgress]) -> _Limit | None:
+    def _stopped_limit(self, live: dict[int, RankProgress]) -> Limit | None:
         """A stopped process makes no progress, in whatever phase."""
         stopped = [rank for rank, known in live.items() if known.beat.stopped]
         if not stopped or self._recovery.hang_timeout_s != "auto":
@@ -430,33 +432,42 @@ class ProgressMonitor:
         due_ns = self._due_after(live[first].ran_ns, limit_s)
         if not self._current_at(first, due_ns):
             return None
-        return _Limit(due_ns, limit_s, "stopped-process")
+        return Limit(due_ns, limit_s, "stopped-process")
 
-    def _train_limit(self, live: dict[int, RankProgress]) -> _Limit:
+    def _train_limit(self, live: dict[int, RankProgress]) -> Limit:
         """How long the live ranks may make no progress, by what they do; due_ns is not set."""
         limit_s = self.hang_limit_s()
         if not self._learned:
-            return _Limit(0, limit_s, "hang")
+            return Limit(0, limit_s, "hang")
         found = self._condition(live)
         if found == "idle":
-            return _Limit(0, limit_s, "hang")
+            return Limit(0, limit_s, "hang")
         gap_s = limits.WORST_GAP_FACTOR * self._worst_gap_s
         busy_s = max(limit_s, self._recovery.busy_timeout_s, gap_s)
         if script_progress.pace_s(known.beat for known in self._current.ranks.values()):
             # It may evaluate or save: a framework does not post that.
             busy_s = max(busy_s, limits.SAVE_TIMEOUT_S)
         if found == "starved":
-            return _Limit(0, limits.STARVED_FACTOR * busy_s, "starved-machine")
-        return _Limit(0, busy_s, "busy-worker")
+            return Limit(0, limits.STARVED_FACTOR * busy_s, "starved-machine")
+        return Limit(0, busy_s, "busy-worker")
 
     def _condition(self, live: dict[int, RankProgress]) -> Condition:
         now_ns = max(known.seen_ns for known in live.values())
         beats = [known.beat for known in live.values()]
-        starved = self._starved(now_ns)
-        found = condition(now_ns, beats, self._current.inspected, starved=starved)
-        if found in ("busy", "starved"):
+        found = condition(now_ns, beats, self._current.inspected)
+        if found == "busy":
             self._current.busy_ns = now_ns
-        return found
+        if not self._starved(now_ns):
+            return found
+        self._current.starved_ns = now_ns
+        return "starved"
+
+    def _outside_ns(self, live: dict[int, RankProgress]) -> int:
+        """Since when a rank does nothing that its peers wait for. It does not wait for a CPU, so
+        a starved machine is no excuse for it. Without such a rank: now."""
+        now_ns = max(known.seen_ns for known in live.values())
+        beats = (known.beat for known in live.values())
+        return outside_since_ns(now_ns, beats, self._current.inspected)
 
     def _starved(self, now_ns: int) -> bool:
         at_ns = self._starved_ns
@@ -487,17 +498,21 @@ class ProgressMonitor:
         if not state.active or state.stop is not None or current.hung:
             return None
         live = {rank: known for rank, known in current.ranks.items() if rank not in state.exits}
-        silent, works = current.num_steps == 0 and self._silent(live), _works(live)
-        if not live or (works and not silent):
+        if not live:
             return None
-        found = self._quietest(live) if silent or self._learned else None
+        by_collectives, works = self._by_collectives(live), _works(live)
+        silent = by_collectives and current.num_steps == 0
+        if works and not silent:
+            return None
+        found = self._quietest(live) if by_collectives or self._learned else None
         if found is None:
             return None
         quietest, oldest_ns = found
         limit_s = limits.SAVE_TIMEOUT_S if works else self.hang_limit_s()
+        if by_collectives and not works:
+            limit_s = script_progress.SUSPECT_AFTER_S + limits.SUSPICION_LEAD_S
+            limit_s += 0.0 if silent else script_progress.POST_INTERVAL_S
         wait_s = limit_s - limits.SUSPICION_LEAD_S
-        if silent and not works:
-            wait_s = script_progress.SUSPECT_AFTER_S
         due_ns = self._due_after(oldest_ns, wait_s)
         if current.suspected_ns is not None:
             due_ns = max(due_ns, current.suspected_ns + seconds(INSPECT_AGAIN_S))
@@ -537,7 +552,7 @@ class ProgressMonitor:
             return "no step was reported"
         return f"all ranks had finished step {self._current.done}"
 
-    def _evidence(self, suspects: Suspects, limit: _Limit) -> str:
+    def _evidence(self, suspects: Suspects, limit: Limit) -> str:
         current = self._current
         of = f"{limit.name} limit"
         if limit.name == "hang" and current.step_s and self._recovery.hang_timeout_s == "auto":
@@ -578,20 +593,7 @@ class ProgressMonitor:
         for rank, known in current.ranks.items():
             node = state.node_of(rank)
             slowest[node] = max(slowest.get(node, 0.0), known.beat.step_s)
-        if len(slowest) < 2:
-            return []
-        out: list[AnyEvent] = []
-        for node in list(slowest):
-            others = median(value for name, value in slowest.items() if name != node)
-            slow = others > 0 and slowest[node] > STRAGGLER_FACTOR * others
-            current.slow[node] = current.slow.get(node, 0) + 1 if slow else 0
-            if current.slow[node] >= STRAGGLER_SAMPLES and node not in current.stragglers:
-                current.stragglers[node] = None
-                evidence = (
-                    f"{slowest[node]:.2f} s a step, {others:.2f} s on the others, in "
-                    f"{current.slow[node]} samples in a row"
-                )
-                out.append(
-                    StragglerDetected(generation=current.number, node=node, evidence=evidence)
-                )
-        return out
+        return [
+            StragglerDetected(generation=current.number, node=node, evidence=evidence)
+            for node, evidence in current.slow_nodes.observe(slowest)
+        ]

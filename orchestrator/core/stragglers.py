@@ -16,6 +16,8 @@ from .. import limits
 MAD_TO_DEVIATION = 1.4826
 """Of a normal distribution."""
 MANY_NODES = 8
+SLOW_NODE_FACTOR = 1.5
+SLOW_NODE_SAMPLES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +108,29 @@ def _limit(others_s: list[float]) -> tuple[float, float]:
     spread_s = median(abs(value - usual_s) for value in others_s)
     margin_s = limits.STRAGGLER_DEVIATIONS * MAD_TO_DEVIATION * spread_s
     return usual_s, usual_s + max(limits.STRAGGLER_SHARE * usual_s, margin_s)
+
+
+@dataclass(slots=True)
+class SlowNodes:
+    """Of one generation whose ranks do not measure their work: by the step times they report."""
+
+    in_a_row: dict[str, int] = field(default_factory=dict)
+    """Node -> samples in a row in which it was slow."""
+    named: dict[str, None] = field(default_factory=dict)
+
+    def observe(self, step_s: Mapping[str, float]) -> list[tuple[str, str]]:
+        """(Node, evidence) of nodes that have been slow for long, each once. `step_s`: of the
+        slowest rank of each node."""
+        found: list[tuple[str, str]] = []
+        for node, here_s in step_s.items() if len(step_s) > 1 else ():
+            others_s = median(value for name, value in step_s.items() if name != node)
+            slow = others_s > 0 and here_s > SLOW_NODE_FACTOR * others_s
+            self.in_a_row[node] = self.in_a_row.get(node, 0) + 1 if slow else 0
+            if self.in_a_row[node] >= SLOW_NODE_SAMPLES and node not in self.named:
+                self.named[node] = None
+                evidence = (
+                    f"{here_s:.2f} s a step, {others_s:.2f} s on the others, in "
+                    f"{self.in_a_row[node]} samples in a row"
+                )
+                found.append((node, evidence))
+        return found

@@ -269,3 +269,11 @@ def state_in(store: Path) -> dict[str, Any]:
         for name, entry in header.entries.items():
             found[f"{file.shard} {name}"] = (entry.box, entry.checksum)
     return found
+
+
+def holdfast(job: Job, *words: str) -> subprocess.CompletedProcess[str]:
+    """Any command, in the home of this job."""
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast.orchestrator.cli.main", *words, "--home", str(job.home)],
+        capture_output=True, text=True, check=False, timeout=BOUND_S,
+    )  # fmt: skip

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from .local_rig import BOUND_S, Job, spec
+from .local_rig import Job, holdfast, spec
 
 pytestmark = pytest.mark.e2e
-
-
-def holdfast(job: Job, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "holdfast.orchestrator.cli.main", *words, "--home", str(job.home)],
-        capture_output=True, text=True, check=False, timeout=BOUND_S,
-    )  # fmt: skip
 
 
 def adopt(job: Job, target: str, whose: str) -> subprocess.CompletedProcess[str]:

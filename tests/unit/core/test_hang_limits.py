@@ -181,8 +181,7 @@ def test_a_stack_holds_for_as_long_as_the_process_has_been_idle_since(
     activity: str, idle_s: float, at_ns: int, expected: str
 ) -> None:
     beats, known = [_beat(idle_s)], {2: _inspected(activity, at_ns)}
-    assert condition(IDLE, beats, known, starved=False) == expected
-    assert condition(IDLE, beats, known, starved=True) == "starved"
+    assert condition(IDLE, beats, known) == expected
 
 
 @pytest.mark.parametrize(
@@ -192,7 +191,7 @@ def test_a_rank_that_did_not_answer_does_nothing_once_its_pulse_is_stale(
     pulse_age_s: float, expected: str
 ) -> None:
     beats = [_beat(limits.IDLE_S, pulse_age_s=pulse_age_s)]
-    assert condition(IDLE, beats, {2: _inspected("")}, starved=False) == expected
+    assert condition(IDLE, beats, {2: _inspected("")}) == expected
 
 
 def test_a_rank_is_described_with_its_frame_and_its_idle_time_where_they_are_known() -> None:

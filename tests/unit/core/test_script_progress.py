@@ -123,12 +123,21 @@ def test_posts_tell_late_so_the_first_step_and_what_was_lost_are_estimated() -> 
     assert incident.resumed_after_step == 84 - 25 and incident.at_least
 
 
-def _quiet(watch: Script, seconds: float, activities: dict[str, str], **of_rank: Any) -> None:
-    since = watch.job.now_ns
-    while watch.job.now_ns < since + seconds * SECOND and not watch.hangs:
+def _quiet(
+    watch: Script,
+    seconds: float,
+    activities: dict[str, str],
+    *,
+    since_s: float = 0.0,
+    **of_rank: Any,
+) -> None:
+    """`since_s`: for how long the ranks have been quiet."""
+    since = watch.job.now_ns - round(since_s * SECOND)
+    until = watch.job.now_ns + seconds * SECOND
+    while watch.job.now_ns < until and not watch.hangs:
         watch.job.now_ns += SECOND // 2
         quiet_s = (watch.job.now_ns - since) / SECOND
-        usual = {"collectives": MIN_COLLECTIVES, "collectives_age_s": quiet_s}
+        usual = {"collectives": MIN_COLLECTIVES, "collectives_age_s": quiet_s, "quiet_s": quiet_s}
         idle = {"idle_s": max(0.0, quiet_s - 1.0)}
         found = watch.beats(*[{**usual, **idle, **of_rank.get(f"rank{r}", {})} for r in range(4)])
         found += watch.give(Tick())
@@ -201,6 +210,37 @@ def test_a_program_that_posts_no_step_has_no_start_up_limit(posted: dict[str, An
         watch.beats(posted, {}, {}, {})
         watch.give(Tick())
     assert not watch.hangs
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_a_starved_machine_is_an_excuse_only_for_ranks_that_are_all_in_collectives(
+    outside: bool,
+) -> None:
+    """Standbys that import a library keep the machine busy for half a minute after each restart."""
+    watch = Script()
+    watch.beats(*[{"collectives": MIN_COLLECTIVES}] * 4)
+    began = watch.job.now_ns
+    ranks = {"rank0": "peers", "rank1": "peers", "rank2": "peers", "rank3": "peers"}
+    activities = ranks | ({"rank2": "nothing"} if outside else {})
+    _quiet(watch, 20, activities)
+    watch.give(HeartbeatReceived(node="a", generation=1, cpu_pressure=0.9))
+    _quiet(watch, 200, activities, since_s=20.0)
+    assert len(watch.hangs) == 1
+    waited_s = (watch.job.now_ns - began) / SECOND
+    assert 60 <= waited_s < 63 if outside else waited_s > 85
+
+
+def test_a_framework_that_has_posted_one_step_is_watched_by_its_collectives() -> None:
+    """How long a step takes is not known yet: its start-up limit would be ten minutes."""
+    watch = Script()
+    watch.posted(3, began_s=1.0, step_s=0.2, collectives=MIN_COLLECTIVES)
+    began = watch.job.now_ns
+    reported = {"counted_by": "posted", "step": 3, "ticks": 5, "step_s": 0.2}
+    _quiet(watch, 10, {"rank2": "nothing"}, rank0=reported)
+    assert any(isinstance(event, HangSuspected) for event in watch.verdicts) and not watch.hangs
+    _quiet(watch, 200, {"rank2": "nothing"}, since_s=10.0, rank0=reported)
+    (hang,) = watch.hangs
+    assert hang.ranks[0] == 2 and 60 <= (watch.job.now_ns - began) / SECOND < 63
 
 
 def test_a_silent_script_that_computes_or_has_hardly_begun_does_not_hang() -> None:
