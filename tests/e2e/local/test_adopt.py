@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .local_rig import Job, holdfast, spec
+from .local_rig import BOUND_S, Job, holdfast, spec
 
 pytestmark = pytest.mark.e2e
 
