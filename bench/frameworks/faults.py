@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from bench import conditions
 from holdfast.orchestrator.runtime.observe.view import Incident
 from tests.frameworks.step_log import (
     Line,
@@ -60,7 +61,9 @@ class Result(msgspec.Struct, kw_only=True):
     reported_s: float | None = None
     reported_lost: int | None = None
     load: float = 0.0
-    """Load average of the last minute at the fault."""
+    """Load average of the last minute at the fault: a restart of torchrun raises it."""
+    others: float | None = None
+    """Cores that processes of others used before the fault."""
     settled_s: float = 0.0
     """From the first step of a launch to the fault, at least."""
     at: str = ""
@@ -107,6 +110,7 @@ class Run:
     side: Side
     bound_s: float
     settled_s: float
+    others: float | None = None
     closed: list[tuple[Result, list[int]]] = field(default_factory=list)
     """Results with the numbers of their incidents: how many steps were lost may be known later."""
 
@@ -122,7 +126,10 @@ class Run:
             complete = newest[-1].world == 2 * self.side.workers_per_node
             return complete and long and newest[-1].step % every == every // 2
 
-        return self.side.log.until(settled, START_BOUND_S)
+        work = conditions.OtherWork(self.side.marks)
+        lines = self.side.log.until(settled, START_BOUND_S)
+        self.others = work.cores()
+        return lines
 
     def _check(self) -> None:
         if why := self.side.over():
@@ -131,13 +138,16 @@ class Run:
     def recovery(
         self, before: list[Line], fault: float, bound_s: float, *, trains_on: bool
     ) -> Recovery:
-        """`trains_on`: the launch may train until the next one begins. Raises TimeoutError, Missed,
-        or RuntimeError when the job ends instead."""
+        """`trains_on`: the launch may train until the next one begins, with all workers; two parts
+        that train side by side are no growth. Raises TimeoutError, Missed, or RuntimeError when the
+        job ends instead."""
         known = {line.pid for line in before}
+
+        full = 2 * self.side.workers_per_node if trains_on else 0
 
         def gone_on(lines: list[Line]) -> bool:
             self._check()
-            return lines[-1].pid not in known
+            return lines[-1].pid not in known and lines[-1].world >= full
 
         self.side.log.until(gone_on, bound_s)
         found = self.side.log.recovery(before, fault, 1.0)
@@ -316,7 +326,7 @@ def _one(run: Run, fault: str, cause: Cause, commit: str) -> tuple[Result, bool]
             )
         else:
             before = run.settle()
-        result.load = os.getloadavg()[0]
+        result.load, result.others = os.getloadavg()[0], run.others
         result.at = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
         at = cause(run, before)
         seen = run.recovery(before, at, bound_s, trains_on=fault == "grow")

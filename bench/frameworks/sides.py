@@ -56,6 +56,11 @@ class Side(ABC):
     def checkpoints(self) -> Path:
         return self.place / "out" / self.framework.checkpoints
 
+    @property
+    def marks(self) -> list[str]:
+        """In the command lines of its processes, see conditions.OtherWork."""
+        return [str(self.place)]
+
     @abstractmethod
     def start(self) -> None:
         """Launch all nodes; returns before they train."""
@@ -117,6 +122,10 @@ class UnderHoldfast(Side):
                      workersPerNode=self.workers_per_node, **changes),
         )  # fmt: skip
         self.job.run()
+
+    @property
+    def marks(self) -> list[str]:
+        return [str(self.place), str(self.job.home)]
 
     def view(self) -> JobView:
         return self.job.until(lambda view: True)

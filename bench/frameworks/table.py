@@ -11,6 +11,8 @@ from tests.frameworks.catalogue import FRAMEWORKS, TORCHTITAN, by_name
 from .faults import HANGS, NO_STEP, NOT_COUNTED, SAVE, SUSPEND, Account, Measured, Result
 from .sides import InMemory
 
+OTHERS = 0.3
+"""Cores that processes of others may use before a fault: more, and its figure is not compared."""
 FACTOR, NAMED_S, NAMED_STEPS, OFF = 4.0, 10.0, 3, 0.05
 """Of the goals: times faster than torchrun, seconds and steps until a hang is named, and how far
 the report may be from the step log."""
@@ -23,16 +25,17 @@ the fault to the first step of the next launch; *twice* is the number of steps t
 trained again. A fault comes in the middle between two checkpoints. `grow` has no fault: its
 seconds are those without a step. `suspend, resume` counts from `resume`; for torchrun that is
 a start of both agents after SIGTERM. Each figure is one observation unless a number of runs
-stands beside it; `load` is the load average at the fault. Sides with different loads are
-not compared. "No step within N s" counts as N s in a ratio, which is then marked with >=. `hang` is
-a rank stopped by SIGSTOP; `stuck rank` is one that waits in its own code, outside of a collective.
+stands beside it; `load` is the load average at the fault, to which the restart before adds.
+Figures are compared if processes of others used less than {others:g} cores before the fault.
+"No step within N s" counts as N s in a ratio, which is then marked with >=. `hang` is a rank
+stopped by SIGSTOP; `stuck rank` is one that waits in its own code, outside of a collective.
 A fault that did not stop the launch that trained is not counted, and said.
 """
 OURS, THEIRS = "Holdfast", "torchrun, best settings"
 BUSY = """\
-**The machine had other work: its load was above the number of its processors, so each figure has
-time in it in which processes waited for a processor, those of torchrun most, which import torch
-at each restart. It is to be measured again on an idle machine.**
+**The machine had other work during some faults: their figures have time in them in which processes
+waited for a processor, those of torchrun most, which import torch at each restart. They are not
+compared, and to be measured again.**
 """
 SETTINGS = """\
 torchrun's best settings: c10d rendezvous, one agent a node, `--nnodes 1:2`, `--rdzv-conf
@@ -46,11 +49,11 @@ def page(
 ) -> str:
     lines = ["# Scripts of other frameworks, Holdfast beside torchrun", ""]
     lines += [f"{name}: {value}. " for name, value in facts.items()]
-    if results and median(one.load for one in results) > (os.cpu_count() or 1):
+    if not all(_alone(one) for one in results):
         lines += ["", BUSY]
     lines += [
         "",
-        HEAD.format(every=last.save_every, pace=last.pace_s, workers=last.workers),
+        HEAD.format(every=last.save_every, pace=last.pace_s, workers=last.workers, others=OTHERS),
         SETTINGS,
         "",
     ]
@@ -101,6 +104,13 @@ def cell(some: list[Result]) -> str:
     return text + (f"; {len(notes)} of {len(some)}: {notes[0]}" if notes else "")
 
 
+def _alone(one: Result) -> bool:
+    """The machine had no other work. Older results have the load only, in which their own is."""
+    if one.others is not None:
+        return one.others < OTHERS
+    return one.load <= (os.cpu_count() or 1)
+
+
 def ratio(some: list[Result]) -> str:
     found = factor(some)
     return "" if found is None else f"{'>= ' if found[1] else ''}{found[0]:.1f}x"
@@ -108,7 +118,7 @@ def ratio(some: list[Result]) -> str:
 
 def factor(some: list[Result]) -> tuple[float, bool] | None:
     """(The median of torchrun over that of Holdfast, whether it is at least that), of one fault.
-    None: not measured on both sides, with about the same load."""
+    None: not measured on both sides, or others worked on the machine."""
 
     def of(side: str) -> list[tuple[float, bool]]:
         found = []
@@ -122,9 +132,8 @@ def factor(some: list[Result]) -> tuple[float, bool] | None:
     ours, theirs = of(OURS), of(THEIRS)
     if not ours or not theirs or any(late for _seconds, late in ours):
         return None
-    loads = [median(one.load for one in some if one.side == side) for side in (OURS, THEIRS)]
-    if max(loads) > 1.25 * max(min(loads), os.cpu_count() or 1):
-        return None  # both below the number of processors are alike
+    if not all(_alone(one) for one in some):
+        return None
     middle = theirs[(len(theirs) - 1) // 2]
     return middle[0] / median(seconds for seconds, _late in ours), middle[1]
 
