@@ -41,6 +41,9 @@ SETTINGS = """\
 torchrun's best settings: c10d rendezvous, one agent a node, `--nnodes 1:2`, `--rdzv-conf
 keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=1`, `--max-restarts 1000`,
 `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`. Its defaults: without the configuration and the variable.
+After a node was replaced or a worker was killed, its two nodes sometimes trained side by side, two
+ranks each, on the same checkpoint, until they were ended: then the next fault was caused in a new
+run, and for `grow` that is "no step", as no launch had all ranks.
 """
 
 
