@@ -18,7 +18,9 @@ from holdfast.orchestrator.core.events import (
 from holdfast.orchestrator.core.script_progress import MIN_COLLECTIVES, SUSPECT_AFTER_S
 from holdfast.orchestrator.limits import BEGUN_COLLECTIVES
 from holdfast.orchestrator.protocol.facts import WorkerBeat
+from holdfast.orchestrator.runtime.observe.incidents import IncidentCounter
 from holdfast.orchestrator.runtime.observe.incidents import incident as observed
+from holdfast.orchestrator.runtime.observe.view import JobView
 
 from .harness import SECOND
 from .test_progress_monitor import Watch
@@ -103,6 +105,9 @@ def test_a_script_that_reports_every_tenth_step_has_lost_at_least_those_since_it
     assert (incident.resumed_after_step, incident.resumed_estimated) == (49, True)
     shown = observed(incident, no_steps=False)
     assert (shown.steps_lost, shown.steps_lost_at_least) == (40, True)
+    view = JobView(name="job")
+    IncidentCounter().fill(view, watch.job.state, no_steps=False)
+    assert (view.steps_lost, view.steps_lost_at_least) == (40, True)
     watch.job.wait(1)
     watch.beats(*[{"step": 79, "began_after": 50, **reported}] * 4, generation=2)
     shown = observed(incident, no_steps=False)
