@@ -65,12 +65,16 @@ frameworks: $(STAMP)  ## .venv/frameworks: other frameworks, for their tests and
 	DS_ACCELERATOR=cpu $(VENV)/frameworks/bin/python -c \
 	  'from deepspeed.comm.torch import build_shm_op; build_shm_op()'
 
-test-frameworks: frameworks  ## scripts of other frameworks under Holdfast, in .venv/frameworks and torchtitan
+test-frameworks: frameworks  ## scripts of other frameworks under Holdfast, in environments of their own
 	$(VENV)/frameworks/bin/python -m pytest -p no:xdist --all tests/frameworks
 	test -x $(VENV)/torchtitan/bin/python || $(PYTHON) -m venv $(VENV)/torchtitan
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/torchtitan/bin/python --editable . \
 	  setuptools -r tests/frameworks/requirements-torchtitan.txt
 	$(VENV)/torchtitan/bin/python -m pytest -p no:xdist --all tests/frameworks -k titan
+	test -x $(VENV)/swift/bin/python || $(PYTHON) -m venv $(VENV)/swift
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/swift/bin/python --editable . \
+	  setuptools -r tests/frameworks/requirements-swift.txt
+	$(VENV)/swift/bin/python -m pytest -p no:xdist --all tests/frameworks -k swift
 
 bench: $(STAMP)  ## side-by-side measurements; writes bench/results/
 	$(BIN)/python -m bench.recovery

@@ -18,14 +18,14 @@ from typing import Any
 import msgspec
 
 from bench import conditions
-from tests.frameworks.catalogue import FRAMEWORKS, TORCHTITAN, Framework, by_name
+from tests.frameworks.catalogue import EVERY, Framework, by_name
 
 from . import table
 from .faults import FAULTS, SAVE, Measured, causes, measure
 from .sides import SIDES, InMemory, Preloaded, Side
 
-EVERY = (*FRAMEWORKS, TORCHTITAN)
-PACKAGES = ("transformers", "accelerate", "trl", "peft", "lightning", "deepspeed", "torchtitan")
+PACKAGES = ("transformers", "accelerate", "trl", "peft", "lightning", "deepspeed", "torchtitan",
+            "ms-swift")  # fmt: skip
 OUT = Path(__file__).parents[1] / "results" / "frameworks"
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from statistics import median
 
-from tests.frameworks.catalogue import FRAMEWORKS, TORCHTITAN, by_name
+from tests.frameworks.catalogue import EVERY, by_name
 
 from .faults import HANGS, NO_STEP, NOT_COUNTED, SAVE, SUSPEND, Account, Measured, Result
 from .sides import InMemory
@@ -72,7 +72,7 @@ def recoveries(results: list[Result]) -> Iterator[str]:
     sides = list(dict.fromkeys(one.side for one in results))
     yield "| framework | fault | " + " | ".join(sides) + " | torchrun / Holdfast |"
     yield "|---|---|" + "---|" * (len(sides) + 1)
-    order = [one.name for one in (*FRAMEWORKS, TORCHTITAN)]
+    order = [one.name for one in EVERY]
     for name in sorted({one.framework for one in results}, key=order.index):
         some = [one for one in results if one.framework == name]
         for fault in dict.fromkeys(one.fault for one in some):
@@ -150,7 +150,7 @@ def goals(results: list[Result], accounts: list[Account]) -> Iterator[str]:
         "state in memory (goal 0) |"
     )
     yield "|---|---|---|---|---|---|"
-    for framework in (*FRAMEWORKS, TORCHTITAN):
+    for framework in EVERY:
         some = [one for one in results if one.framework == framework.name]
         ours = [one for one in some if one.side == OURS and not one.note.startswith(NOT_COUNTED)]
         account = next(

@@ -147,7 +147,7 @@ def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str | 
     if view.relaunches:
         yield "restarts", restarts(view)
     if view.goodput:
-        yield "goodput", f"{view.goodput:.1%}"
+        yield "goodput", goodput(view)
     if view.device_memory_peak_bytes:
         yield "memory", f"{size(view.device_memory_peak_bytes)} peak per {_where(view)}"
     if view.sent_bytes:
@@ -156,6 +156,12 @@ def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str | 
         yield "planned", line
     if view.metrics_port and view.controller_alive and view.state not in TERMINAL:
         yield "metrics", f"http://127.0.0.1:{view.metrics_port}/metrics"
+
+
+def goodput(view: JobView) -> str:
+    """Of a script whose lost steps are not all known, these count as productive time."""
+    unknown = view.steps_lost is None or view.steps_lost_at_least
+    return f"{'at most ' if unknown else ''}{view.goodput:.1%}"
 
 
 def restarts(view: JobView) -> str:

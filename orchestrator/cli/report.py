@@ -11,7 +11,7 @@ from rich.text import Text
 from ..core.transitions import TERMINAL
 from ..runtime.observe.view import Incident, JobView
 from .output import clock, date, duration, plural, size, state_text
-from .render import ledger, outcome, planned, restarts, storage_problem, throughput
+from .render import goodput, ledger, outcome, planned, restarts, storage_problem, throughput
 
 PHASES = ("detect", "stop", "place", "launch", "first-step")
 
@@ -48,9 +48,9 @@ def report(
     command lines of hints. `can_read`: this machine can read the checkpoints."""
     parts: list[RenderableType] = [_title(view), *_summary(view)]
     if view.ledger:
-        goodput = Text(f"goodput {view.goodput:.1%}", style="bold")
-        goodput.append(" of the time since the first launch", style="not bold")
-        parts += ["", goodput, ledger(view)]
+        share = Text(f"goodput {goodput(view)}", style="bold")
+        share.append(" of the time since the first launch", style="not bold")
+        parts += ["", share, ledger(view)]
         if view.step < 0 and view.ledger.get("productive"):
             parts.append("the script reports no steps, so all running time counts as productive")
     if view.incidents:

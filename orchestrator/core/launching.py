@@ -301,7 +301,8 @@ def collectives_begun(ctx: StepContext, event: CollectivesBegun) -> None:
     state = ctx.state
     if event.generation != state.generation or not state.active:
         return
-    state.counted_by, state.sizes.began = state.counted_by or "collectives", True
+    state.counted_by = state.counted_by or "collectives"
+    state.sizes.began = state.sizes.visible = True
     incident = state.incident
     if incident is not None and incident.first_step_ns is None:
         incident.first_step_ns = ctx.now_ns
@@ -338,6 +339,7 @@ def step_completed(ctx: StepContext, event: StepCompleted) -> None:
         return
     state.first_step_done, state.first_step_ns = True, ctx.now_ns
     assert state.membership is not None
+    state.sizes.visible = True
     state.sizes.has_worked(state.membership.world_size)
     state.num_store_failures = 0
     if (incident := state.incident) is not None:

@@ -401,7 +401,8 @@ class ProgressMonitor:
             if self._condition(live) != "idle":
                 return None
             gap_s = limits.WORST_GAP_FACTOR * self._worst_gap_s
-            limit_s = max(2 * recovery.busy_timeout_s, gap_s)
+            early_s = script_progress.early_limit_s(self._state) if current.num_steps else 0.0
+            limit_s = max(2 * recovery.busy_timeout_s, gap_s, early_s)
             since_ns = max(current.busy_ns, min(current.starved_ns, self._outside_ns(live)))
         else:
             limit_s, since_ns = recovery.hang_timeout_s, 0

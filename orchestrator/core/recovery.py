@@ -424,8 +424,8 @@ def _strike(ctx: StepContext, failure: Failure) -> None:
 def _learn_size(ctx: StepContext, incident: IncidentRecord) -> None:
     """A script that reports no steps has trained at this size, as far as can be seen."""
     state = ctx.state
-    long = ctx.now_ns - state.launched_ns >= seconds(sizes.EARLY_S)
-    if state.sizes.began or long:
+    early_s = state.sizes.early_s(state.job.spec.recovery.startup_timeout_s)
+    if state.sizes.began or ctx.now_ns - state.launched_ns >= seconds(early_s):
         state.sizes.has_worked(incident.world_size_before)
 
 
@@ -433,7 +433,8 @@ def _not_this_size(ctx: StepContext, failure: Failure, incident: IncidentRecord)
     """Whether the script failed early, at a size at which it never worked, while it worked at
     another. Such failures are not charged: there are few, see sizes.py."""
     state, exit, world = ctx.state, failure.exit, incident.world_size_before
-    early = ctx.now_ns - state.launched_ns < seconds(sizes.EARLY_S) and not state.first_step_done
+    early_s = state.sizes.early_s(state.job.spec.recovery.startup_timeout_s)
+    early = ctx.now_ns - state.launched_ns < seconds(early_s) and not state.first_step_done
     is_script = state.job.spec.entrypoint.recipe is None
     if not (is_script and early and failure.rule in sizes.RULES and state.sizes.is_new(world)):
         return False

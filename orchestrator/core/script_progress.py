@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from .. import limits
 from ..protocol.facts import WorkerBeat
 from .context import SECOND_NS, seconds
+from .state import JobState
 
 POST_INTERVAL_S = 5.0
 """transformers 5.23 posts at most that often (KubeflowCallback._MIN_UPDATE_INTERVAL)."""
@@ -63,6 +65,14 @@ def last_collective_ns(beats: Iterable[tuple[WorkerBeat, int]]) -> int | None:
         at_ns = seen_ns - seconds(beat.collectives_age_s)
         newest = at_ns if newest is None else max(newest, at_ns)
     return newest
+
+
+def early_limit_s(state: JobState) -> float:
+    """How long a script that has counted its first steps may do nothing: another step may take as
+    long as the first one, in which a rank may wait for a model on another machine."""
+    startup_s = state.job.spec.recovery.startup_timeout_s
+    first_s = (state.first_step_ns - state.launched_ns) / SECOND_NS
+    return min(limits.HANG_STEP_FACTOR * first_s, startup_s) if state.first_step_done else startup_s
 
 
 def gap_s(before: WorkerBeat, seen_ns: int, after: WorkerBeat, now_ns: int) -> float:

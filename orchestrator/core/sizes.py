@@ -12,8 +12,8 @@ from msgspec import Struct, field
 from ..api.v1alpha1 import TrainingJob
 
 EARLY_S = 120.0
-"""A script that fails later than this after its launch, without a step that Holdfast saw, has
-trained: a checkpoint is read and a model is built within two minutes, in most jobs."""
+"""A script that fails later than this after its launch has trained, if nothing that it does can be
+seen: a checkpoint is read and a model is built within two minutes, in most jobs."""
 TRIES = 2
 """Failures at a new size after which it is not tried again, if the old size has to be waited for.
 The first one may have been bad luck."""
@@ -34,6 +34,9 @@ class Sizes(Struct):
     """Size that is not tried again -> the error."""
     began: bool = False
     """The running generation, which reports no steps, began collectives."""
+    visible: bool = False
+    """A generation of this job was seen to train: by a step, or by its collectives. One of which
+    neither is seen still reads its checkpoint, however large that is."""
 
     def allows(self, world: int) -> bool:
         if world in self.refused:
@@ -48,6 +51,11 @@ class Sizes(Struct):
         if world not in self.worked:
             self.worked.append(world)
         self.failed.pop(world, None)
+
+    def early_s(self, startup_timeout_s: float) -> float:
+        """How long after its launch the running generation, without a step, may still begin."""
+        loads = self.visible and not self.began
+        return max(EARLY_S, startup_timeout_s) if loads else EARLY_S
 
     def describe(self) -> str:
         """Added to the reason of a job that waits for nodes; empty: nothing was learned."""

@@ -72,8 +72,17 @@ TORCHTITAN = Framework(
 ranks that wrote a checkpoint."""
 
 
+SWIFT = Framework(
+    "swift", "ms-swift SFT, LoRA", "swift_sft.py", "swift", preload=(*HUGGING_FACE, "trl", "swift")
+)
+"""In an environment of its own: it needs older versions of transformers, trl and datasets."""
+APART = (TORCHTITAN, SWIFT)
+"""Each in an environment of its own."""
+EVERY = (*FRAMEWORKS, *APART)
+
+
 def by_name(name: str) -> Framework:
-    return next(one for one in (*FRAMEWORKS, TORCHTITAN) if one.name == name)
+    return next(one for one in EVERY if one.name == name)
 
 
 def environment(place: Path, pace_s: float) -> dict[str, str]:

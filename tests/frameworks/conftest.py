@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .catalogue import FRAMEWORKS, TORCHTITAN
+from .catalogue import APART, FRAMEWORKS
 
 MISSING = sorted({one.package for one in FRAMEWORKS if not one.installed})
 
@@ -14,8 +14,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not (item.nodeid.startswith("tests/frameworks/") and "e2e" in item.keywords):
             continue
         missing, callspec = MISSING, getattr(item, "callspec", None)
-        if callspec is not None and callspec.params.get("name") == TORCHTITAN.name:
-            missing = [] if TORCHTITAN.installed else [TORCHTITAN.package]
+        name = callspec.params.get("name") if callspec is not None else None
+        if (apart := next((one for one in APART if one.name == name), None)) is not None:
+            missing = [] if apart.installed else [apart.package]
         if missing:
             reason = f"not installed: {', '.join(missing)}; `make test-frameworks` runs these tests"
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.local.local_rig import Job
 
-from .catalogue import FRAMEWORKS, LOG, TORCHTITAN, Framework, by_name, document
+from .catalogue import EVERY, FRAMEWORKS, LOG, Framework, by_name, document
 from .step_log import Line, StepLog, trained_twice
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -56,7 +56,7 @@ def finish(job: Job) -> None:
     assert job.command.returncode == 0, job.output()[-3000:]
 
 
-@pytest.mark.parametrize("name", [one.name for one in (*FRAMEWORKS, TORCHTITAN)])
+@pytest.mark.parametrize("name", [one.name for one in EVERY])
 def test_a_killed_worker_costs_the_steps_since_the_scripts_checkpoint(
     name: str, start: Start
 ) -> None:

@@ -125,7 +125,11 @@ def read(line: str) -> Program:
         raise CommandRefused(
             "no program", "the program and its arguments", "variables go into spec.env"
         )
-    return replace(_read(words), env=env)
+    found = _read(words)
+    if found.launcher == "swift":
+        sizes, replaced, counts = launchers.swift_variables(env)
+        found = replace(found, sizes=sizes, replaced=replaced, counts=counts)
+    return replace(found, env=env)
 
 
 def _split(line: str) -> list[str]:
@@ -177,7 +181,7 @@ def _without_variables(words: list[str], env: dict[str, str]) -> list[str]:
 def _read(words: list[str]) -> Program:
     """A command without variables before it."""
     name, rest = program_name(words[0]), words[1:]
-    if fix := _NOT_STARTED.get(name):
+    if (fix := _NOT_STARTED.get(name)) and launcher_words.launcher(*words[:2]) != "swift":
         raise CommandRefused(words[0], "a program that is one rank", fix)
     if name in RUNNERS and rest[:1] == ["run"]:
         return _in_environment(words)

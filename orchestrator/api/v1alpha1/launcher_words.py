@@ -24,6 +24,9 @@ READ_MODULES = {
 }
 ACCELERATE = ("accelerate", "accelerate.commands.accelerate_cli")
 """A program and a module: launchers with the word `launch` behind them."""
+SWIFT = ("swift", "swift.cli.main")
+SWIFT_VERBS = {"sft", "pt", "rlhf"}
+"""ms-swift's program and module: with these words they start torchrun, if NPROC_PER_NODE is set."""
 _OTHERS = {"srun", "sbatch", "mpirun", "mpiexec", "orterun", "prterun", "horovodrun", "jsrun",
            "aprun", "trl"}  # fmt: skip
 _OTHER_MODULES = {"horovod.runner", "horovod.runner.launch", "horovod.run", "trl.cli",
@@ -84,6 +87,8 @@ def launcher(word: str, following: str = "") -> str:
         return found
     if following == "launch" and (name in ACCELERATE or word in ACCELERATE):
         return "accelerate launch"
+    if (name in SWIFT or word in SWIFT) and following.replace("_", "-") in SWIFT_VERBS:
+        return "swift"
     if name in _OTHERS:
         return name
     return word if word in _OTHER_MODULES else ""

@@ -2,7 +2,8 @@
 script that the launcher would start.
 
 Sources: torch/distributed/run.py of torch 2.11 to 2.15; accelerate/commands/launch.py of accelerate
-1.15; deepspeed/launcher/runner.py and launch.py of DeepSpeed 0.19.
+1.15; deepspeed/launcher/runner.py and launch.py of DeepSpeed 0.19; swift/cli/main.py of ms-swift
+4.6.
 """
 
 from __future__ import annotations
@@ -218,7 +219,11 @@ NAMES = {
     "accelerate launch": ACCELERATE,
     "deepspeed": DEEPSPEED,
     "torch.distributed.launch": LAUNCH,
+    "swift": (),
 }
+SWIFT_SIZES: dict[str, SizeOf] = {"NPROC_PER_NODE": "workers", "NNODES": "nodes"}
+SWIFT_REPLACED = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that `swift sft` hands to torchrun as options."""
 LOCAL_RANK = {"deepspeed": "--local_rank", "torch.distributed.launch": "--local-rank"}
 """Launcher -> the option with which it gives a script its local rank."""
 
@@ -250,11 +255,55 @@ def read(launcher: str, words: list[str]) -> LaunchLine:
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER)
     found, unknown = parser.parse_known_args(words)
+    if launcher == "swift" and not unknown:
+        return _by_swift(found.script, tuple(found.args))
     if unknown:
         parser.error(f"the unknown option {unknown[0]}")
     given = [(option, vars(found)[dest]) for dest, option in options.items() if dest in vars(found)]
     own = words[: len(words) - len(found.args) - 1]
     return _launched(launcher, found.script, tuple(found.args), given, own)
+
+
+def _by_swift(verb: str, args: tuple[str, ...]) -> LaunchLine:
+    """`swift sft ARGS` runs a module; a file of arguments is read by the program itself."""
+    if args and args[0].endswith((".json", ".yaml", ".yml")):
+        raise CommandRefused(
+            f"swift {verb} {args[0]}", "options", "write the values of the file as options"
+        )
+    line = " ".join(args).replace("=", " ").lower()
+    if "--add_version false" not in line:
+        raise CommandRefused(
+            f"swift {verb} without --add_version false",
+            "a start that finds the checkpoints of the one before, in the same directory",
+            "add `--add_version false` and --output_dir",
+        )
+    return LaunchLine(
+        word=f"swift.cli.{verb.replace('-', '_')}",
+        args=args,
+        is_module=True,
+        is_program=False,
+        passes_local_rank=False,
+        sizes=(),
+        replaced=(),
+        kept=(),
+        counts="",
+    )
+
+
+def swift_variables(env: dict[str, str]) -> tuple[tuple[Size, ...], tuple[str, ...], str]:
+    """(Sizes, what Holdfast replaces, what would count devices) of the variables before `swift`;
+    they are taken out of `env`."""
+    sizes, counts = [], ""
+    for name, of in SWIFT_SIZES.items():
+        if name in env:
+            value = env.pop(name)
+            size = _size(of, f"{name}={value}", value)
+            if size is not None:
+                sizes.append(size)
+            else:
+                counts = f"{name}={value}"
+    replaced = tuple(f"{name}={env.pop(name)}" for name in SWIFT_REPLACED if name in env)
+    return tuple(sizes), (*replaced, *([counts] if counts else [])), counts
 
 
 def _launched(

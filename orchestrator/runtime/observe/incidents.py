@@ -7,7 +7,7 @@ has begun.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from holdfast.orchestrator import limits
@@ -40,6 +40,8 @@ class IncidentCounter:
     phases: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Phase -> (how often it ended, seconds)."""
     steps_lost: int = 0
+    at_least: bool = False
+    """More steps may have been lost."""
 
     def settle(self, state: JobState, *, no_steps: bool) -> None:
         """Add the incidents that cannot change any more."""
@@ -62,14 +64,16 @@ class IncidentCounter:
             count, total = self.phases.get(phase, (0, 0.0))
             self.phases[phase] = (count + 1, total + seconds)
         self.steps_lost += one.steps_lost or 0
+        self.at_least |= one.steps_lost_at_least
 
     def fill(self, view: JobView, state: JobState, *, no_steps: bool) -> None:
         """The counters of now, with what is known of the newest incident."""
-        now = IncidentCounter(self.through, dict(self.counts), dict(self.phases), self.steps_lost)
+        now = replace(self, counts=dict(self.counts), phases=dict(self.phases))
         if state.incidents and state.incidents[-1].number > self.through:
             now._count(state.incidents[-1], no_steps=no_steps)
         view.num_incidents = state.num_incidents
         view.steps_lost = None if no_steps and state.num_incidents else now.steps_lost
+        view.steps_lost_at_least = now.at_least and view.steps_lost is not None
         view.incident_counts = [
             IncidentCount(failure_class=name, scope=scope, count=count)
             for (name, scope), count in sorted(now.counts.items())

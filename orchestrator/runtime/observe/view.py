@@ -213,6 +213,7 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     """By phase, and total."""
     steps_lost: int | None = 0
     """Finished steps that had to be trained again; None: not known, the script reports none."""
+    steps_lost_at_least: bool = False
     ledger: dict[str, float] = {}
     goodput: float = 0.0
     """productive / time since the first launch, 0 to 1."""

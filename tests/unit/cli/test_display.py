@@ -200,6 +200,21 @@ def test_only_the_innermost_frames_of_the_culprits_main_thread_are_shown() -> No
         assert part in text_of(to)
 
 
+def test_a_suspected_hang_is_printed_once_and_the_rank_that_it_names_then() -> None:
+    to, first = console(), "no progress: rank 0 has begun no collective for {} s"
+    display = LineDisplay(to)
+    display.show(make_view(state="running", reason="all workers run"))
+    for reason in (
+        first.format(4.0),
+        "no progress: rank 1 is in no collective at train.py, line 7, on node-0",
+        first.format(9.0),
+        "no progress: rank 1 is in no collective at train.py, line 7, on node-0",
+    ):
+        display.show(make_view(state="running", reason=reason))
+    printed = [line for line in text_of(to).splitlines() if "no progress" in line]
+    assert len(printed) == 2 and "4.0 s" in printed[0] and "rank 1" in printed[1]
+
+
 def test_an_incident_names_the_one_that_superseded_it() -> None:
     first = make_incident(over=False, overtaken_by=2)
     view = make_view(state="failed", incidents=[first, make_incident(number=2, over=False)])
@@ -217,6 +232,16 @@ def test_the_end_of_an_incident_is_unknown_if_the_script_shows_no_progress() -> 
     (line,) = [x for x in report_lines(make_view(incidents=[inferred])) if "outcome" in x]
     assert line == "outcome: collectives again (no steps are reported) after 0.67 s"
     assert "the script reports no steps, so all running time counts as productive" in lines
+
+
+@pytest.mark.parametrize(
+    "lost", [{"steps_lost": None}, {"steps_lost": 40, "steps_lost_at_least": True}]
+)
+def test_goodput_is_an_upper_bound_if_steps_were_lost_that_nobody_counted(
+    lost: dict[str, Any],
+) -> None:
+    lines = list(report_lines(make_view(**lost)))
+    assert "goodput at most 90.9% of the time since the first launch" in lines
 
 
 def test_text_of_the_job_is_never_taken_for_markup() -> None:

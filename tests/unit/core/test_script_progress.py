@@ -18,7 +18,9 @@ from holdfast.orchestrator.core.events import (
 from holdfast.orchestrator.core.script_progress import MIN_COLLECTIVES, SUSPECT_AFTER_S
 from holdfast.orchestrator.limits import BEGUN_COLLECTIVES
 from holdfast.orchestrator.protocol.facts import WorkerBeat
+from holdfast.orchestrator.runtime.observe.incidents import IncidentCounter
 from holdfast.orchestrator.runtime.observe.incidents import incident as observed
+from holdfast.orchestrator.runtime.observe.view import JobView
 
 from .harness import SECOND
 from .test_progress_monitor import Watch
@@ -103,6 +105,9 @@ def test_a_script_that_reports_every_tenth_step_has_lost_at_least_those_since_it
     assert (incident.resumed_after_step, incident.resumed_estimated) == (49, True)
     shown = observed(incident, no_steps=False)
     assert (shown.steps_lost, shown.steps_lost_at_least) == (40, True)
+    view = JobView(name="job")
+    IncidentCounter().fill(view, watch.job.state, no_steps=False)
+    assert (view.steps_lost, view.steps_lost_at_least) == (40, True)
     watch.job.wait(1)
     watch.beats(*[{"step": 79, "began_after": 50, **reported}] * 4, generation=2)
     shown = observed(incident, no_steps=False)
@@ -230,17 +235,24 @@ def test_a_starved_machine_is_an_excuse_only_for_ranks_that_are_all_in_collectiv
     assert 60 <= waited_s < 63 if outside else waited_s > 85
 
 
-def test_a_framework_that_has_posted_one_step_is_watched_by_its_collectives() -> None:
-    """How long a step takes is not known yet: its start-up limit would be ten minutes."""
+@pytest.mark.parametrize("first_s, limit_s", [(1.0, 60.0), (100.0, 300.0), (400.0, 600.0)])
+def test_a_framework_that_has_posted_one_step_is_watched_by_its_collectives(
+    first_s: float, limit_s: float
+) -> None:
+    """How long a step takes is not known yet: at most as long as the launch to the first one."""
     watch = Script()
+    begins = watch.job.state.launched_ns + round(first_s * SECOND)
+    while watch.job.now_ns < begins:
+        watch.posted(-1, began_after=-1)
+        watch.job.now_ns = min(watch.job.now_ns + SECOND, begins)
     watch.posted(3, began_s=1.0, step_s=0.2, collectives=MIN_COLLECTIVES)
     began = watch.job.now_ns
     reported = {"counted_by": "posted", "step": 3, "ticks": 5, "step_s": 0.2}
     _quiet(watch, 10, {"rank2": "nothing"}, rank0=reported)
     assert any(isinstance(event, HangSuspected) for event in watch.verdicts) and not watch.hangs
-    _quiet(watch, 200, {"rank2": "nothing"}, since_s=10.0, rank0=reported)
+    _quiet(watch, 800, {"rank2": "nothing"}, since_s=10.0, rank0=reported)
     (hang,) = watch.hangs
-    assert hang.ranks[0] == 2 and 60 <= (watch.job.now_ns - began) / SECOND < 63
+    assert hang.ranks[0] == 2 and limit_s <= (watch.job.now_ns - began) / SECOND < limit_s + 3
 
 
 def test_a_silent_script_that_computes_or_has_hardly_begun_does_not_hang() -> None:

@@ -234,10 +234,33 @@ def test_a_script_that_reports_nothing_works_at_a_size_if_it_was_not_its_own_err
     assert job.state.sizes.failed == {2: 1}
 
 
-def test_an_error_long_after_the_launch_is_no_matter_of_the_size() -> None:
+@pytest.mark.parametrize(
+    "trains, seconds, failed",
+    [(False, EARLY_S + 1, {2: 1}), (False, 601.0, {}), (True, EARLY_S + 1, {})],
+)
+def test_an_error_long_after_the_launch_is_a_matter_of_the_size_while_the_script_still_loads(
+    trains: bool, seconds: float, failed: dict[int, int]
+) -> None:
+    """A checkpoint of 70B parameters is read for minutes. The first generation was seen to train,
+    so the second, which begins no collective, does not; recovery.startupTimeoutSeconds is 600."""
     job = started(step=None)
     job.apply(CollectivesBegun(generation=1))
     shrunk(job, "node-1")
+    job.succeed(LaunchGroup)
+    if trains:
+        job.apply(CollectivesBegun(generation=2))
+    job.now_ns += round(seconds * SECOND)
+    job.exits(0, **ERROR)
+    job.all_stopped()
+    assert job.state.sizes.failed == failed
+    assert job.state.restarts.get("user", 0) == (0 if failed else 1)
+
+
+def test_without_any_sign_of_training_an_error_is_early_for_two_minutes() -> None:
+    job = started(step=None)
+    job.now_ns = job.state.launched_ns + round(EARLY_S * SECOND)
+    shrunk(job, "node-1")
+    assert job.state.sizes.worked == [4]
     job.succeed(LaunchGroup)
     job.now_ns += round((EARLY_S + 1) * SECOND)
     job.exits(0, **ERROR)

@@ -30,6 +30,7 @@ from holdfast.orchestrator.cli.display import (
 )
 from holdfast.orchestrator.cli.job_checks import check, check_submission
 from holdfast.orchestrator.cli.output import date, plural, stderr
+from holdfast.orchestrator.cli.render import goodput
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.hosts.ray import actor
@@ -324,7 +325,7 @@ def progress_metadata(view: JobView) -> dict[str, str]:
     """What may change at every step: written with the message, at most every few seconds."""
     facts: dict[str, str] = {}
     if view.first_step_s is not None:
-        facts["goodput"] = f"{view.goodput:.1%}"
+        facts["goodput"] = goodput(view)
     if view.checkpoints:
         newest = view.checkpoints[-1]
         facts["stored checkpoint"] = f"step {newest.step}, {date(newest.committed_ns)}"
