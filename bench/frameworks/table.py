@@ -37,6 +37,14 @@ BUSY = """\
 waited for a processor, those of torchrun most, which import torch at each restart. They are not
 compared, and to be measured again.**
 """
+REASONS = """\
+Why goodput is not within the goal: of a script that reports no step, all time in which its ranks
+communicate counts as productive, also that of steps which are trained again, and that of a stuck
+rank until it is restarted (`status` and `report` show such a goodput as "at most"). Hugging Face's
+trainers post every 5 s, and a launch that is killed before its first post has trained steps that
+nobody counted. Here a fault came every few seconds; the difference is one of seconds in each
+incident. An incident of a silent script is over when its ranks begin collectives, which is before
+the end of their first step."""
 SETTINGS = """\
 torchrun's best settings: c10d rendezvous, one agent a node, `--nnodes 1:2`, `--rdzv-conf
 keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=1`, `--max-restarts 1000`,
@@ -60,7 +68,7 @@ def page(
         SETTINGS,
         "",
     ]
-    lines += ["## Goals", "", *goals(results, accounts), "", "## Recoveries", ""]
+    lines += ["## Goals", "", *goals(results, accounts), "", REASONS, "", "## Recoveries", ""]
     lines += list(recoveries(results))
     lines += ["", "## What Holdfast reports, beside the step log", "", *claims(results)]
     lines += ["", *whole_runs(accounts)]
@@ -135,7 +143,7 @@ def factor(some: list[Result]) -> tuple[float, bool] | None:
     ours, theirs = of(OURS), of(THEIRS)
     if not ours or not theirs or any(late for _seconds, late in ours):
         return None
-    if not all(_alone(one) for one in some):
+    if not all(_alone(one) for one in some if one.side in (OURS, THEIRS)):
         return None
     middle = theirs[(len(theirs) - 1) // 2]
     return middle[0] / median(seconds for seconds, _late in ours), middle[1]
