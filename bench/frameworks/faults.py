@@ -32,6 +32,7 @@ from tests.frameworks.step_log import (
 
 from .sides import Side, UnderHoldfast
 
+ROOT = Path(__file__).parents[2]
 START_BOUND_S = 120.0
 HANG_BOUND_S = 100.0
 """More than a hang of a script may take that reports nothing."""
@@ -348,7 +349,7 @@ def _one(run: Run, fault: str, cause: Cause, commit: str) -> tuple[Result, bool]
             return result, True
         return result, False
     except RuntimeError as error:
-        result.note = str(error)
+        result.note = str(error).replace(f"{ROOT}/", "")
         return result, False
     # Holdfast grows by itself, so there is no moment from which to count.
     result.seconds = None if fault == "grow" else seen.seconds

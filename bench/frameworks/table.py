@@ -41,8 +41,8 @@ REASONS = """\
 Why goodput is not within the goal: of a script that reports no step, all time in which its ranks
 communicate counts as productive, also that of steps which are trained again, and that of a stuck
 rank until it is restarted (`status` and `report` show such a goodput as "at most"). Hugging Face's
-trainers post every 5 s, and a launch that is killed before its first post has trained steps that
-nobody counted. Here a fault came every few seconds; the difference is one of seconds in each
+trainers post every 5 s, and steps of a launch that is killed before its first post are not counted.
+Here a fault came every few seconds; the difference is one of seconds in each
 incident. An incident of a silent script is over when its ranks begin collectives, which is before
 the end of their first step."""
 SETTINGS = """\

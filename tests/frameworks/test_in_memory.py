@@ -41,6 +41,25 @@ def losses(log: StepLog) -> list[tuple[int, float | None]]:
     return [(line.step, line.loss) for line in log.lines()]
 
 
+@pytest.mark.parametrize("name", ["lightning"])
+def test_a_job_is_resized_in_the_middle_of_an_epoch(name: str, start: Start) -> None:
+    """An epoch has 32 batches on four ranks, 64 on two: the 40th of 64 is the 20th of 32."""
+    framework = replace(by_name(name), script="lightning_memory.py")
+    fields = IN_MEMORY | {"parallelism": {"shard": 1}, "steps": 90}
+    job, log = start(framework, save_every=RARELY, **fields)
+    trained(log, job, 4)
+    assert job.request("resize", nodes=1).ok
+    lines = log.until(lambda lines: lines[-1].world == 2, BOUND_S)
+    first = next(line.step for line in lines if line.world == 2)
+    # `first - 1` batches of four ranks are twice as many of two.
+    trained(log, job, first + 40 - 2 * (first - 1))
+    assert job.request("resize", nodes=2).ok
+    finish(job)
+    lines = log.lines()
+    assert {line.step for line in lines} == {*range(1, 91)} and lines[-1].world == 4
+    assert job.wait().state == "succeeded"
+
+
 @pytest.mark.parametrize(("script", "name"), SCRIPTS.items(), ids=SCRIPTS)
 def test_a_killed_worker_costs_no_step_and_changes_no_loss(
     script: str, name: str, start: Start, tmp_path: Path

@@ -160,6 +160,7 @@ class _KeptOfLightning:
         state = {
             "loops": loops,
             "epoch_ended": epoch.processed == epoch.started,
+            "world": trainer.world_size,
             "callbacks": {key: value for key, value in callbacks.items() if value},
         }
         return {
@@ -171,6 +172,7 @@ class _KeptOfLightning:
     def load_state_dict(self, kept: dict[str, Any]) -> None:
         trainer, state = self.trainer, unpack(kept["trainer"])
         trainer.fit_loop.load_state_dict(state["loops"])
+        self._same_samples(state.get("world", trainer.world_size))
         self.in_epoch = not state["epoch_ended"]
         if not self.in_epoch:  # the loops begin the next epoch
             # FitLoop's own setter keeps it with max_steps.
@@ -185,6 +187,18 @@ class _KeptOfLightning:
             trainer.precision_plugin.load_state_dict(kept["precision"])
         for config, schedule in zip(trainer.lr_scheduler_configs, kept["schedules"], strict=True):
             config.scheduler.load_state_dict(schedule)
+
+    def _same_samples(self, world: int) -> None:
+        """The position in an epoch is a number of batches of each rank: another number of ranks
+        has read the same samples after another number of batches. It is rounded down, so less than
+        a global batch (times the accumulation) is read again."""
+        trainer = self.trainer
+        if world == trainer.world_size:
+            return
+        at_once = trainer.accumulate_grad_batches
+        current = trainer.fit_loop.epoch_loop.batch_progress.current
+        read = current.completed * world // trainer.world_size // at_once * at_once
+        current.ready = current.started = current.processed = current.completed = read
 
 
 def _seed_of_trainer() -> int:

@@ -237,7 +237,7 @@ def test_the_end_of_an_incident_is_unknown_if_the_script_shows_no_progress() -> 
 @pytest.mark.parametrize(
     "lost", [{"steps_lost": None}, {"steps_lost": 40, "steps_lost_at_least": True}]
 )
-def test_goodput_is_an_upper_bound_if_steps_were_lost_that_nobody_counted(
+def test_goodput_is_an_upper_bound_if_steps_were_lost_that_are_not_counted(
     lost: dict[str, Any],
 ) -> None:
     lines = list(report_lines(make_view(**lost)))
