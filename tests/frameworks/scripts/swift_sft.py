@@ -82,7 +82,8 @@ def main() -> None:
         "--save_total_limit", "2", "--logging_steps", "1", "--callbacks", "steplog",
         "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "1",
         "--dataloader_num_workers", "0", "--dataset_num_proc", "1", "--max_length", "64",
-        "--check_model", "false", "--load_from_cache_file", "false", "--split_dataset_ratio", "0", "--report_to", "none",
+        "--check_model", "false", "--load_from_cache_file", "false", "--split_dataset_ratio", "0",
+        "--report_to", "none",
     ])  # fmt: skip
 
 
