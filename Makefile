@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install run check test test-all test-ray-oldest frameworks test-frameworks mutants bench lint manifests kubernetes-binaries clean
+.PHONY: help install bytecode run check test test-all test-ray-oldest frameworks test-frameworks mutants bench lint manifests kubernetes-binaries clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,12 +34,13 @@ check: lint  ## style, types, import rules, language, unit tests, simulation: un
 
 # Hundreds of processes of the tests import the package; where Python may not write bytecode, as in many
 # containers, each of them compiled it again, for 0.7 s.
-test: $(STAMP)  ## everything that is checked before a change lands
+bytecode: $(STAMP)
 	$(BIN)/python -m compileall -q holdfast orchestrator workers
+
+test: bytecode  ## everything that is checked before a change lands
 	$(BIN)/python -m pytest -n 3 --max-worker-restart 2
 
-test-all: $(STAMP)  ## and the long tests, see tests/long_tests.py
-	$(BIN)/python -m compileall -q holdfast orchestrator workers
+test-all: bytecode  ## and the long tests, see tests/long_tests.py
 	$(BIN)/python -m pytest -n 3 --max-worker-restart 2 --all
 
 # `make mutants MUTANTS='--sample 200 --seed 7'` judges a sample, MUTANTS=--again only those that were

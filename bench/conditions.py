@@ -43,10 +43,11 @@ def _git(*words: str) -> str:
 
 
 class OtherWork:
-    """CPU time that is not that of some processes, from now on.
+    """CPU time of the processes that the bench did not start, since this object was made.
 
-    `marks`: a process belongs to them if its command line has one of these texts, or if it descends
-    from such a process or from this one. Time that the host took from this machine counts.
+    `marks`: the bench started a process if its command line has one of these texts, or if it
+    descends from such a process or from this one. Time that the host took from this machine counts
+    as well.
     """
 
     def __init__(self, marks: list[str]) -> None:

@@ -42,9 +42,8 @@ Why goodput is not within the goal: of a script that reports no step, all time i
 communicate counts as productive, also that of steps which are trained again, and that of a stuck
 rank until it is restarted (`status` and `report` show such a goodput as "at most"). Hugging Face's
 trainers post every 5 s, and steps of a launch that is killed before its first post are not counted.
-Here a fault came every few seconds; the difference is one of seconds in each
-incident. An incident of a silent script is over when its ranks begin collectives, which is before
-the end of their first step."""
+Here a fault came every few seconds, so each such second weighs. An incident of a silent script is
+over when its ranks begin collectives, which is before the end of their first step."""
 SETTINGS = """\
 torchrun's best settings: c10d rendezvous, one agent a node, `--nnodes 1:2`, `--rdzv-conf
 keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=1`, `--max-restarts 1000`,
@@ -116,7 +115,8 @@ def cell(some: list[Result]) -> str:
 
 
 def _alone(one: Result) -> bool:
-    """The machine had no other work. Older results have the load only, in which their own is."""
+    """The machine had no other work. Older results have the load average only, which includes what
+    the bench itself started."""
     if one.others is not None:
         return one.others < OTHERS
     return one.load <= (os.cpu_count() or 1)

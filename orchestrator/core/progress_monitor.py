@@ -366,21 +366,21 @@ class ProgressMonitor:
             return False
         if self._current.num_steps == 0:
             return self._silent(live)
-        auto = self._recovery.hang_timeout_s == "auto"
-        return auto and self._last_collective_ns(live) is not None
-
-    def _last_collective_ns(self, live: dict[int, RankProgress]) -> int | None:
-        return script_progress.last_collective_ns((k.beat, k.seen_ns) for k in live.values())
+        least = script_progress.MIN_COLLECTIVES
+        begun = all(known.beat.collectives >= least for known in live.values())
+        return begun and self._recovery.hang_timeout_s == "auto"
 
     def _quietest(self, live: dict[int, RankProgress]) -> tuple[int, int] | None:
         """The rank with the oldest progress, and when that was. Of a script, one of those that
         report; if collectives show its progress, that is a collective, a step or a phase of any
         rank. None: not known, also when the ranks that report have ended."""
         if self._by_collectives(live):
-            begun_ns, steps = self._last_collective_ns(live), self._current.num_steps
+            seen = ((known.beat, known.seen_ns) for known in live.values())
+            begun_ns = script_progress.last_collective_ns(seen)
             if begun_ns is None:
                 return None
-            moved_ns = [known.moved_ns for known in live.values() if known.beat.ticks or steps]
+            steps = self._current.num_steps
+            moved_ns = [k.moved_ns for k in live.values() if k.beat.ticks or steps]
             return min(live), max([begun_ns, *moved_ns])
         every = counting(known.beat for known in self._current.ranks.values())
         reporting = {beat.rank for beat in every} & live.keys()

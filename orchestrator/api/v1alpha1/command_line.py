@@ -181,7 +181,8 @@ def _without_variables(words: list[str], env: dict[str, str]) -> list[str]:
 def _read(words: list[str]) -> Program:
     """A command without variables before it."""
     name, rest = program_name(words[0]), words[1:]
-    if (fix := _NOT_STARTED.get(name)) and launcher_words.launcher(*words[:2]) != "swift":
+    is_read = launcher_words.launcher(*words[:2]) in launchers.NAMES  # `swift sft`, not `swift`
+    if not is_read and (fix := _NOT_STARTED.get(name)):
         raise CommandRefused(words[0], "a program that is one rank", fix)
     if name in RUNNERS and rest[:1] == ["run"]:
         return _in_environment(words)
