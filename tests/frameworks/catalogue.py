@@ -28,8 +28,6 @@ class Framework:
     """For spec.preload: what takes long to import."""
     memory: str = ""
     """The same script with the integration that keeps its state in memory."""
-    importable: bool = True
-    """Before the script runs, as a standby imports what the script imports."""
 
     @property
     def installed(self) -> bool:
@@ -66,7 +64,7 @@ FRAMEWORKS = [
 ]  # fmt: skip
 TORCHTITAN = Framework(
     "torchtitan", "torchtitan, FSDP2", "titan_llama3.py", "torchtitan", checkpoints="checkpoint",
-    importable=False, memory="titan_memory.py",
+    memory="titan_memory.py",
 )  # fmt: skip
 """In an environment of its own: it needs a datasets before 4.8. Its data loader needs the number of
 ranks that wrote a checkpoint."""
@@ -123,8 +121,6 @@ def document(
         "checkpoint": {"memory": {"everySteps": 0}},
         "env": environment(place, pace_s),
     }
-    if not framework.importable:
-        spec["learnPreload"] = False
     if preload and framework.preload:
         spec["preload"] = list(framework.preload)
     return {

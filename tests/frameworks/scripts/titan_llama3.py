@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,40 +21,36 @@ from typing import Any
 import steplog
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.tools import utils
+from torchtitan.tools.logging import init_logger
+from torchtitan.trainer import Trainer
 
 
 def _on_cpus() -> None:
-    """The device of torchtitan is chosen when its `tools.utils` is imported: an accelerator, or
-    CUDA. torch.cpu has no statistics of memory."""
-    from torchtitan.tools import utils
-
+    """The device of torchtitan is an accelerator, or CUDA: its modules have it as a global variable
+    each. torch.cpu has no statistics of memory."""
     if utils.device_module.is_available():
         return
     none = {"memory_stats": dict, "get_device_name": str, "empty_cache": None}
     answers = {
         name: (lambda *_, kind=kind: kind() if kind else None) for name, kind in none.items()
     }
-    utils.device_type = "cpu"
-    utils.device_module = SimpleNamespace(
+    device = SimpleNamespace(
         **{name: getattr(torch.cpu, name) for name in dir(torch.cpu) if name[0] != "_"},
         **answers,
         reset_peak_memory_stats=lambda *_: None,
         get_device_properties=lambda *_: SimpleNamespace(total_memory=1),
     )
-    utils.device_module.current_device = lambda: 0
-
-
-_on_cpus()
-
-from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader  # noqa: E402
-from torchtitan.models.common.attention import (  # noqa: E402
-    FlexAttention,
-    ScaledDotProductAttention,
-)
-from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
-from torchtitan.tools.logging import init_logger  # noqa: E402
-from torchtitan.trainer import Trainer  # noqa: E402
+    device.current_device = lambda: 0
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchtitan."):
+            for variable, value in (("device_type", "cpu"), ("device_module", device)):
+                if variable in vars(module):
+                    setattr(module, variable, value)
 
 
 class LoggedMetrics(MetricsProcessor):
@@ -74,6 +71,7 @@ def main(*overrides: str) -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--save-every", type=int, required=True)
     options = parser.parse_args()
+    _on_cpus()
     init_logger()
     trainer = _config(options, list(overrides)).build()
     trainer.train()
