@@ -68,7 +68,7 @@ frameworks: $(STAMP)  ## .venv/frameworks: other frameworks, for their tests and
 
 test-frameworks: frameworks  ## scripts of other frameworks under Holdfast, in environments of their own
 	$(VENV)/frameworks/bin/python -m pytest -p no:xdist --all tests/frameworks
-	test -x $(VENV)/torchtitan/bin/python || $(PYTHON) -m venv $(VENV)/torchtitan
+	test -x $(VENV)/torchtitan/bin/python || $(PYTHON) -m venv --without-pip $(VENV)/torchtitan
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/torchtitan/bin/python --editable . \
 	  setuptools -r tests/frameworks/requirements-torchtitan.txt
 	$(VENV)/torchtitan/bin/python -m pytest -p no:xdist --all tests/frameworks -k titan

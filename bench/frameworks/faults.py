@@ -343,7 +343,7 @@ def _one(run: Run, fault: str, cause: Cause, commit: str) -> tuple[Result, bool]
         return result, True
     except TimeoutError as error:
         result.note = NO_STEP.format(bound_s) if result.load else f"{NOT_STARTED}{error}"
-        if fault in HANGS:
+        if fault in HANGS and result.at:
             _named(run, result, at)
             let_go_on(run)
             return result, True

@@ -114,7 +114,10 @@ class UnderHoldfast(Side):
         framework, changes = self.framework, dict[str, Any]()
         if self.memory:
             framework = replace(framework, script=framework.memory)
-            changes = {"checkpoint": {"memory": {"everySteps": 1}}, "parallelism": {"shard": 1}}
+            changes = {
+                "checkpoint": {"memory": {"everySteps": 1}},
+                "parallelism": {"shard": framework.shard},
+            }
         self.job = Job(
             self.place,
             document(framework, self.place, steps=STEPS, save_every=self.save_every,

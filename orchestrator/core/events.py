@@ -176,6 +176,9 @@ class HangDetected(Event, frozen=True, kw_only=True, tag="hang-detected"):
     """Suspects, the likeliest first."""
     evidence: str
     basis: SuspectBasis = ""
+    quiet_s: float = 0.0
+    """How long there was no progress; of a script that reports no step: how long no rank had begun
+    a collective, or the stopped rank did not run. 0: not known."""
 
 
 class HangSuspected(Event, frozen=True, kw_only=True, tag="hang-suspected"):

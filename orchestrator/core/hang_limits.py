@@ -49,6 +49,12 @@ class Limit:
     due_ns: int
     limit_s: float
     name: str
+    moved_ns: int = 0
+    """When there last was progress; 0: not known."""
+
+    def quiet_s(self, now_ns: int) -> float:
+        """Seconds without progress; 0: not known."""
+        return (now_ns - self.moved_ns) / SECOND_NS if self.moved_ns else 0.0
 
 
 def condition(

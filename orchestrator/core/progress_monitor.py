@@ -319,6 +319,7 @@ class ProgressMonitor:
                 ranks=suspects.ranks,
                 evidence=self._evidence(suspects, limit),
                 basis=suspects.basis,
+                quiet_s=limit.quiet_s(now_ns),
             )
         ]
 
@@ -353,7 +354,8 @@ class ProgressMonitor:
             oldest_ns = max(oldest_ns, current.busy_ns, current.starved_ns)
         due_ns = self._due_after(oldest_ns, limit.limit_s)
         # Without a current heartbeat of its agent the rank may have moved: wait for the next one.
-        return replace(limit, due_ns=due_ns) if self._current_at(quietest, due_ns) else None
+        limit = replace(limit, due_ns=due_ns, moved_ns=found[1])
+        return limit if self._current_at(quietest, due_ns) else None
 
     def _silent(self, live: dict[int, RankProgress]) -> bool:
         """A script of which no step was ever counted, and no rank prepares for one."""
@@ -409,7 +411,7 @@ class ProgressMonitor:
         if _works(live):
             limit_s = max(limit_s, limits.SAVE_TIMEOUT_S)
         due_ns = self._due_after(max(begun_ns, since_ns), limit_s)
-        limit = Limit(due_ns, limit_s, "collectives")
+        limit = Limit(due_ns, limit_s, "collectives", begun_ns)
         return limit if self._current_at(rank, due_ns) else None
 
     def _due_after(self, oldest_ns: int, limit_s: float) -> int:
@@ -433,7 +435,7 @@ class ProgressMonitor:
         due_ns = self._due_after(live[first].ran_ns, limit_s)
         if not self._current_at(first, due_ns):
             return None
-        return Limit(due_ns, limit_s, "stopped-process")
+        return Limit(due_ns, limit_s, "stopped-process", live[first].ran_ns)
 
     def _train_limit(self, live: dict[int, RankProgress]) -> Limit:
         """How long the live ranks may make no progress, by what they do; due_ns is not set."""
@@ -524,23 +526,21 @@ class ProgressMonitor:
         live = {rank: known for rank, known in current.ranks.items() if rank not in state.exits}
         found = self._quietest(live) if live else None
         oldest_ns = found[1] if found is not None else now_ns
-        number = current.number
         # A beat's age is rounded, so the same progress may seem a little newer.
         moved = oldest_ns > current.suspected_since_ns + seconds(limits.SUSPICION_LEAD_S)
         if current.suspected_ns is not None and moved:
             gap_s = (oldest_ns - current.suspected_since_ns) / SECOND_NS
             current.suspected_ns = None
             current.inspected.clear()
-            return [HangSuspicionEnded(generation=number, seconds=gap_s)]
+            return [HangSuspicionEnded(generation=current.number, seconds=gap_s)]
         due_ns = self._suspicion_ns()
         if due_ns is None or now_ns < due_ns:
             return []
         if current.suspected_ns is None:
             current.suspected_since_ns = oldest_ns
         current.suspected_ns = now_ns
-        suspects = self._suspects(now_ns)
-        text = f"{suspects.why}; {self._done()}"
-        return [HangSuspected(generation=number, evidence=text)]
+        text = f"{self._suspects(now_ns).why}; {self._done()}"
+        return [HangSuspected(generation=current.number, evidence=text)]
 
     def _suspects(self, now_ns: int) -> Suspects:
         state, current = self._state, self._current

@@ -28,6 +28,8 @@ class Framework:
     """For spec.preload: what takes long to import."""
     memory: str = ""
     """The same script with the integration that keeps its state in memory."""
+    shard: int | str = 1
+    """Its spec.parallelism.shard."""
 
     @property
     def installed(self) -> bool:
@@ -64,7 +66,7 @@ FRAMEWORKS = [
 ]  # fmt: skip
 TORCHTITAN = Framework(
     "torchtitan", "torchtitan, FSDP2", "titan_llama3.py", "torchtitan", checkpoints="checkpoint",
-    memory="titan_memory.py",
+    memory="titan_memory.py", shard="world",
 )  # fmt: skip
 """In an environment of its own: it needs a datasets before 4.8. Its data loader needs the number of
 ranks that wrote a checkpoint."""

@@ -2,7 +2,8 @@
 
 Training time is assigned when steps are reported: new steps (productive), steps trained again after
 a loss (redone), or waiting for staging (stalled). What an interrupted generation spent beyond its
-finished steps (a partial step, the time until a hang was detected) belongs to the recovery.
+finished steps (a partial step, the time until a hang was detected) belongs to the recovery, and so
+does what the first step of a generation takes longer than a step usually does.
 """
 
 from __future__ import annotations
@@ -11,7 +12,12 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from holdfast.orchestrator.core.context import SECOND_NS
-from holdfast.orchestrator.core.events import AnyEvent, CollectivesBegun, StepCompleted
+from holdfast.orchestrator.core.events import (
+    AnyEvent,
+    CollectivesBegun,
+    HangDetected,
+    StepCompleted,
+)
 from holdfast.orchestrator.core.state import JobState
 from holdfast.orchestrator.core.transitions import TERMINAL, JobPhase
 
@@ -43,6 +49,8 @@ class TimeTotals:
     unassigned_ns: int = 0
     """Of the last interruption: time that belongs to the recovery, unless it turns out that steps
     were finished in it."""
+    unassigned_before_ns: int = 0
+    """The same of earlier generations."""
     waited_before_launch_ns: int = 0
     launched: bool = False
     step: int = -1
@@ -64,10 +72,12 @@ class TimeAccounting:
             self._begin(state)
         if isinstance(event, CollectivesBegun) and event.generation == state.generation:
             self._not_training(state, 0)
+        if isinstance(event, HangDetected) and event.generation == state.generation:
+            self._hang(event)
         if isinstance(event, StepCompleted):
             if event.generation == state.generation:
-                if not self._totals.reported and event.counted_by in ("script", "posted"):
-                    self._first_of_script(event, state)
+                if not self._totals.reported:
+                    self._first(event, state)
                 self._progress(event, state.stage_every_steps)
             else:
                 # The last report of an interrupted generation: steps after it are trained again.
@@ -94,6 +104,7 @@ class TimeAccounting:
         restore = state.membership.restore if state.membership else None
         self._totals.generation = state.generation
         self._totals.reported = False
+        self._totals.unassigned_before_ns += self._totals.unassigned_ns
         self._totals.unassigned_ns = 0
         self._totals.launched = True
         self._totals.step = restore.step if restore else -1
@@ -107,12 +118,38 @@ class TimeAccounting:
         self._totals.step_s = event.step_s or self._totals.step_s
         self._totals.reported = True
 
-    def _first_of_script(self, event: StepCompleted, state: JobState) -> None:
-        """A script counts as running before its first step: that time was not training. It begins
-        after a step of its own."""
-        if event.began_after is not None:
-            self._totals.step = event.began_after
-        self._not_training(state, int((event.first_ago_s + event.step_s) * SECOND_NS))
+    def _first(self, event: StepCompleted, state: JobState) -> None:
+        """The first report of a generation: the time before its first step was not training. A
+        script begins after a step of its own."""
+        totals = self._totals
+        if event.counted_by in ("script", "posted"):
+            if event.began_after is not None:
+                self._assign_saved(event.began_after)
+                totals.step = event.began_after
+            self._not_training(state, int((event.first_ago_s + event.step_s) * SECOND_NS))
+        elif totals.step_s and event.step > totals.step:
+            usual_ns = int((event.step - totals.step) * totals.step_s * SECOND_NS)
+            self._not_training(state, min(usual_ns, totals.open_ns))
+
+    def _assign_saved(self, step: int) -> None:
+        """The script goes on after this step. Those that were never reported were trained all the
+        same, in time that was counted as recovery."""
+        totals = self._totals
+        if step <= totals.high:
+            return
+        steps_ns = int((step - totals.high) * totals.step_s * SECOND_NS)
+        useful_ns = min(totals.unassigned_before_ns, steps_ns)
+        totals.ns["recovering"] -= useful_ns
+        totals.ns["productive"] += useful_ns
+        totals.unassigned_before_ns -= useful_ns
+        totals.high = step
+
+    def _hang(self, event: HangDetected) -> None:
+        """Of a script that reports no steps, the time in which it did nothing."""
+        if not self._totals.reported:
+            quiet_ns = min(self._totals.open_ns, int(event.quiet_s * SECOND_NS))
+            self._totals.ns["recovering"] += quiet_ns
+            self._totals.open_ns -= quiet_ns
 
     def _not_training(self, state: JobState, trained_ns: int) -> None:
         """Of the time that its workers run, a script has trained for so long."""
@@ -144,7 +181,8 @@ class TimeAccounting:
         self._totals.step, self._totals.high = step, max(self._totals.high, step)
 
     def _interrupt(self, state: JobState) -> None:
-        if not self._totals.reported or state.phase not in ("recovering", "suspending"):
+        silent = not self._totals.reported and self._totals.high < 0
+        if silent or state.phase not in ("recovering", "suspending"):
             # A script that reports no steps, or a job that has trained all its steps.
             again = self._totals.reported and self._totals.step < self._totals.high
             self._totals.ns["redone" if again else "productive"] += self._totals.open_ns
@@ -154,7 +192,9 @@ class TimeAccounting:
 
     def _conclude(self, state: JobState) -> None:
         """All nodes have stopped, so the last step of all ranks is known."""
-        last = state.incidents[-1].step_before if state.incidents else self._totals.step
+        last = self._totals.step
+        if state.incidents and self._totals.reported:
+            last = state.incidents[-1].step_before
         spent_ns, self._totals.interrupted_ns = self._totals.interrupted_ns, 0
         useful_ns = 0
         if last > self._totals.step:

@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import psutil
 import pytest
 
 from holdfast import Client
+from holdfast.orchestrator.client import JobHandle
 from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.runtime.observe.view import JobView
 from holdfast.ray import (
     Checkpoint,
     RunConfig,
@@ -25,7 +29,7 @@ from holdfast.ray import (
     report,
 )
 
-from ..local.local_rig import spec
+from ..local.local_rig import ENDLESS, spec
 from . import cluster_rig
 from .jobs import BOUND_S
 
@@ -53,6 +57,50 @@ def test_a_spec_is_submitted_watched_and_deleted(tmp_path: Path) -> None:
         client.submit(spec("ray-by-client", 12, **changes))
     job.delete()
     assert not list(tmp_path.glob(".holdfast*"))
+
+
+def seen(job: JobHandle, true_of: Callable[[JobView], bool]) -> JobView:
+    """The first view of which this is true."""
+    give_up = time.monotonic() + BOUND_S
+    while not true_of(view := job.view()):
+        assert time.monotonic() < give_up and view.finished_ns is None, view
+    return view
+
+
+@contextmanager
+def cancelled_at_the_end(job: JobHandle) -> Iterator[JobHandle]:
+    try:
+        yield job
+    finally:
+        if job.view().finished_ns is None:
+            job.cancel()
+            job.wait(BOUND_S)
+
+
+def test_a_job_is_resized_suspended_and_reported(tmp_path: Path) -> None:
+    client = Client(ray=cluster_rig.connected().address)
+    name = "ray-resized"
+    changes = {"checkpoint": {"path": str(tmp_path / name), "memory": {"everySteps": 1}}}
+    with cancelled_at_the_end(client.submit(spec(name, ENDLESS, **changes))) as job:
+        before = seen(job, lambda view: view.world_size == 4 and view.step >= 1)
+        lines = job.logs(rank=0, follow=True)
+        assert "parameters" in next(iter(lines))
+        assert "from 2 to 1 nodes" in job.resize(1)
+        smaller = seen(job, lambda view: view.world_size == 2 and view.step > before.step)
+        with pytest.raises(UserError, match="nodes: got 0; expected at least 1"):
+            job.resize(0)
+        assert job.suspend()
+        stopped = seen(job, lambda view: view.state == "suspended")
+        with pytest.raises(TimeoutError, match=f"job {name}: has not ended after 3 s"):
+            job.wait(timeout_s=3)
+        assert job.resume()
+        seen(job, lambda view: view.world_size == 2 and view.step > stopped.step)
+        report = job.report()
+        assert stopped.step >= smaller.step and report.goodput is not None
+        assert report.num_incidents == 0 and report.steps_lost == 0
+        assert job.cancel()
+        assert job.wait(BOUND_S).state == "cancelled"
+        assert any(line.startswith("step ") for line in lines), "the iterator ends with the job"
 
 
 def train(config: dict[str, Any]) -> None:

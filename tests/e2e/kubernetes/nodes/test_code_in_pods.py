@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 
 from holdfast import Client
+from holdfast.orchestrator.runtime.observe.view import JobView
+from tests.e2e.kubernetes.jobs import ENDLESS, example
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.operator import Operator
 from tests.e2e.kubernetes.rig.waiting import until
@@ -62,6 +65,38 @@ def test_a_function_runs_in_the_pods_of_a_cluster(
     assert sum("ended after 600" in line for line in lines) == 2, lines
     view = job.wait(BOUND_S)
     assert (view.state, view.step, view.total_steps) == ("succeeded", 199, 200), view.reason
+    job.delete()
+
+
+def test_a_job_is_resized_suspended_and_reported(client: Client, tmp_path: Path) -> None:
+    """As on this machine and on Ray."""
+    seen = JobView(name="")
+
+    def has(true_of: Callable[[JobView], bool], what: str) -> JobView:
+        def look() -> bool:
+            nonlocal seen
+            seen = job.view()
+            return true_of(seen)
+
+        until(look, what, timeout_s=BOUND_S, last=lambda: seen)
+        return seen
+
+    with chdir(tmp_path):
+        job = client.submit(example("by-client", ENDLESS))
+    before = has(lambda view: view.world_size == 4 and view.step >= 1, "steps of four workers")
+    assert "to 1 node" in job.resize(1)
+    smaller = has(lambda view: view.world_size == 2 and view.step > before.step, "two workers")
+    assert job.suspend()
+    stopped = has(lambda view: view.state == "suspended", "suspended")
+    assert stopped.step >= smaller.step
+    with pytest.raises(TimeoutError, match="job by-client: has not ended after 3 s"):
+        job.wait(timeout_s=3)
+    assert job.resume()
+    has(lambda view: view.world_size == 2 and view.step > stopped.step, "steps after resume")
+    report = job.report()
+    assert 0 < report.goodput < 1 and report.steps_lost == 0 and report.num_incidents == 0
+    assert job.cancel()
+    assert job.wait(BOUND_S).state == "cancelled"
     job.delete()
 
 

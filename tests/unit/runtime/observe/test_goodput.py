@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.orchestrator.core.actions import Reason
 from holdfast.orchestrator.core.context import SECOND_NS
-from holdfast.orchestrator.core.events import AnyEvent, StepCompleted, Tick
+from holdfast.orchestrator.core.events import AnyEvent, HangDetected, StepCompleted, Tick
 from holdfast.orchestrator.core.state import IncidentRecord, JobState
 from holdfast.orchestrator.protocol.facts import Membership, Restore
 from holdfast.orchestrator.protocol.mesh import Mesh
@@ -49,6 +49,7 @@ class Accounted:
             world_size_before=1, step_before=step_before,
         )  # fmt: skip
         self.state.incidents.append(incident)
+        self.state.num_incidents += 1
         self.at(second, phase="recovering", reason=Reason("infrastructure", "a test"))
 
     def seconds(self, second: float) -> dict[str, float]:
@@ -100,6 +101,55 @@ def test_a_script_that_reports_no_steps_is_productive_while_it_runs() -> None:
     job.at(1, phase="running")
     job.fail(9, step_before=-1)
     assert job.seconds(10) == {"starting": 1, "productive": 8, "recovering": 1}
+
+
+def test_a_script_that_reports_no_steps_is_not_productive_while_it_hangs() -> None:
+    job = Accounted()
+    job.launch(0, 1)
+    job.at(1, phase="running")
+    job.at(9, HangDetected(generation=1, ranks=(1,), evidence="", quiet_s=5.0))
+    job.fail(9, step_before=-1)
+    assert job.seconds(10) == {"starting": 1, "productive": 3, "recovering": 5 + 1}
+
+
+def posted(step: int, generation: int, began_after: int | None = None) -> StepCompleted:
+    return StepCompleted(
+        generation=generation, step=step, step_s=1.0, counted_by="posted", began_after=began_after
+    )
+
+
+def test_steps_of_a_saved_checkpoint_are_productive_although_they_were_never_posted() -> None:
+    """Two launches are killed: 3 s and 4 s after the last post, the second before its first one.
+    The third begins at a checkpoint with five steps more than were posted."""
+    job = Accounted()
+    job.launch(0, 1)
+    job.at(1, phase="running")
+    job.at(6, posted(4, 1), phase="running")
+    job.fail(9, step_before=4)
+    job.launch(10, 2)
+    job.at(10, phase="running")
+    job.fail(14, step_before=4)
+    assert job.seconds(14)["recovering"] == 3 + 1 + 4
+    job.launch(14, 3)
+    job.at(14, phase="running")
+    job.at(16, posted(11, 3, began_after=9), phase="running")
+    assert job.seconds(16)["productive"] == 1 + 5 + 1
+    job.at(18, posted(13, 3), phase="running")
+    assert job.seconds(18)["productive"] == 1 + 5 + 3
+
+
+def test_what_a_first_step_takes_longer_than_others_belongs_to_the_recovery() -> None:
+    job = Accounted()
+    job.launch(0, 1)
+    job.at(1, phase="running")
+    job.step(4, 0)  # how long a step takes is not known
+    job.step(6, 2)
+    job.fail(6, step_before=2)
+    job.launch(7, 2, after_step=2)
+    job.at(8, phase="running")
+    job.step(12, 3)
+    job.step(14, 5)
+    assert job.seconds(14) == {"starting": 1, "productive": 5 + 1 + 2, "recovering": 2 + 3}
 
 
 def test_after_the_end_no_time_passes() -> None:
