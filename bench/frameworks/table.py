@@ -43,7 +43,9 @@ communicate counts as productive, also that of steps which are trained again, an
 rank until it is restarted (`status` and `report` show such a goodput as "at most"). Hugging Face's
 trainers post every 5 s, and steps of a launch that is killed before its first post are not counted.
 Here a fault came every few seconds, so each such second weighs. An incident of a silent script is
-over when its ranks begin collectives, which is before the end of their first step."""
+over when its ranks begin collectives, which is before the end of their first step. Since these
+figures were measured, the time of a hang and steps that were saved but never posted are counted as
+they were; the accounts are to be measured again."""
 SETTINGS = """\
 torchrun's best settings: c10d rendezvous, one agent a node, `--nnodes 1:2`, `--rdzv-conf
 keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=1`, `--max-restarts 1000`,
