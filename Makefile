@@ -68,6 +68,7 @@ frameworks: $(STAMP)  ## .venv/frameworks: other frameworks, for their tests and
 
 test-frameworks: frameworks  ## scripts of other frameworks under Holdfast, in environments of their own
 	$(VENV)/frameworks/bin/python -m pytest -p no:xdist --all tests/frameworks
+	@# With pip, Python 3.11 brings a setuptools that is too old for torch 2.15.
 	test -x $(VENV)/torchtitan/bin/python || $(PYTHON) -m venv --without-pip $(VENV)/torchtitan
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/torchtitan/bin/python --editable . \
 	  setuptools -r tests/frameworks/requirements-torchtitan.txt

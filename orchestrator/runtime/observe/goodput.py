@@ -122,10 +122,13 @@ class TimeAccounting:
         """The first report of a generation: the time before its first step was not training. A
         script begins after a step of its own."""
         totals = self._totals
-        if event.counted_by in ("script", "posted"):
-            if event.began_after is not None:
-                self._assign_saved(event.began_after)
-                totals.step = event.began_after
+        of_script = event.counted_by in ("script", "posted")
+        if of_script and event.began_after is not None:
+            self._assign_saved(event.began_after)
+            totals.step = event.began_after
+        if totals.unassigned_ns:
+            return  # the generation has ended: `_assign` divides its time
+        if of_script:
             self._not_training(state, int((event.first_ago_s + event.step_s) * SECOND_NS))
         elif totals.step_s and event.step > totals.step:
             usual_ns = int((event.step - totals.step) * totals.step_s * SECOND_NS)

@@ -121,8 +121,10 @@ def test_a_stopped_process_that_goes_on_is_no_hang_and_start_up_has_the_same_lim
     assert not watch.hangs
     start = Watch()
     start.beat(-1, phase="start")
+    began = start.job.now_ns
     start.quiet(10, step=-1, phase="start", stopped=(1,))
     assert start.hangs and start.hangs[0].basis == "stopped"
+    assert start.hangs[0].quiet_s == pytest.approx((start.job.now_ns - began) / SECOND)
 
 
 def test_a_starved_machine_gets_time_for_steps_and_heartbeats() -> None:

@@ -158,6 +158,7 @@ def test_a_silent_script_hangs_if_a_rank_does_nothing_that_its_peers_wait_for() 
     (hang,) = watch.hangs
     assert 60 <= (watch.job.now_ns - began) / SECOND < 63
     assert hang.ranks[0] == 2
+    assert hang.quiet_s == pytest.approx((watch.job.now_ns - began) / SECOND)
     assert "rank 2 has begun no collective for 59.5 s" in hang.evidence
     assert "no step was reported" in hang.evidence
 

@@ -138,6 +138,19 @@ def test_steps_of_a_saved_checkpoint_are_productive_although_they_were_never_pos
     assert job.seconds(18)["productive"] == 1 + 5 + 3
 
 
+def test_a_first_post_that_comes_after_the_end_of_its_launch_counts_once() -> None:
+    job = Accounted()
+    job.launch(0, 1)
+    job.at(1, phase="running")
+    job.at(6, posted(4, 1), phase="running")
+    job.fail(9, step_before=4)
+    job.launch(10, 2)
+    job.at(10, phase="running")
+    job.fail(14, step_before=4)
+    job.at(15, posted(7, 2, began_after=4))
+    assert job.seconds(15) == {"starting": 5, "productive": 1 + 3, "recovering": 3 + 1 + 1 + 1}
+
+
 def test_what_a_first_step_takes_longer_than_others_belongs_to_the_recovery() -> None:
     job = Accounted()
     job.launch(0, 1)
