@@ -69,6 +69,8 @@ class TimeAccounting:
     def observe(self, now_ns: int, event: AnyEvent, state: JobState) -> None:
         self._elapse(now_ns)
         if state.generation != self._totals.generation:
+            if self._totals.interrupted_ns:  # the event that ended it has launched the next one
+                self._conclude(state)
             self._begin(state)
         if isinstance(event, CollectivesBegun) and event.generation == state.generation:
             self._not_training(state, 0)

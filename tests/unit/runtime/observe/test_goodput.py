@@ -138,6 +138,24 @@ def test_steps_of_a_saved_checkpoint_are_productive_although_they_were_never_pos
     assert job.seconds(18)["productive"] == 1 + 5 + 3
 
 
+def test_the_end_of_a_launch_may_come_with_the_next_one() -> None:
+    """All nodes of the old launch have stopped, and the new one begins at once."""
+    job = Accounted()
+    job.launch(0, 1)
+    job.at(1, phase="running")
+    job.at(6, posted(4, 1), phase="running")
+    job.at(9, stop=object())
+    job.fail(9, step_before=4)
+    job.state.stop = None
+    job.launch(10, 2)
+    job.at(11, phase="running")
+    job.at(17, posted(9, 2, began_after=6))
+    assert job.seconds(17)["productive"] == 1 + 2 + 1, "5 and 6 were saved"
+    job.at(20, posted(12, 2))
+    expected = {"starting": 5, "productive": 1 + 2 + 1 + 3, "recovering": 1 + 1 + 1 + 5}
+    assert job.seconds(20) == expected
+
+
 def test_a_first_post_that_comes_after_the_end_of_its_launch_counts_once() -> None:
     job = Accounted()
     job.launch(0, 1)
