@@ -39,13 +39,12 @@ compared, and to be measured again.**
 """
 REASONS = """\
 Why goodput is not within the goal: of a script that reports no step, all time in which its ranks
-communicate counts as productive, also that of steps which are trained again, and that of a stuck
-rank until it is restarted (`status` and `report` show such a goodput as "at most"). Hugging Face's
-trainers post every 5 s, and steps of a launch that is killed before its first post are not counted.
-Here a fault came every few seconds, so each such second weighs. An incident of a silent script is
-over when its ranks begin collectives, which is before the end of their first step. Since these
-figures were measured, the time of a hang and steps that were saved but never posted are counted as
-they were; the accounts are to be measured again."""
+communicate counts as productive, also that of steps which are trained again (`status` and `report`
+show such a goodput as "at most"). Here a fault came every few seconds, so each such second weighs.
+An incident of a silent script is over when its ranks begin collectives, which is before the end of
+their first step. Only the accounts of DDP, HF Trainer and TRL and of torchtitan in memory were
+measured since two corrections: before, the time of a hang counted as productive, and steps that
+were trained but never posted were lost."""
 SETTINGS = """\
 torchrun's best settings: c10d rendezvous, one agent a node, `--nnodes 1:2`, `--rdzv-conf
 keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=1`, `--max-restarts 1000`,
