@@ -56,10 +56,11 @@ test-ray-oldest: $(STAMP)  ## what leans on Ray, with the oldest that is promise
 	$(VENV)/ray-oldest/bin/python -m pytest tests/contract/test_backends.py \
 	  $(addprefix tests/e2e/ray/test_,faults.py journal.py drain.py gang.py jobs_api.py metrics.py) -k ray
 
+# With pip, Python 3.11 brings a setuptools that is too old for torch 2.15: the environments have none.
 # The setup of DeepSpeed imports torch. One operator is compiled when it starts on CPUs, for minutes and into
 # the user's cache: before the tests, not by four ranks of which one is killed.
 frameworks: $(STAMP)  ## .venv/frameworks: other frameworks, for their tests and bench/frameworks
-	test -x $(VENV)/frameworks/bin/python || $(PYTHON) -m venv $(VENV)/frameworks
+	test -x $(VENV)/frameworks/bin/python || $(PYTHON) -m venv --without-pip $(VENV)/frameworks
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/frameworks/bin/python --editable . setuptools wheel
 	DS_BUILD_OPS=0 $(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/frameworks/bin/python \
 	  --no-build-isolation-package deepspeed -r tests/frameworks/requirements.txt
@@ -68,12 +69,11 @@ frameworks: $(STAMP)  ## .venv/frameworks: other frameworks, for their tests and
 
 test-frameworks: frameworks  ## scripts of other frameworks under Holdfast, in environments of their own
 	$(VENV)/frameworks/bin/python -m pytest -p no:xdist --all tests/frameworks
-	@# With pip, Python 3.11 brings a setuptools that is too old for torch 2.15.
 	test -x $(VENV)/torchtitan/bin/python || $(PYTHON) -m venv --without-pip $(VENV)/torchtitan
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/torchtitan/bin/python --editable . \
 	  setuptools -r tests/frameworks/requirements-torchtitan.txt
 	$(VENV)/torchtitan/bin/python -m pytest -p no:xdist --all tests/frameworks -k titan
-	test -x $(VENV)/swift/bin/python || $(PYTHON) -m venv $(VENV)/swift
+	test -x $(VENV)/swift/bin/python || $(PYTHON) -m venv --without-pip $(VENV)/swift
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/swift/bin/python --editable . \
 	  setuptools -r tests/frameworks/requirements-swift.txt
 	$(VENV)/swift/bin/python -m pytest -p no:xdist --all tests/frameworks -k swift

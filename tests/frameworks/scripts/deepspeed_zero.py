@@ -62,9 +62,10 @@ def main(prepare: Callable[[Any, int, Save], AfterStep] = lambda *_: lambda _ste
         targets = torch.randint(0, 10, (BATCH,), generator=generator)
         loss = F.cross_entropy(engine(inputs), targets)
         engine.backward(loss)
+        steplog.pace()
         engine.step()
         step += 1
-        steplog.finished(step, loss.item())
+        steplog.write(step, loss.item())
         if step % options.save_every == 0:
             save(step - 1)
         after_step(step)

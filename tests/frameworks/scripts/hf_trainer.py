@@ -35,9 +35,12 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 class StepLog(TrainerCallback):
     """Only writes the step log."""
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        steplog.pace()
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" in (logs or {}):
-            steplog.finished(state.global_step, float(logs["loss"]))
+            steplog.write(state.global_step, float(logs["loss"]))
 
 
 def main(

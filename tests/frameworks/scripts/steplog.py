@@ -16,11 +16,21 @@ PACE_S = float(os.environ.get("STEP_SECONDS", "0.1"))
 
 
 def finished(step: int, loss: float | None = None) -> None:
-    """Called by each rank after optimizer step `step`; the first one is 1. While there is a file
+    """Called by each rank after optimizer step `step`; the first one is 1."""
+    pace()
+    write(step, loss)
+
+
+def pace() -> None:
+    """The wait of a step. Where the step is reported before the script can write it, the script waits
+    before the report: a rank that is killed in its wait has then done neither. While there is a file
     STEP_LOG.stuck-PID, that process is stuck: it waits in its own code."""
     time.sleep(PACE_S)
     while PATH and os.path.exists(f"{PATH}.stuck-{os.getpid()}"):  # noqa: PTH110 (no import more)
         time.sleep(0.1)
+
+
+def write(step: int, loss: float | None = None) -> None:
     if PATH and os.environ.get("RANK", "0") == "0":
         line = {
             "step": step,
