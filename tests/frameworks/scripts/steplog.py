@@ -22,9 +22,9 @@ def finished(step: int, loss: float | None = None) -> None:
 
 
 def pace() -> None:
-    """The wait of a step. Where the step is reported before the script can write it, the script waits
-    before the report: a rank that is killed in its wait has then done neither. While there is a file
-    STEP_LOG.stuck-PID, that process is stuck: it waits in its own code."""
+    """The wait of a step. Where the step is reported before the script can write it, the script
+    waits before the report: a rank that is killed in its wait has then done neither. While there
+    is a file STEP_LOG.stuck-PID, that process is stuck: it waits in its own code."""
     time.sleep(PACE_S)
     while PATH and os.path.exists(f"{PATH}.stuck-{os.getpid()}"):  # noqa: PTH110 (no import more)
         time.sleep(0.1)

@@ -7,14 +7,18 @@ A process that does nothing of this, while its peers wait for it, is hung; the o
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 MIN_INTERVAL_S = 0.3
-"""Between two measurements: the kernel counts CPU time in ticks of 10 ms."""
+"""Between two measurements."""
 ACTIVE_SHARE = 0.05
 """Share of a core from which a process is active: pulse and transport threads use a tenth of it."""
+WINDOW_S = 1.0
+"""That share is used over this time too. The kernel counts CPU time in ticks of 10 ms: three ticks
+of those threads that come together are the share of a shorter time."""
 ACTIVE_BYTES = 4096
 """Read and written in one interval: wake-ups of event loops read 8 bytes each."""
 MIN_WANTED_SHARE = 0.05
@@ -37,9 +41,15 @@ class Counters:
 
 @dataclass
 class _Process:
-    counters: Counters
+    known: deque[tuple[float, Counters]]
+    """Measurements with their times, the oldest first: one that is WINDOW_S old, and all since."""
     active_s: float
     """When it was last active."""
+
+    def add(self, now_s: float, counters: Counters) -> None:
+        self.known.append((now_s, counters))
+        while len(self.known) > 1 and self.known[1][0] <= now_s - WINDOW_S:
+            self.known.popleft()
 
 
 class ActivityMeter:
@@ -49,7 +59,7 @@ class ActivityMeter:
         self._proc = proc
         self._tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
         self._known: dict[int, _Process] = {}
-        """pid -> its last measurement."""
+        """By pid."""
         self._at_s: float | None = None
         self._stalled_s: float | None = None
 
@@ -67,15 +77,18 @@ class ActivityMeter:
         known, self._known = self._known, {}
         for rank, pid in pids.items():
             now = self._counters(pid, whole=rank in quiet)
-            before = known.get(pid)
-            active_s = now_s
-            if before is not None:
-                ran_s += max(0.0, now.ran_s - before.counters.ran_s)
-                waited_s += max(0.0, now.waited_s - before.counters.waited_s)
-                if rank in quiet and not _active(before.counters, now, elapsed_s):
-                    active_s = before.active_s
-            self._known[pid] = _Process(now, active_s)
-            idle[rank] = now_s - active_s
+            process = known.get(pid) or _Process(deque(), now_s)
+            active = rank not in quiet or not process.known
+            if process.known:
+                last = process.known[-1][1]
+                ran_s += max(0.0, now.ran_s - last.ran_s)
+                waited_s += max(0.0, now.waited_s - last.waited_s)
+                active = active or _active(process.known, now_s, now)
+            process.add(now_s, now)
+            if active:
+                process.active_s = now_s
+            self._known[pid] = process
+            idle[rank] = now_s - process.active_s
         return idle, self._pressure(elapsed_s, ran_s, waited_s)
 
     def _pressure(self, elapsed_s: float, ran_s: float, waited_s: float) -> float:
@@ -143,11 +156,17 @@ class ActivityMeter:
         return [int(child) for child in text.split()]
 
 
-def _active(before: Counters, now: Counters, elapsed_s: float) -> bool:
-    least_s = ACTIVE_SHARE * elapsed_s
-    return (
-        now.blocked
-        or now.cpu_s - before.cpu_s >= least_s
-        or now.waited_s - before.waited_s >= least_s
-        or now.num_bytes - before.num_bytes >= ACTIVE_BYTES
+def _active(known: Sequence[tuple[float, Counters]], now_s: float, now: Counters) -> bool:
+    """`known`: as _Process.known."""
+    (first_s, first), (last_s, last) = known[0], known[-1]
+    if now.blocked or now.num_bytes - last.num_bytes >= ACTIVE_BYTES:
+        return True
+    # Over the window, and since the last measurement: a process that stops is idle at once.
+    window_s, interval_s = max(WINDOW_S, now_s - first_s), now_s - last_s
+    return any(
+        used - in_window >= ACTIVE_SHARE * window_s and used - at_last >= ACTIVE_SHARE * interval_s
+        for used, in_window, at_last in (
+            (now.cpu_s, first.cpu_s, last.cpu_s),
+            (now.waited_s, first.waited_s, last.waited_s),
+        )
     )

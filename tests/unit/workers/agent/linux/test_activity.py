@@ -79,6 +79,16 @@ def test_the_pulse_of_a_worker_is_no_activity(machine: Machine) -> None:
     assert machine.idle_s() == 0.5
 
 
+def test_ticks_that_come_together_are_no_activity_but_those_of_a_second(machine: Machine) -> None:
+    for _ in range(3):
+        machine.idle_s()
+    machine.set(cpu=4)
+    assert machine.idle_s() == 1.5, "40 ms in one second"
+    machine.set(cpu=8)
+    assert machine.idle_s() == 0.0, "80 ms in one second"
+    assert machine.idle_s() == 0.5, "it does nothing again"
+
+
 def test_a_rank_with_progress_counts_as_active(machine: Machine) -> None:
     assert [machine.idle_s(quiet=False) for _ in range(3)] == [0.0, 0.0, 0.0]
 
