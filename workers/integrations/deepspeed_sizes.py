@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers.agent.storage.script_checkpoints import optimizer_parts, tag_of_latest
+from holdfast.workers.session import reporting
 
 FOLDER = ".holdfast-universal"
 CONVERT_TIMEOUT_S = 1800.0
@@ -86,12 +87,15 @@ def _from_first(engine: Any, value: Any) -> Any:
 
 def _converted(engine: Any, source: Path) -> Path | None:
     """Where this checkpoint is for any number of ranks; None: it has the right one. Collective.
-    Raises UserError if it could not be converted."""
+    While it is converted, the ranks restore: their collectives are no training. Raises UserError if
+    it could not be converted."""
     leads, size = dist.get_rank() == 0, int(engine.seq_dp_world_size)
     conversion = _Conversion(source, size) if leads else None
     state, why = _RUNS, ""
-    while state == _RUNS:  # these collectives show the agent that the ranks are alive
-        state, why = _from_first(engine, conversion.state() if conversion is not None else None)
+    with reporting.within("restore"):
+        while state == _RUNS:
+            state, why = _from_first(engine, conversion.state() if conversion is not None else None)
+            reporting.progress("restore")
     if state == _FAILED:
         raise UserError(
             f"DeepSpeed checkpoint {source}: got {_num_parts(source)} parts of the optimizer for "

@@ -161,6 +161,13 @@ def phase(name: WorkerPhase) -> Iterator[None]:
     writes when another one fails. Raises UserError for another name."""
     if name not in PHASES:
         raise UserError(f"session.phase: got {name!r}; expected one of {', '.join(PHASES)}")
+    with within(name):
+        yield
+
+
+@contextmanager
+def within(name: WorkerPhase) -> Iterator[None]:
+    """As `phase`, for any phase: what a worker prepares is no training."""
     channel = agent_channel.of_process()
     if channel is None:
         yield
