@@ -79,6 +79,7 @@ runAsNonRoot: true
 runAsUser: {{ .Values.runAsUser }}
 runAsGroup: {{ .Values.runAsUser }}
 fsGroup: {{ .Values.runAsUser }}
+fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault
 {{- end -}}

@@ -170,6 +170,8 @@ def _spec(
             "runAsUser": RUN_AS,
             "runAsGroup": RUN_AS,
             "fsGroup": RUN_AS,
+            # Otherwise each new pod waits until the owner of every file of its claims was changed.
+            "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [_worker(job, settings, shared)],

@@ -79,6 +79,7 @@ def test_a_pod_satisfies_the_restricted_security_standard() -> None:
     security = document["spec"]["securityContext"]
     assert security["runAsNonRoot"] is True and security["runAsUser"] != 0
     assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert security["fsGroupChangePolicy"] == "OnRootMismatch", "of every file it takes minutes"
     container = worker(document)["securityContext"]
     assert container["allowPrivilegeEscalation"] is False
     assert container["capabilities"] == {"drop": ["ALL"]}
