@@ -73,7 +73,9 @@ class Reported(
     framework posts."""
 
     step: int
-    """-1: it begins to train, after a step that it does not tell."""
+    """-1: it begins to train."""
+    began_after: int | None = None
+    """The last step before that, if a post says that it begins; None: it does not tell."""
     posted: bool = False
     """By HTTP: one rank speaks for all, every few seconds."""
     finished: bool = False

@@ -292,7 +292,7 @@ class ProgressMonitor:
         beats = [current.ranks[rank].beat for rank in sorted(current.ranks)]
         at_step = [beat for beat in beats if beat.step == current.done]
         numbers = largest(beats) | {"loss": largest(at_step)["loss"]}
-        known_s = self._state.step_s  # of the generation before, if this one has none yet
+        known_s = self._state.step_s or numbers["step_s"]  # of the generation before, if any
         if current.step_s:
             numbers["step_s"] = median(current.step_s)
         return [

@@ -13,6 +13,7 @@ from holdfast.orchestrator.core.events import (
     CollectivesBegun,
     HangSuspected,
     HeartbeatReceived,
+    StepCompleted,
     Tick,
 )
 from holdfast.orchestrator.core.script_progress import MIN_COLLECTIVES, SUSPECT_AFTER_S
@@ -126,6 +127,14 @@ def test_posts_tell_late_so_the_first_step_and_what_was_lost_are_estimated() -> 
     incident = watch.job.state.incidents[-1]
     assert incident.first_step_ns == watch.job.now_ns - round(4.8 * SECOND)
     assert incident.resumed_after_step == 84 - 25 and incident.at_least
+
+
+def test_the_first_post_of_a_launch_has_a_step_time_if_it_is_known_where_that_began() -> None:
+    watch = Script()
+    found = watch.posted(39, began_s=8.0, step_s=0.2, began_after=-1)
+    (done,) = [event for event in found if isinstance(event, StepCompleted)]
+    assert (done.step_s, done.began_after) == (0.2, -1)
+    assert done.first_ago_s == pytest.approx(7.8), "the rest of its time was no step"
 
 
 def _quiet(

@@ -26,6 +26,8 @@ class ScriptProgress:
     """It may be another one: the steps before the first report are not reported."""
     _began_ns: int | None = None
     """When a framework that posts began to train."""
+    _posted_after: int | None = None
+    """After which step that was, as it said."""
     _first: tuple[int, int] | None = None
     """(step, time) of the first post of a step."""
     _last: tuple[int, int] | None = None
@@ -86,11 +88,11 @@ class ScriptProgress:
         self._total = message.total_steps or self._total
         if message.step < 0:
             if self._began_ns is None:
-                self._began_ns = now_ns
+                self._began_ns, self._posted_after = now_ns, message.began_after
             return None
         if self._last is None:
             self._first = self._last = (message.step, now_ns)
-            return message
+            return self._first_posted(now_ns, message)
         step, at_ns = self._last
         if message.step <= step:
             return None
@@ -99,6 +101,17 @@ class ScriptProgress:
         if self.began_after is None:
             self.began_after, self.began_estimated = self._estimate(step_ns), True
         return replace(message, step_s=step_ns / SECOND_NS)
+
+    def _first_posted(self, now_ns: int, message: Reported) -> Reported:
+        """Where it began counts from here on: before, a script that posts may still be loading, and
+        is watched as one that says nothing."""
+        after = self._posted_after
+        if self._began_ns is None or after is None or message.step <= after:
+            return message
+        if self.began_after is None:
+            self.began_after, self.began_estimated = after, False
+        self._step_ns = (now_ns - self._began_ns) / (message.step - after)
+        return replace(message, step_s=self._step_ns / SECOND_NS)
 
     def _finished(self, now_ns: int, message: Reported) -> Reported | None:
         """The last post has no step. If the rest fits into the time since the one before, all steps

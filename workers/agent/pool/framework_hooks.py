@@ -1,6 +1,7 @@
 """Adapts frameworks when a script imports them: a checkpoint of DeepSpeed is read by another number
-of ranks too (workers/integrations/deepspeed_sizes.py), and a trainer that is started again goes on
-from its own checkpoint (workers/integrations/resumed_trainers.py).
+of ranks too (workers/integrations/deepspeed_sizes.py), a trainer that is started again goes on
+from its own checkpoint (workers/integrations/resumed_trainers.py), and one that posts its progress
+tells where it begins (workers/integrations/posted_beginnings.py).
 
 A framework may be imported already, or be imported by the script at any time, or never. Only the
 standard library is imported here.
@@ -22,10 +23,9 @@ CONNECTORS = (
     "lightning.pytorch.trainer.connectors.checkpoint_connector",
     "pytorch_lightning.trainer.connectors.checkpoint_connector",
 )
+CALLBACKS = "transformers.integrations.integration_utils"
 TENSORBOARD = {
-    "transformers.integrations.integration_utils": (
-        "TensorBoardCallback", "one_run_of_transformers",
-    ),
+    CALLBACKS: ("TensorBoardCallback", "one_run_of_transformers"),
     "lightning.pytorch.loggers.tensorboard": ("TensorBoardLogger", "one_run_of_lightning"),
     "pytorch_lightning.loggers.tensorboard": ("TensorBoardLogger", "one_run_of_lightning"),
 }  # fmt: skip
@@ -38,7 +38,7 @@ def install() -> None:
     """Before the script runs."""
     _when_imported(ENGINE, _read_other_sizes)
     for name in TENSORBOARD:
-        _when_imported(name, _log_to_one_run)
+        _when_imported(name, _adapt_callbacks if name == CALLBACKS else _log_to_one_run)
     if STARTED_AGAIN in os.environ:
         for name in (TRAINER, *CONNECTORS):
             _when_imported(name, _go_on)
@@ -100,6 +100,14 @@ def _go_on(module: ModuleType) -> None:
     except Exception as error:
         print(f"holdfast: trainers begin as the script says, also after a restart "
               f"({type(error).__name__}: {error})", file=sys.stderr)  # fmt: skip
+
+
+def _adapt_callbacks(module: ModuleType) -> None:
+    _log_to_one_run(module)
+    posting = getattr(module, "KubeflowCallback", None)
+    if posting is not None:  # since transformers 5
+        posts = importlib.import_module("holdfast.workers.integrations.posted_beginnings")
+        posts.post_where_it_begins(posting)
 
 
 def _log_to_one_run(module: ModuleType) -> None:

@@ -23,7 +23,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 
-from holdfast.orchestrator.protocol.environment import PROGRESS_TOKEN, PROGRESS_URL
+from holdfast.orchestrator.protocol.environment import (
+    BEGAN_AFTER_STEPS,
+    PROGRESS_TOKEN,
+    PROGRESS_URL,
+)
 from holdfast.workers.worker_protocol import Reported
 
 MAX_BODY_BYTES = 64 * 2**10
@@ -164,6 +168,9 @@ def parse(body: bytes) -> Reported | None:
         total_steps=_whole(metrics, "total_steps"),
         loss=_number(metrics, "loss"),
         posted=True,
+        began_after=_whole(metrics, BEGAN_AFTER_STEPS) - 1
+        if BEGAN_AFTER_STEPS in metrics
+        else None,
     )
 
 

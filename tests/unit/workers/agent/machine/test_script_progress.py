@@ -117,3 +117,23 @@ def test_the_end_of_a_training_is_its_last_step_if_the_time_was_enough_for_the_r
     early = ScriptProgress()
     _posts(early, (0.0, -1), (5.0, 100), (10.0, 200))
     assert early.received(int(10.6 * SECOND_NS), last) is None, "it stopped after an unknown step"
+
+
+def test_a_training_that_posts_where_it_begins_has_a_step_time_from_its_first_step_on() -> None:
+    progress = ScriptProgress()
+    begins = Reported(step=-1, posted=True, began_after=69)
+    assert progress.received(10 * SECOND_NS, begins) is None
+    assert progress.began_after is None, "until a step it may be loading"
+    first = progress.received(15 * SECOND_NS, Reported(step=109, posted=True))
+    assert first is not None and first.step_s == 5 / 40
+    assert (progress.began_after, progress.began_estimated) == (69, False)
+    second = progress.received(20 * SECOND_NS, Reported(step=129, posted=True))
+    assert second is not None and second.step_s == 5 / 20
+    assert (progress.began_after, progress.began_estimated) == (69, False)
+
+
+def test_a_post_of_a_step_before_the_beginning_shows_nothing_of_it() -> None:
+    progress = ScriptProgress()
+    progress.received(0, Reported(step=-1, posted=True, began_after=69))
+    first = progress.received(5 * SECOND_NS, Reported(step=9, posted=True))  # another training
+    assert first is not None and first.step_s == 0.0 and progress.began_after is None

@@ -107,6 +107,16 @@ def test_the_end_and_a_loss_that_is_no_number() -> None:
     assert step is not None and (step.step, step.loss) == (1, None)
 
 
+def test_a_training_that_begins_may_say_after_how_many_steps() -> None:
+    for metrics, after in (
+        ({}, None),
+        ({"began_after_steps": 0}, -1),
+        ({"began_after_steps": 70}, 69),
+    ):
+        begins = parse(json.dumps(_status(total_steps=400, **metrics)).encode())
+        assert begins is not None and (begins.step, begins.began_after) == (-1, after)
+
+
 def test_posts_of_kubeflows_sdk_are_accepted_and_that_they_have_no_step_is_noted_once() -> None:
     agent = Agent()
     environment = agent.server.environment(1, 0)
