@@ -42,10 +42,9 @@ Why goodput is not within the goal: of a script that reports no step, all time i
 communicate counts as productive, also that of steps which are trained again (`status` and `report`
 show such a goodput as "at most"). Here a fault came every few seconds, so each such second weighs.
 An incident of a silent script is over when its ranks begin collectives, which is before the end of
-their first step. transformers posts its steps every 5 s and not where it begins: of a launch with
-one post Holdfast does not know how long its steps took, and counts too little of it. The accounts
-of torchtitan without memory and of ms-swift were measured before two corrections: the time of a
-hang counted as productive, and steps that were trained but never posted were lost."""
+their first step. The accounts of torchtitan without memory and of ms-swift were measured before
+three corrections: the time of a hang counted as productive, steps that were trained but never
+posted were lost, and transformers did not post where it begins."""
 SETTINGS = """\
 torchrun's best settings: c10d rendezvous, one agent a node, `--nnodes 1:2`, `--rdzv-conf
 keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=1`, `--max-restarts 1000`,
