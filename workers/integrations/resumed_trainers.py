@@ -5,6 +5,9 @@ where its script does not say from which one: `Trainer.train()` of transformers 
 Its own: in the folder that this trainer writes to, and written since the job was submitted. Ranks
 agree on it. What a script gives, `False` included, is left alone, and so is a second training into
 the same folder, which begins where the first one does. The first launch of a job changes nothing.
+
+transformers posts its progress every few seconds, and when it begins to train, but not where. Added
+to that post is how many steps its checkpoint has: so it is known how many a launch trains.
 """
 
 from __future__ import annotations
@@ -21,7 +24,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holdfast.orchestrator.protocol.environment import RESUME_FROM, RESUME_SINCE
+from holdfast.orchestrator.protocol.environment import (
+    BEGAN_AFTER_STEPS,
+    RESUME_FROM,
+    RESUME_SINCE,
+)
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.agent.storage import script_checkpoints
 
@@ -98,6 +105,36 @@ def _is_of_transformers(path: Path, since_ns: int) -> bool:
         return written_ns >= since_ns and not script_checkpoints.unfinished("transformers", path)
     except OSError:
         return False
+
+
+# -- posts of transformers --------------------------------------------------------------------
+def post_where_it_begins(callback_class: Any) -> None:
+    """Has this class, KubeflowCallback of transformers 5, post with the beginning of a training
+    after how many steps that is."""
+    inner = callback_class.on_train_begin
+    if getattr(inner, "posts_where_it_begins", False) or not hasattr(
+        callback_class, "_update_status"
+    ):
+        return
+
+    @wraps(inner)
+    def on_train_begin(self: Any, args: Any, state: Any, *rest: Any, **more: Any) -> Any:
+        post = self._update_status
+
+        def with_its_step(*given: Any, **named: Any) -> Any:
+            if "metrics" in named:
+                known = {BEGAN_AFTER_STEPS: state.global_step}
+                named["metrics"] = {**(named["metrics"] or {}), **known}
+            return post(*given, **named)
+
+        self._update_status = with_its_step
+        try:
+            return inner(self, args, state, *rest, **more)
+        finally:
+            del self._update_status
+
+    on_train_begin.posts_where_it_begins = True  # type: ignore[attr-defined]
+    callback_class.on_train_begin = on_train_begin
 
 
 # -- Lightning --------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Adapts frameworks when a script imports them: a checkpoint of DeepSpeed is read by another number
-of ranks too (workers/integrations/deepspeed_sizes.py), a trainer that is started again goes on
-from its own checkpoint (workers/integrations/resumed_trainers.py), and one that posts its progress
-tells where it begins (workers/integrations/posted_beginnings.py).
+of ranks too (workers/integrations/deepspeed_sizes.py), and a trainer that is started again goes on
+from its own checkpoint and posts where it begins (workers/integrations/resumed_trainers.py).
 
 A framework may be imported already, or be imported by the script at any time, or never. Only the
 standard library is imported here.
@@ -103,11 +102,16 @@ def _go_on(module: ModuleType) -> None:
 
 
 def _adapt_callbacks(module: ModuleType) -> None:
+    """As above."""
     _log_to_one_run(module)
-    posting = getattr(module, "KubeflowCallback", None)
-    if posting is not None:  # since transformers 5
-        posts = importlib.import_module("holdfast.workers.integrations.posted_beginnings")
-        posts.post_where_it_begins(posting)
+    try:
+        posting = getattr(module, "KubeflowCallback", None)
+        if posting is not None:  # since transformers 5
+            resumed = importlib.import_module("holdfast.workers.integrations.resumed_trainers")
+            resumed.post_where_it_begins(posting)
+    except Exception as error:
+        print(f"holdfast: transformers posts its steps and not where it begins "
+              f"({type(error).__name__}: {error})", file=sys.stderr)  # fmt: skip
 
 
 def _log_to_one_run(module: ModuleType) -> None:

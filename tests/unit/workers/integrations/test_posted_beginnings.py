@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from holdfast.workers.integrations.posted_beginnings import post_where_it_begins
+from holdfast.workers.integrations.resumed_trainers import post_where_it_begins
 
 
 def _callback_class() -> Any:
