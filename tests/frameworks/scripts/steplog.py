@@ -31,6 +31,7 @@ def pace() -> None:
 
 
 def write(step: int, loss: float | None = None) -> None:
+    """The line of optimizer step `step`, on rank 0."""
     if PATH and os.environ.get("RANK", "0") == "0":
         line = {
             "step": step,
