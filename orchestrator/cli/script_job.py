@@ -302,9 +302,9 @@ def spec_file(
 def text_of(document: dict[str, Any], suffix: str = ".yaml") -> str:
     if suffix == ".json":
         return json.dumps(document, indent=2) + "\n"
-    import yaml
+    from ..api.v1alpha1 import yaml_text
 
-    return yaml.safe_dump(document, sort_keys=False)
+    return yaml_text(document)
 
 
 def _check_place(save: Path, uploads: bool) -> None:

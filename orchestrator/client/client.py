@@ -16,7 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..api.v1alpha1 import TrainingJob, job_from_mapping, job_to_mapping, load_job
+from ..api.v1alpha1 import TrainingJob, job_from_mapping, job_to_mapping, load_job, yaml_text
+from ..api.v1alpha1.base import number_as_text
 from ..cli.options import ray_address
 from ..cli.script_job import ScriptRun
 from ..errors import Problem, UserError
@@ -94,7 +95,7 @@ class Client:
         nodes: int | None = None,
         workers: int | None = None,
         gpus: int | None = None,
-        env: Mapping[str, str] | None = None,
+        env: Mapping[str, str | float] | None = None,
         python: str | None = None,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -115,8 +116,9 @@ class Client:
         On a cluster the directory is uploaded. Raises SpecError for a wrong
         spec, UserError for what is refused, and then nothing has been started.
         """
+        variables = {key: number_as_text(value) for key, value in (env or {}).items()}
         given: dict[str, Any] = {"name": name, "nodes": nodes, "workers": workers, "gpus": gpus,
-                   "env": dict(env or {}) or None, "python": python}  # fmt: skip
+                   "env": variables or None, "python": python}  # fmt: skip
         options = {field: value for field, value in given.items() if value is not None}
         if isinstance(job, (TrainingJob, Mapping)):
             _refuse(options, args, kwargs, "a spec")
@@ -215,10 +217,8 @@ def _spec_beside(directory: Path, document: dict[str, Any]) -> Iterator[Path]:
 
 
 def _write(file: Path, document: dict[str, Any]) -> None:
-    import yaml
-
     try:
-        file.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+        file.write_text(yaml_text(document), encoding="utf-8")
     except OSError as error:
         got = f"{file.parent} ({error.strerror})"
         fix = "the spec is written to the current directory while the job starts"

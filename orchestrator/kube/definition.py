@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
-
 from holdfast.orchestrator.api.v1alpha1.crd import definition as open_definition
+from holdfast.orchestrator.api.v1alpha1.load import yaml_text
 
 from .pod_schema import pod_template_schema
 
@@ -25,13 +24,4 @@ def definition() -> dict[str, Any]:
 def definition_text() -> str:
     """With a header line that names its source."""
     head = "# Generated from orchestrator/api/v1alpha1 by `holdfast schema --crd`; do not edit.\n"
-    return head + yaml.dump(
-        definition(), Dumper=_Plain, sort_keys=False, width=100, allow_unicode=True
-    )
-
-
-class _Plain(yaml.SafeDumper):
-    """YAML without anchors: a list that occurs twice is written twice."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
+    return head + yaml_text(definition())

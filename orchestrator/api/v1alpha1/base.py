@@ -48,6 +48,13 @@ class Part(BaseModel):
         return tuple(value) if isinstance(value, list) else whole(value)
 
 
+def number_as_text(value: Any) -> Any:
+    """2 -> "2": the words of a command line and the values of variables are texts."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return str(value) if is_number else value
+
+
+Word = Annotated[str, BeforeValidator(number_as_text)]
 Seconds = Annotated[float, Field(gt=0, le=limits.MAX_SECONDS, allow_inf_nan=False)]
 Wait = Annotated[float, Field(ge=0, le=limits.MAX_SECONDS, allow_inf_nan=False)]
 """Seconds, 0 included."""

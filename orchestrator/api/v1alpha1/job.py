@@ -15,7 +15,7 @@ from holdfast.orchestrator import limits
 
 from . import command_line, command_sizes
 from .backends import Kubernetes, Ray
-from .base import RESOURCE_PATTERN, Count, Part, Seconds
+from .base import RESOURCE_PATTERN, Count, Part, Seconds, Word
 from .mesh_checks import MESH_CHECKS
 from .parallelism import Parallelism
 from .resilience import Checkpoint, Recovery
@@ -167,9 +167,9 @@ class JobSpec(Part):
     image: str | None = None
     """Container image of the nodes, on Kubernetes. Default: the operator's
     --worker-image."""
-    env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of every worker. They override those of the fabric profile; ranks and
-    addresses cannot be overridden."""
+    env: dict[str, Word] = Field(default_factory=dict)
+    """Environment variables of every worker; numbers are taken as they are written. They override
+    those of the fabric profile; ranks and addresses cannot be overridden."""
     environment: PythonPackages | None = None
     """Python packages for the workers of a script, see docs/user/script.md."""
     preload: Annotated[tuple[ModuleName, ...], Field(max_length=64)] = ()

@@ -1,6 +1,6 @@
-"""YAML text -> TrainingJob, with every mistake named by its place in the file.
+"""YAML text -> TrainingJob, with every mistake named by its place in the file, and back.
 
-The rules are in the models; this module reads documents and words the errors.
+The rules are in the models; this module reads and writes documents and words the errors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read_job_file(path: str | Path) -> str:
 def parse_job(text: str, source: str = "") -> TrainingJob:
     """The job in a YAML text. Raises SpecError listing every wrong field."""
     try:
-        document = read_yaml(text)
+        document = _with_words(read_yaml(text), text)
     except BadDocument as error:
         raise SpecError([error.problem], source) from None
     job = job_from_mapping(document, source)
@@ -76,6 +76,22 @@ def job_from_mapping(document: Any, source: str = "") -> TrainingJob:
     except ValidationError as error:
         problems = [_problem(details) for details in error.errors(include_url=False)]
         raise SpecError(_distinct(problems), source) from None
+
+
+def _with_words(document: Any, text: str) -> Any:
+    """The document, with the numbers in args and env as they are written: 3e-4 is not 0.0003."""
+    for *path, last in (("spec", "entrypoint", "args"), ("spec", "env")):
+        part = _mapping(document, path)
+        if part.get(last):
+            part[last] = _mapping(read_yaml(text, _WordLoader), path)[last]
+    return document
+
+
+def _mapping(value: Any, path: list[str]) -> dict[str, Any]:
+    """The mapping at a path; empty if there is none."""
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {}
 
 
 def job_to_mapping(job: TrainingJob) -> dict[str, Any]:
@@ -141,15 +157,28 @@ def _line(node: yaml.Node) -> int:
     return node.start_mark.line + 1
 
 
+class _WordLoader(_Loader):
+    """Reads numbers as texts."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes each text that YAML 1.1, YAML 1.2, PyYAML or kubectl would not read as a text. A list
+    that occurs twice is written twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
 def _read_scalars_as_kubectl_does() -> None:
     """kubectl reads 1e-4 as a number, and 12:30 and 2024-01-02 as texts; PyYAML reads a text, the
     number 750 and a date."""
     integer, number = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
     replaced = (integer, number, "tag:yaml.org,2002:timestamp")
-    _Loader.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in known if tag not in replaced]
-        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+    for loader in (_Loader, _WordLoader):
+        loader.yaml_implicit_resolvers = {
+            first: [(tag, pattern) for tag, pattern in known if tag not in replaced]
+            for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
     _Loader.add_implicit_resolver(
         integer,
         re.compile(r"[-+]?(?:0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$"),
@@ -163,17 +192,28 @@ def _read_scalars_as_kubectl_does() -> None:
         ),
         list("-+0123456789."),
     )
+    # Also 08, which kubectl reads as the number 8, and y, which it reads as true.
+    _Dumper.add_implicit_resolver(
+        number,
+        re.compile(r"[-+]?(?:\.?[0-9][-+0-9_.:eE]*|0[xob][0-9a-fA-F_]+)$|[yYnN]$"),
+        list("-+0123456789.yYnN"),
+    )
 
 
 _read_scalars_as_kubectl_does()
 
 
-def read_yaml(text: str) -> Any:
+def yaml_text(document: Mapping[str, Any]) -> str:
+    """The document as YAML, from which `read_yaml` reads the same values."""
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=100)
+
+
+def read_yaml(text: str, loader: type[yaml.SafeLoader] = _Loader) -> Any:
     """The document in a YAML text. Raises BadDocument."""
     if len(text) > limits.MAX_DOCUMENT_BYTES:
         raise BadDocument(_too_large())
     try:
-        return yaml.load(text, _Loader)
+        return yaml.load(text, loader)
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - text.rfind("\n", 0, error.position)

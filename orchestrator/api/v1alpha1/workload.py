@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from holdfast.orchestrator import limits
 
 from . import command_line, launcher_words
-from .base import Auto, Part, Quantity
+from .base import Auto, Part, Quantity, Word
 from .command_line import Program
 from .launchers import NAMES
 from .recipe import Recipe
@@ -71,8 +71,8 @@ class Entrypoint(Part):
     spec.env."""
     recipe: Recipe | None = None
     """A training loop that is part of Holdfast."""
-    args: tuple[str, ...] = ()
-    """Command line arguments of the script or module."""
+    args: tuple[Word, ...] = ()
+    """Command line arguments of the script or module. Numbers are taken as they are written."""
     python: str | None = Field(default=None, min_length=1)
     """Interpreter of the script or module: its path or name, or the directory of a virtual or conda
     environment, relative to workingDirectory. Default: the Python that Holdfast runs in, which is

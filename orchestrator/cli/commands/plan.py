@@ -420,13 +420,13 @@ def _picture(made: Any) -> str:
 
 
 def _job_text(made: Any) -> str:
-    import yaml
+    from holdfast.orchestrator.api.v1alpha1 import yaml_text
 
     if made.spec is None:
         got = "nothing that fits" if made.chosen is None else f"{made.model}"
         expected = "a model that the recipe has: RMSNorm, SwiGLU, no biases, a head of its own"
         raise UserError(str(Problem("--save", got, expected)))
-    return str(yaml.safe_dump(made.spec, sort_keys=False))
+    return yaml_text(made.spec)
 
 
 def _write(path: Path, option: str, text: str) -> None:

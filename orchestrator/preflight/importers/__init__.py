@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
-from holdfast.orchestrator.api.v1alpha1 import KIND, parse_job
+from holdfast.orchestrator.api.v1alpha1 import KIND, parse_job, yaml_text
 from holdfast.orchestrator.api.v1alpha1.load import read_yaml
 from holdfast.orchestrator.errors import Problem, UserError
 
@@ -57,7 +55,7 @@ def import_config(
         torchtitan.read(keys, draft)
         keys.drop_rest(torchtitan.REASONS, deepspeed.NO_COUNTERPART)
     made = draft.document(script)
-    text = yaml.safe_dump(made, sort_keys=False, width=100)
+    text = yaml_text(made)
     parse_job(text, f"{path}, as a TrainingJob")
     return Imported(kind, made, _comments(path, kind, keys.dropped) + text, keys.dropped)
 

@@ -264,9 +264,9 @@ CASES = [
         id="a variable name that no shell knows",
     ),
     pytest.param(
-        SCRIPT + "  env: {DEBUG: 1}\n",
-        ["spec.env.DEBUG: got 1; expected a valid string", "put it in quotes"],
-        id="a number where a string must stand",
+        SCRIPT + "  env: {DEBUG: yes}\n",
+        ["spec.env.DEBUG: got True; expected a valid string", "put it in quotes"],
+        id="a boolean where a string must stand",
     ),
     pytest.param(
         SCRIPT + "  checkpoint: {memory: {budgetPercent: 0}}\n",
