@@ -46,6 +46,10 @@ LONG = (
     "tests/e2e/kubernetes/test_scale.py",
     "tests/e2e/kubernetes/test_stores.py",
     "tests/e2e/kubernetes/test_two_releases.py",
+    # Upgrades by kubectl, and from a commit; the helm case has the chart's schema and stored jobs.
+    "tests/e2e/kubernetes/test_upgrade.py::test_an_upgrade_keeps_pod_templates[older-client",
+    "tests/e2e/kubernetes/test_upgrade.py::test_an_upgrade_keeps_pod_templates[older-server",
+    "tests/e2e/kubernetes/test_upgrade.py::test_an_upgrade_keeps_pod_templates[with",
     "tests/e2e/kubernetes/test_waiting_jobs.py",
     # Clusters of their own (autoscaler, tokens, pip), a browser, and several jobs at once.
     # test_faults, test_verbs, test_jobs_api, test_head and the contract run a job on

@@ -22,7 +22,7 @@ class UnknownField(NamedTuple):
     path: str
     """Below the pod, such as spec.tolerationz."""
     close: str
-    """The known field that it resembles."""
+    """What was probably meant: the known field that it resembles."""
 
 
 def misspelt_fields(pod: dict[str, Any]) -> list[UnknownField]:
@@ -45,7 +45,9 @@ def _of_model(value: Any, model: str, path: str) -> Iterator[UnknownField]:
     for key, child in value.items():
         if key in types:
             yield from _of_type(child, types[key], f"{path}.{key}")
-        elif not str(key).startswith("$"):  # a directive of the strategic merge
+        elif str(key).startswith("$"):
+            yield UnknownField(f"{path}.{key}", "null, which removes a field")
+        else:
             close = difflib.get_close_matches(str(key), types, n=1, cutoff=RESEMBLES)
             if close:
                 yield UnknownField(f"{path}.{key}", close[0])

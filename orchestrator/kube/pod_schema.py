@@ -14,7 +14,6 @@ from typing import Any
 from kubernetes.aio import client as library
 
 from .pod_fields import ROOTS
-from .strategic_merge import PATCH
 
 Node = dict[str, Any]
 
@@ -52,7 +51,6 @@ def _object(model: str) -> Node:
     properties = {
         kind.attribute_map[name]: _node(model, name, of) for name, of in kind.openapi_types.items()
     }
-    properties[PATCH] = {"type": "string", "enum": ["replace", "delete"]}
     return {"type": "object", "nullable": True, "properties": properties}
 
 

@@ -28,12 +28,11 @@ MERGE_KEYS = {
 """The key of each list that is merged by element; other lists are replaced."""
 REPLACED_ELEMENTS = ("volumes",)
 """Keyed lists whose elements are replaced, not merged: a volume has exactly one source."""
-PATCH = "$patch"
 
 
 def merge(base: Any, over: Any, field: str = "") -> Any:
-    """`over` laid over `base`. Neither is changed. null removes a key, `$patch: replace` in a
-    mapping replaces it, `$patch: delete` in an element of a keyed list removes the element."""
+    """`over` laid over `base`. Neither is changed. null removes a key. There are no directives such
+    as `$patch`: helm and kubectl would follow those in the CRD, and remove what holds them."""
     if isinstance(base, dict) and isinstance(over, dict):
         return _mappings(base, over)
     key = MERGE_KEYS.get(field)
@@ -43,13 +42,11 @@ def merge(base: Any, over: Any, field: str = "") -> Any:
 
 
 def _mappings(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    if over.get(PATCH) == "replace":
-        return {name: _plain(value) for name, value in over.items() if name != PATCH}
     merged = copy.deepcopy(base)
     for name, value in over.items():
         if value is None:
             merged.pop(name, None)
-        elif name != PATCH:
+        else:
             merged[name] = merge(base.get(name), value, name)
     return merged
 
@@ -61,9 +58,7 @@ def _lists(base: list[Any], over: list[Any], key: str, *, whole: bool) -> list[A
             merged.append(_plain(item))
             continue
         at = next((i for i, old in enumerate(merged) if old.get(key) == item[key]), None)
-        if item.get(PATCH) == "delete":
-            merged = [old for old in merged if old.get(key) != item[key]]
-        elif at is None:
+        if at is None:
             merged.append(_plain(item))
         else:
             merged[at] = _plain(item) if whole else _mappings(merged[at], item)
@@ -71,9 +66,9 @@ def _lists(base: list[Any], over: list[Any], key: str, *, whole: bool) -> list[A
 
 
 def _plain(value: Any) -> Any:
-    """Without nulls and patch directives."""
+    """Without nulls."""
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items() if v is not None and k != PATCH}
+        return {k: _plain(v) for k, v in value.items() if v is not None}
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return value

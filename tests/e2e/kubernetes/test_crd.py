@@ -228,7 +228,7 @@ def test_a_pod_template_is_stored_as_written(jobs: Kubectl) -> None:
         "name": "worker",
         "resources": {"limits": {"cpu": 0.5, "memory": "4Gi", "nvidia.com/gpu": 8}},
         "livenessProbe": {"httpGet": {"port": "http"}},
-        "ports": [{"containerPort": 80, "$patch": "delete"}],
+        "ports": [{"containerPort": 80, "hostPort": None}],
         "securityContext": None,
     }
     template = {

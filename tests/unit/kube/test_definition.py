@@ -45,9 +45,9 @@ def test_a_misspelt_field_is_unknown_to_the_api_server(template: dict[str, Any],
     assert list(unknown(pod_template_schema(), template)) == [path]
 
 
-def test_parts_of_a_pod_nulls_and_directives_are_known() -> None:
+def test_parts_of_a_pod_and_nulls_are_known() -> None:
     worker = {
-        "name": "worker", "securityContext": None, "env": [{"name": "A", "$patch": "delete"}],
+        "name": "worker", "securityContext": None, "env": [{"name": "A"}],
         "resources": {"limits": {"nvidia.com/gpu": 8, "cpu": 0.5}, "claims": [{"name": "gpu"}]},
         "livenessProbe": {"httpGet": {"port": 8080}},
     }  # fmt: skip
@@ -64,12 +64,25 @@ def test_every_node_of_the_template_may_be_null_and_is_structural() -> None:
         structural = "x-kubernetes-preserve-unknown-fields", "x-kubernetes-int-or-string"
         assert "type" in node or any(name in node for name in structural), path
         for name, child in node.get("properties", {}).items():
-            if name != "$patch":
-                check(child, f"{path}.{name}")
+            check(child, f"{path}.{name}")
         if "items" in node:
             check(node["items"], f"{path}[]")
 
     check(pod_template_schema(), "")
+
+
+def test_no_key_of_the_definition_is_a_directive_of_a_merge_patch() -> None:
+    """helm and client-side `kubectl apply` send the CRD as a strategic merge patch, in which a key
+    such as $patch, $retainKeys or $setElementOrder/env removes or orders what is beside it."""
+
+    def keys(node: Any, path: str = "") -> Iterator[str]:
+        for key, child in node.items() if isinstance(node, dict) else ():
+            yield f"{path}.{key}"
+            yield from keys(child, f"{path}.{key}")
+        for child in node if isinstance(node, list) else ():
+            yield from keys(child, path)
+
+    assert [path for path in keys(definition()) if path.rpartition(".")[2].startswith("$")] == []
 
 
 def test_the_definition_fits_into_the_annotation_of_kubectl_apply() -> None:

@@ -23,6 +23,8 @@ from tests.unit.api.wrong_jobs import job, script
         ({"metadata": {"label": {"a": "b"}}}, "metadata.label", "labels"),
         ({"spec": {"affinity": {"nodeAffinities": {}}}}, "spec.affinity.nodeAffinities",
          "nodeAffinity"),
+        ({"spec": {"containers": [{"name": "w", "$patch": "delete"}]}}, "spec.containers[0].$patch",
+         "null, which removes a field"),
     ],
 )  # fmt: skip
 def test_a_misspelt_field_is_found_with_its_path(
@@ -36,7 +38,7 @@ def test_a_misspelt_field_is_found_with_its_path(
     [
         {},
         {"metadata": {"labels": {"tolerationz": "x"}, "annotations": None}},
-        {"spec": {"nodeSelector": {"node": "a"}, "containers": [{"name": "w", "$patch": "delete"}],
+        {"spec": {"nodeSelector": {"node": "a"}, "containers": [{"name": "w"}],
                   "resources": {"limits": {"nvidia.com/gpu": 1}}}},
         {"spec": {"fieldOfANewerCluster": 1}},
         {"spec": {"tolerations": "no list", "containers": [1]}},
