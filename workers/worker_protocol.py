@@ -9,7 +9,7 @@ then gives up its older step. Ranks of a node with one shard index (`Assign.twin
 the buffer of each step instead; all get the same one, and each writes a part of it. The spec says
 which steps are staged; StageAt requests others. To
 restore, the worker sends FetchShard and gets Shard and a descriptor (read-only), or NoShard. It
-ends with Failed or Finished and exits.
+ends with Failed, or with Leaving (after Finished if it uses the session), and exits.
 
 A script that keeps its own checkpoints may send StopNoticeWanted, and gets StopNotice in a planned
 stop, while it has time to save.
@@ -136,6 +136,13 @@ class Noted(WorkerMessage, frozen=True, kw_only=True, tag="noted"):
     """A sentence for the job's events."""
 
     text: str
+
+
+class Leaving(WorkerMessage, frozen=True, kw_only=True, tag="leaving"):
+    """The script has run to its end; threads and exit functions are left."""
+
+    waits_for: str = ""
+    """Not empty: it was sent before, and this is why the process has not ended since."""
 
 
 class FetchShard(WorkerMessage, frozen=True, kw_only=True, tag="fetch-shard"):
@@ -291,6 +298,7 @@ FromWorker = (
     | ImportsReported
     | StandbyImported
     | Noted
+    | Leaving
     | FetchShard
     | StopNoticeWanted
     | StackReport

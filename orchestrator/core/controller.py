@@ -373,7 +373,7 @@ _HANDLERS: dict[type, Callable[[StepContext, Any], None]] = {
     e.ResumeRequested: requests.resume,
     e.CancelRequested: requests.cancel,
     e.FaultInjected: _fault_injected,
-    e.NodeRemarked: lambda ctx, event: ctx.note(f"{event.node}: {event.text}"),
+    e.NodeRemarked: recovery.remarked,
     e.NodeJoined: _joined,
     e.StandbysReported: nodes.standbys_reported,
     e.NodeLost: _lost,

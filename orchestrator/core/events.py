@@ -136,6 +136,8 @@ class NodeRemarked(Event, frozen=True, kw_only=True, tag="node-remarked"):
 
     node: str
     text: str
+    shown: bool = False
+    """As the job's reason while it runs."""
 
 
 class WorkerExited(Event, frozen=True, kw_only=True, tag="worker-exited"):

@@ -42,7 +42,9 @@ class Suspects:
         inspected: Mapping[int, InspectedStack],
     ) -> Suspects:
         """`exits`: ranks that have ended; `known`: those that have sent heartbeats."""
-        live = {rank: one for rank, one in known.items() if rank not in exits}
+        live = {
+            rank: one for rank, one in known.items() if rank not in exits and not one.beat.leaves
+        }
         silent = [r for r in range(world_size) if r not in known and r not in exits]
         reporting = {beat.rank for beat in counting(one.beat for one in live.values())}
         done = max((one.beat.step for one in live.values()), default=-1)

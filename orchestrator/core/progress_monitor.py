@@ -328,7 +328,9 @@ class ProgressMonitor:
         current, state = self._current, self._state
         if not state.active or state.stop is not None or current.hung:
             return None
-        live = {rank: known for rank, known in current.ranks.items() if rank not in state.exits}
+        live = self._live()
+        if not live and (current.ranks or current.num_steps):
+            return None
         if (stopped := self._stopped_limit(live)) is not None:
             return stopped
         if current.num_steps == 0:
@@ -338,8 +340,6 @@ class ProgressMonitor:
             limit_s = self._recovery.startup_timeout_s
             began_ns = max([state.launched_ns, *busy])
             return Limit(began_ns + seconds(limit_s), limit_s, "start-up")
-        if not live:
-            return None
         if self._by_collectives(live) and (limit := self._collectives_limit(live)) is not None:
             return limit
         if _works(live):
@@ -356,6 +356,11 @@ class ProgressMonitor:
         # Without a current heartbeat of its agent the rank may have moved: wait for the next one.
         limit = replace(limit, due_ns=due_ns, moved_ns=found[1])
         return limit if self._current_at(quietest, due_ns) else None
+
+    def _live(self) -> dict[int, RankProgress]:
+        """Ranks that have neither ended nor run to the end of their script."""
+        ranks, exits = self._current.ranks.items(), self._state.exits
+        return {rank: r for rank, r in ranks if rank not in exits and not r.beat.leaves}
 
     def _silent(self, live: dict[int, RankProgress]) -> bool:
         """A script of which no step was ever counted, and no rank prepares for one."""
@@ -497,11 +502,8 @@ class ProgressMonitor:
     # -- suspicions ---------------------------------------------------------------------------
     def _suspicion_ns(self) -> int | None:
         """When to ask what the workers do; None: there is no need."""
-        current, state = self._current, self._state
-        if not state.active or state.stop is not None or current.hung:
-            return None
-        live = {rank: known for rank, known in current.ranks.items() if rank not in state.exits}
-        if not live:
+        current, state, live = self._current, self._state, self._live()
+        if not state.active or state.stop is not None or current.hung or not live:
             return None
         by_collectives, works = self._by_collectives(live), _works(live)
         silent = by_collectives and current.num_steps == 0
@@ -515,15 +517,13 @@ class ProgressMonitor:
         if by_collectives and not works:
             limit_s = script_progress.SUSPECT_AFTER_S + limits.SUSPICION_LEAD_S
             limit_s += 0.0 if silent else script_progress.POST_INTERVAL_S
-        wait_s = limit_s - limits.SUSPICION_LEAD_S
-        due_ns = self._due_after(oldest_ns, wait_s)
+        due_ns = self._due_after(oldest_ns, limit_s - limits.SUSPICION_LEAD_S)
         if current.suspected_ns is not None:
             due_ns = max(due_ns, current.suspected_ns + seconds(INSPECT_AGAIN_S))
         return due_ns if self._current_at(quietest, due_ns) else None
 
     def _suspicion(self, now_ns: int) -> list[AnyEvent]:
-        current, state = self._current, self._state
-        live = {rank: known for rank, known in current.ranks.items() if rank not in state.exits}
+        current, live = self._current, self._live()
         found = self._quietest(live) if live else None
         oldest_ns = found[1] if found is not None else now_ns
         # A beat's age is rounded, so the same progress may seem a little newer.

@@ -20,6 +20,7 @@ from .events import (
     HangSuspicionEnded,
     HeartbeatsLost,
     HeartbeatsRestored,
+    NodeRemarked,
 )
 from .failure import (
     HOPELESS_TYPES,
@@ -226,6 +227,11 @@ def suspicion_ended(ctx: StepContext, event: HangSuspicionEnded) -> None:
     """A hang that ends by itself is not charged."""
     ctx.state.inspected.clear()
     _show(ctx, f"progress again, after {event.seconds:.1f} s without any")
+
+
+def remarked(ctx: StepContext, event: NodeRemarked) -> None:
+    show = _show if event.shown else StepContext.note
+    show(ctx, f"{event.node}: {event.text}")
 
 
 def _show(ctx: StepContext, text: str) -> None:

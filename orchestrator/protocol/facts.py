@@ -194,6 +194,8 @@ class WorkerBeat(StepReport, frozen=True, kw_only=True):
     """Collectives that the worker has begun, in all process groups; 0: none, or not known."""
     collectives_age_s: float = 0.0
     """Seconds since that number was last seen to grow."""
+    leaves: bool = False
+    """The script has run to its end; threads and exit functions may still take their time."""
 
     @property
     def silent(self) -> bool:

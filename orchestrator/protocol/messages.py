@@ -182,6 +182,8 @@ class AgentNote(Message, frozen=True, kw_only=True, tag="agent-note"):
     decision depends on it."""
 
     text: str
+    shown: bool = False
+    """Also as the job's reason while it runs."""
 
 
 class StacksShown(Message, frozen=True, kw_only=True, tag="stacks-shown"):

@@ -120,7 +120,7 @@ def to_event(node: str, message: wire.Message) -> events.AnyEvent | None:
         case wire.StandbyReport():
             return events.StandbysReported(node=node, ready=message.ready)
         case wire.AgentNote():
-            return events.NodeRemarked(node=node, text=message.text)
+            return events.NodeRemarked(node=node, text=message.text, shown=message.shown)
         case wire.NodeLeaving():
             return events.PreemptionNoticed(
                 node=node, detail=message.detail, grace_s=message.grace_s

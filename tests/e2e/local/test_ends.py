@@ -129,3 +129,17 @@ def test_a_job_whose_node_launcher_was_lost_trains_on_and_leaves_nothing(make: M
     job.command.send_signal(signal.SIGTERM)
     assert job.wait().state == "cancelled"
     assert_nothing_is_left(job)
+
+
+def test_a_script_that_leaves_its_pools_open_succeeds(make: Make, tmp_path: Path) -> None:
+    pools = (
+        "import sys\n"
+        "from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor\n"
+        "sys.kept = ThreadPoolExecutor(1), ProcessPoolExecutor(1)\n"
+        "print('results', *[pool.submit(abs, -7).result() for pool in sys.kept])\n"
+    )
+    job = make(script(tmp_path, pools))
+    job.run()
+    assert job.wait().state == "succeeded"
+    assert "results 7 7" in job.output()
+    assert_nothing_is_left(job)

@@ -304,6 +304,22 @@ def test_a_hang_counts_from_the_last_time_that_a_rank_worked() -> None:
     )
 
 
+@pytest.mark.parametrize("step", [-1, 9])
+def test_ranks_that_have_run_to_their_end_may_take_their_time_to_leave(step: int) -> None:
+    watch = Watch()
+    watch.train(step + 1)
+    for ranks, live in (((0, 1), {2, 3}), ((0, 1, 2, 3), set())):
+        for node, here in (("a", (0, 1)), ("b", (2, 3))):
+            beats = tuple(
+                WorkerBeat(rank=rank, step=step, ticks=99, phase="train", leaves=rank in ranks)
+                for rank in here
+            )
+            watch.give(HeartbeatReceived(node=node, generation=1, workers=beats))
+        assert watch.monitor._live().keys() == live
+    assert watch.monitor._hang_limit() is None
+    assert watch.monitor._suspicion_ns() is None
+
+
 def test_a_hang_without_any_answer_has_no_empty_part_in_its_evidence() -> None:
     watch = Watch()
     watch.train(10)

@@ -23,6 +23,9 @@ from holdfast.orchestrator.protocol.facts import (
     report_fields,
 )
 from holdfast.orchestrator.protocol.messages import (
+    AgentEvent,
+    AgentNote,
+    Chaos,
     Inspected,
     Launched,
     LaunchWorkers,
@@ -69,6 +72,8 @@ class Worker:
     """When that number was last seen to grow."""
     failed: worker_protocol.Failed | None = None
     finished: bool = False
+    leaves: bool = False
+    """The script has run to its end."""
     signals: set[int] = field(default_factory=set)
     """Signals that the controller ordered; SIGTERM may have come as a StopNotice."""
     wants_notice: bool = False
@@ -103,6 +108,7 @@ class Worker:
                 return
             case _:
                 pass
+        self.leaves = isinstance(message, worker_protocol.Leaving)
         self.ticks += 1
         self.progress_ns, self.idle_s = now_ns, 0.0
 
@@ -129,6 +135,7 @@ class Worker:
             began_s=self.script.began_s(now_ns),
             collectives=self.collectives,
             collectives_age_s=(now_ns - max(self.collectives_ns, self.since_ns)) / SECOND_NS,
+            leaves=self.leaves,
             **report_fields(last),
         )
 
@@ -208,6 +215,8 @@ class Generation:
     """(every Nth step is staged, from this step on); 0: as the spec says."""
     stage_request: Stage | None = None
     """A requested step that is not answered yet."""
+    lingers: bool = False
+    """A worker that has not left was named."""
     advanced: bool = False
     """Every worker of this node has finished a step of this generation."""
 
@@ -330,6 +339,27 @@ def inspected(
         for stack in stacks
     )
     return [commands.Send(Inspected(generation=generation, stacks=short))]
+
+
+def inject_fault(group: Generation | None, message: Chaos) -> list[Command]:
+    if message.kind == "kill-node":
+        return [commands.KillNode()]
+    signal = {"kill-worker": SIGKILL, "hang-worker": SIGSTOP}.get(message.kind)
+    worker = group.workers.get(message.rank) if group else None
+    if signal is None or group is None or worker is None or worker.ended:
+        text = f"chaos {message.kind}: there is no live worker of rank {message.rank} here"
+        return [commands.Send(AgentEvent(text=text))]
+    # Not in worker.signals: the exit must look like one that Holdfast did not cause.
+    return [commands.Kill(group.generation, message.rank, signal)]
+
+
+def lingers(group: Generation, rank: int, waits_for: str) -> list[Command]:
+    """Name the first worker of this node that is done and does not leave."""
+    if group.lingers or not waits_for:
+        return []
+    group.lingers = True
+    text = f"rank {rank} has run to its end and does not leave: it waits for {waits_for}"
+    return [commands.Send(AgentNote(text=text, shown=True))]
 
 
 def launched(action_id: int, generation: int, *, ok: bool, detail: str) -> Command:

@@ -23,13 +23,13 @@ from .checkpoint_tiers import CheckpointTiers
 from .commands import Command
 from .generation import (
     SECOND_NS,
-    SIGKILL,
-    SIGSTOP,
     Generation,
     Worker,
     exit_report,
+    inject_fault,
     inspected,
     launched,
+    lingers,
     stage_result,
 )
 from .inputs import Input
@@ -194,7 +194,7 @@ class AgentMachine:
                 self.tiers.committed(message)
                 return []
             case m.Chaos():
-                return self._inject_fault(message)
+                return inject_fault(self.group, message)
             case m.Shutdown():
                 return self._end(now_ns, message.detail)
 
@@ -398,7 +398,9 @@ class AgentMachine:
                 return self.tiers.fetch(group, given.rank, message.shard)
             case worker_protocol.Finished():
                 return self.tiers.finished(group, worker.seat)
-            case worker_protocol.ImportsReported():  # it trains: standbys can be made ready for it
+            case worker_protocol.Leaving():
+                return lingers(group, given.rank, message.waits_for)
+            case worker_protocol.ImportsReported():  # it trains: standbys can be made ready
                 self._standbys.schedule(now_ns, self._timing.refill_delay_s)
                 return self._standbys.learned(message.modules, by_rank=given.rank)
             case _:
@@ -483,7 +485,7 @@ class AgentMachine:
 
     def _missed(self, worker: Worker, request: m.Stage) -> bool:
         """The worker will not stage that step. A worker sends Staged before Progress of a step."""
-        if worker.ended or worker.finished or worker.step > request.step:
+        if worker.ended or worker.finished or worker.leaves or worker.step > request.step:
             return True
         wanted = (request.generation, request.step)
         staged = self.tiers.buffers.has_staged(worker.seat.local_rank, wanted)
@@ -536,18 +538,6 @@ class AgentMachine:
             offered_port=self._port,
         )
         return commands.Send(message)
-
-    def _inject_fault(self, message: m.Chaos) -> list[Command]:
-        if message.kind == "kill-node":
-            return [commands.KillNode()]
-        signal = {"kill-worker": SIGKILL, "hang-worker": SIGSTOP}.get(message.kind)
-        group = self.group
-        worker = group.workers.get(message.rank) if group else None
-        if signal is None or group is None or worker is None or worker.ended:
-            text = f"chaos {message.kind}: there is no live worker of rank {message.rank} here"
-            return [commands.Send(m.AgentEvent(text=text))]
-        # Not in worker.signals: the exit must look like one that Holdfast did not cause.
-        return [commands.Kill(group.generation, message.rank, signal)]
 
     # -- the end ------------------------------------------------------------------------------
     def _terminated(self, now_ns: int, given: inputs.Terminated) -> list[Command]:

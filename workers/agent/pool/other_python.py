@@ -42,7 +42,9 @@ def main(order: dict[str, Any]) -> int:
         else:
             sys.path[0] = str(Path.cwd())
             runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+        _leave(order)
     except SystemExit:
+        _leave(order)
         raise
     except BaseException as error:
         error.__traceback__ = _of_user(error.__traceback__)
@@ -73,24 +75,36 @@ def _of_user(begin: Any) -> Any:
     return None
 
 
+def _leave(order: dict[str, Any]) -> None:
+    """Say that the script has ended; the interpreter does the rest."""
+
+    def tell(waits_for: str) -> None:
+        _send(order, {"type": "leaving", "waits_for": waits_for})
+
+    tell("")
+    _load("leaving").tell_if_it_lingers(tell)
+
+
 def _report(order: dict[str, Any], error: BaseException) -> None:
     """Send worker_protocol.Failed."""
     failures, bound = _load("failures"), order["bytes"]
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     message = failures.encodable(failures.text_of(error))[: bound // 4]
-    data = packed(
-        {
-            "type": "failed",
-            "error_type": failures.encodable(type(error).__qualname__),
-            "message": message,
-            "traceback": failures.encodable(text).encode()[-bound:].decode(errors="replace"),
-            "secondary": failures.is_secondary(error),
-            "out_of_memory": failures.is_out_of_memory(error),
-        }
-    )
+    fields = {
+        "type": "failed",
+        "error_type": failures.encodable(type(error).__qualname__),
+        "message": message,
+        "traceback": failures.encodable(text).encode()[-bound:].decode(errors="replace"),
+        "secondary": failures.is_secondary(error),
+        "out_of_memory": failures.is_out_of_memory(error),
+    }
+    _send(order, fields)
+
+
+def _send(order: dict[str, Any], fields: dict[str, Any]) -> None:
     try:
         with socket.socket(fileno=os.dup(order["wire"])) as link:
-            link.send(data)
+            link.send(packed(fields))
     except OSError:
         pass  # the agent has ended, so this process ends too
 

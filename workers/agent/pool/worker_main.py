@@ -6,7 +6,6 @@ second and can only fail.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import importlib
@@ -17,7 +16,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import traceback
 from functools import partial
 from pathlib import Path
@@ -34,7 +32,7 @@ from holdfast.workers import worker_protocol, worker_transport
 from ..linux import output as streams
 from ..linux import processes
 from ..process import process_env
-from . import entrypoint, fork_protocol, gpu_context, user_modules
+from . import entrypoint, fork_protocol, gpu_context, leaving, user_modules
 from .failures import encodable, is_out_of_memory, is_secondary, text_of
 
 _PACKAGE = __file__.removesuffix("workers/agent/pool/worker_main.py")
@@ -74,9 +72,9 @@ def run(
             _start_pulse(job, inherited)
         user_modules.expect_imported(job, assign.packages)
         _run_entrypoint(job, program)
-        code = _leave(0)
+        code = _leave(link, 0)
     except SystemExit as error:
-        code = _leave(_exit_code(error))
+        code = _leave(link, _exit_code(error))
     except BaseException as error:
         reserve.clear()
         error.__traceback__ = _without_launcher(error.__traceback__)
@@ -226,12 +224,16 @@ def _exit_code(error: SystemExit) -> int:
     return 1
 
 
-def _leave(code: int) -> int:
+def _leave(link: socket.socket, code: int) -> int:
     """The interpreter's steps at its end, without the teardown."""
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join()
-    atexit._run_exitfuncs()
+
+    def tell(waits_for: str) -> None:
+        with contextlib.suppress(OSError):  # the agent has ended
+            worker_transport.send(link, worker_protocol.Leaving(waits_for=waits_for))
+
+    tell("")
+    leaving.tell_if_it_lingers(tell)
+    leaving.leave()
     streams.flush()
     return code
 

@@ -60,7 +60,7 @@ def run(tmp_path: Path, text: str, **order: Any) -> Ended:
         )  # fmt: skip
         theirs.close()
         message = worker_transport.receive(ours)[0]
-        while isinstance(message, worker_protocol.Pulse):
+        while isinstance(message, (worker_protocol.Pulse, worker_protocol.Leaving)):
             message = worker_transport.receive(ours)[0]
     assert message is None or isinstance(message, worker_protocol.Failed)
     return done.returncode, done.stderr, message

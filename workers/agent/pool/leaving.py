@@ -1,0 +1,80 @@
+"""The end of an interpreter in CPython's order (Py_RunMain, Py_FinalizeEx): sys.excepthook, then
+threads, then atexit. What one of them raises is printed, and the next one runs.
+
+Standard library only and Python 3.8 or later: other_python.py loads this file in the interpreter of
+a user.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LINGER_S = 60.0
+"""A process that has not ended so long after its script is named."""
+
+
+def leave() -> None:
+    """Wait for threads and run the exit functions."""
+    for act in (_end_threads, atexit._run_exitfuncs):
+        try:
+            act()
+        except BaseException:
+            traceback.print_exc()
+
+
+def _end_threads() -> None:
+    # It first calls what threading._register_atexit was given: there concurrent.futures ends the
+    # idle threads of its pools. Private, but the interpreter calls it by this name.
+    shutdown = getattr(threading, "_shutdown", None)
+    if shutdown is not None:
+        shutdown()
+    else:
+        for thread in _threads():
+            thread.join()
+
+
+def _threads() -> list[threading.Thread]:
+    main = threading.main_thread()
+    return [t for t in threading.enumerate() if t is not main and not t.daemon and t.is_alive()]
+
+
+def tell_if_it_lingers(tell: Callable[[str], None]) -> None:
+    """After LINGER_S, call `tell` with what the process waits for."""
+    timer = threading.Timer(LINGER_S, lambda: tell(waits_for()))
+    timer.name, timer.daemon = "holdfast-leaving", True
+    try:
+        timer.start()
+    except RuntimeError:  # no thread can be started
+        return
+
+
+def waits_for() -> str:
+    """What the end of this process waits for: threads, or else what the main thread does."""
+    frames = sys._current_frames()
+    threads = _threads()
+    if not threads:
+        return f"an exit function, {_place(frames.get(threading.main_thread().ident or 0))}"
+    names = [f"{thread.name} {_place(frames.get(thread.ident or 0))}" for thread in threads[:3]]
+    more = f" and {len(threads) - 3} more" if len(threads) > 3 else ""
+    return f"the thread{'s' if len(threads) > 1 else ''} {', '.join(names)}{more}"
+
+
+def _place(frame: Any) -> str:
+    """The innermost function outside the standard library, or the innermost one."""
+    if frame is None:
+        return "in native code"
+    ours, shown = (str(Path(threading.__file__).parent), "<", __file__), frame
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "-packages" in file or not file.startswith(ours):
+            shown = frame
+            break
+        frame = frame.f_back
+    code = shown.f_code
+    return f"in {code.co_name} ({Path(code.co_filename).name}:{shown.f_lineno})"
