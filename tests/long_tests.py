@@ -14,11 +14,13 @@ LONG = (
     "tests/strategies/test_three_axes.py",
     "tests/strategies/test_variants.py",
     # All copies of a shard on a node, a cache of compiled code, memory limits, a built wheel, files
-    # of the user's with our names; test_soak, test_kill, test_hangs and test_hand_over have each
-    # kind of fault.
+    # of the user's with our names, the example of the README; test_soak, test_kill, test_hangs and
+    # test_hand_over have each kind of fault.
     "tests/e2e/local/test_adopt.py",
     "tests/e2e/local/test_compile.py",
     "tests/e2e/local/test_entrypoints.py::test_a_session_in_another_interpreter",
+    "tests/e2e/local/test_first_commands.py::test_the_example_survives",
+    "tests/e2e/local/test_first_commands.py::test_the_first_program_of_the_client",
     "tests/e2e/local/test_hand_over.py::test_a_controller_that_returns_in_time",
     "tests/e2e/local/test_hand_over.py::test_a_job_without_spares_waits",
     "tests/e2e/local/test_host_memory.py",

@@ -168,8 +168,9 @@ class JobSpec(Part):
     """Container image of the nodes, on Kubernetes. Default: the operator's
     --worker-image."""
     env: dict[str, Word] = Field(default_factory=dict)
-    """Environment variables of every worker; numbers are taken as they are written. They override
-    those of the fabric profile; ranks and addresses cannot be overridden."""
+    """Environment variables of every worker. Numbers are taken as they are written, but
+    `kubectl apply` needs quotes around them. The variables override those of the fabric profile;
+    ranks and addresses cannot be overridden."""
     environment: PythonPackages | None = None
     """Python packages for the workers of a script, see docs/user/script.md."""
     preload: Annotated[tuple[ModuleName, ...], Field(max_length=64)] = ()

@@ -72,7 +72,8 @@ class Entrypoint(Part):
     recipe: Recipe | None = None
     """A training loop that is part of Holdfast."""
     args: tuple[Word, ...] = ()
-    """Command line arguments of the script or module. Numbers are taken as they are written."""
+    """Command line arguments of the script or module. Numbers are taken as they are written, but
+    `kubectl apply` needs quotes around them."""
     python: str | None = Field(default=None, min_length=1)
     """Interpreter of the script or module: its path or name, or the directory of a virtual or conda
     environment, relative to workingDirectory. Default: the Python that Holdfast runs in, which is

@@ -40,9 +40,10 @@ def submit(
         typer.Option(
             "--ray",
             metavar="ADDRESS",
-            help="http://HEAD:8265, or auto in the cluster. Default: $RAY_ADDRESS, or auto.",
+            help="http://HEAD:8265, or auto in the cluster.",
+            show_default="$RAY_ADDRESS, or auto",
         ),
-    ],
+    ] = "",
     runtime_env: Annotated[
         Path | None,
         typer.Option(

@@ -10,15 +10,22 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 
 @contextmanager
 def on_sigterm(act: Callable[[], object]) -> Iterator[None]:
-    """Calls `act` on SIGTERM. `ray job stop` sends it, and SIGKILL three seconds later."""
+    """Calls `act` on the first SIGTERM: systemd, `timeout` and `uv run` may deliver two. `ray job
+    stop` sends it, and SIGKILL three seconds later."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda _number, _frame: act())
+
+    def first(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        act()
+
+    before = signal.signal(signal.SIGTERM, first)
     try:
         yield
     finally:

@@ -52,6 +52,9 @@ log = logging.getLogger("holdfast")
 class LocalHostTiming:
     view_interval_s: float = 0.25
     """At least this long between two views for the display."""
+    second_ctrl_c_s: float = 1.0
+    """A Ctrl-C this long after the first signal forces the end. systemd, `timeout` and `uv run`
+    deliver one request to end twice, within milliseconds."""
     forced_end_s: float = 10.0
     """After a second Ctrl-C: from killing all nodes to ending the controller itself."""
     metrics_timeout_s: float = 5.0
@@ -163,7 +166,8 @@ class LocalJobHost:
         self._timing = timing
         self._on_view = _ignoring_closed_output(on_view or (lambda view: None))
         self._on_note = _ignoring_closed_output(on_note)
-        self._num_signals = 0
+        self._signalled_s: float | None = None
+        self._forced: asyncio.Task[None] | None = None
         self._dirty = asyncio.Event()
         self.endpoint = AgentServer()
         path = directory.checkpoint_path(job)
@@ -283,15 +287,20 @@ class LocalJobHost:
             stack.callback(loop.remove_signal_handler, number)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        self._num_signals += 1
         self.interrupted |= number == signal.SIGINT
         by = "Ctrl-C" if number == signal.SIGINT else number.name
-        if self._num_signals == 1:
+        now_s = self._loop.time()
+        if self._signalled_s is None:
+            self._signalled_s = now_s
             self._on_note(f"{by}: cancelling the job; press Ctrl-C again to kill all nodes at once")
             self.runtime.submit(CancelRequested(by=by))
-        elif self._num_signals == 2:
+        elif (
+            number == signal.SIGINT
+            and self._forced is None
+            and now_s - self._signalled_s >= self._timing.second_ctrl_c_s
+        ):
             self._on_note(f"{by}: killing all nodes")
-            self._forced = asyncio.get_running_loop().create_task(self._force())
+            self._forced = self._loop.create_task(self._force())
 
     async def _force(self) -> None:
         """Kill every node, so that the controller has nothing left to wait for."""

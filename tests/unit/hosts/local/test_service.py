@@ -146,7 +146,8 @@ def test_killing_everything_ends_the_controller_also_when_a_node_cannot_be_kille
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
-        harness = JobHarness(tmp_path, make_job(), timing=LocalHostTiming(forced_end_s=0.0))
+        timing = LocalHostTiming(forced_end_s=0.0, second_ctrl_c_s=0.0)
+        harness = JobHarness(tmp_path, make_job(), timing=timing)
         harness.start()
         await harness.running()
 
@@ -160,6 +161,39 @@ def test_killing_everything_ends_the_controller_also_when_a_node_cannot_be_kille
         async with asyncio.timeout(BOUND_S):
             view = await harness.task
         assert view.state == "cancelled" and harness.service.interrupted
+
+    drive(scenario())
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_is_delivered_twice_does_not_kill_the_nodes(
+    second: signal.Signals, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        harness = JobHarness(tmp_path, make_job())
+        harness.start()
+        await harness.running()
+        for number in (signal.SIGTERM, second):
+            harness.service._on_signal(number)
+        async with asyncio.timeout(BOUND_S):
+            view = await harness.task
+        assert view.state == "cancelled"
+        assert [one.failure_class for one in view.incidents] == ["cancel"]
+        assert harness.service._forced is None
+
+    drive(scenario())
+
+
+def test_sigterm_never_forces(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        harness = JobHarness(tmp_path, make_job(), timing=LocalHostTiming(second_ctrl_c_s=0.0))
+        harness.start()
+        await harness.running()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
+            harness.service._on_signal(number)
+        assert harness.service._forced is None
+        async with asyncio.timeout(BOUND_S):
+            await harness.task
 
     drive(scenario())
 

@@ -72,6 +72,18 @@ def test_a_stop_while_another_driver_starts_is_handled_once_it_can_cancel_the_jo
     assert stdout == "driver 0\ndriver 1\n" and process.returncode == 1
 
 
+def test_a_stop_that_is_delivered_twice_is_one_request() -> None:
+    """A second request to cancel would give up the final checkpoint."""
+    program = (
+        "import os, signal\n"
+        "from holdfast.orchestrator.cli.targets.tempdir import on_sigterm\n"
+        "with on_sigterm(lambda: print('cancel', flush=True)):\n"
+        "    for _ in range(2): os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stdout) == (0, "cancel\n")
+
+
 def test_the_driver_ends_with_its_parent() -> None:
     process = start("print(os.getpid(), flush=True)\n" + WAIT)
     assert process.stdout is not None
