@@ -80,6 +80,13 @@ RECONNECT_MAX_S = 2.0
 """Pauses of an agent between attempts to reconnect: short while the controller restarts, then
 longer."""
 
+CONNECT_TIMEOUT_S = 5.0
+"""One attempt of an agent to connect: DNS (2 s), TCP and TLS."""
+
+REJOIN_ALLOWANCE_S = 2 * CONNECT_TIMEOUT_S + RECONNECT_MAX_S
+"""On top of the heartbeat timeout: how long agents may take to find a new controller. An attempt
+that began before the controller listened may use all its time, then comes a pause and another."""
+
 LINK_TIMEOUT_S = 5.0
 """An agent closes a connection whose data is not acknowledged for this long: after the heartbeat
 timeout the controller has declared the node lost, and a new controller waits for it to rejoin."""

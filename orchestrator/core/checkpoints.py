@@ -173,11 +173,16 @@ def _commit(ctx: StepContext, pending: PendingCheckpoint) -> None:
     )
 
 
-def commit_succeeded(ctx: StepContext, action: CommitManifest) -> None:
-    """The manifest is durable: the checkpoint counts, and older ones may be deleted."""
+def commit_succeeded(
+    ctx: StepContext, action: CommitManifest, incomplete: tuple[StepKey, ...]
+) -> None:
+    """The manifest is durable: the checkpoint counts, and older ones may be deleted. `incomplete`:
+    what older generations have left; it gets no manifest, unless its commit is under way."""
     catalog = ctx.state.catalog
     key = (action.step, action.generation)
     catalog.pending.pop(key, None)
+    known = {*catalog.pending, *catalog.deleting, *(one.key for one in catalog.committed)}
+    catalog.late_writes |= {one: None for one in incomplete if one not in known}
     record(ctx, action.files)
     catalog.last_commit_ns = ctx.now_ns
     catalog.start_over = False
@@ -307,7 +312,7 @@ def clean(ctx: StepContext) -> None:
     for key in [stray for stray in catalog.late_writes if stray < newest.key]:
         if key not in catalog.pending:
             catalog.late_writes.pop(key)
-            _delete(ctx, key, f"written too late, by generation {key[1]}")
+            _delete(ctx, key, f"generation {key[1]} ended before it was complete")
     retention = state.job.spec.checkpoint.retention
     good = sorted((c for c in catalog.committed if not c.refused), key=lambda c: c.key)
     keep = {c.key for c in good[-retention.keep_last :]}

@@ -68,6 +68,8 @@ class Controller:
             assert self._state is None, "a job is submitted once"
             return self._submit(now_ns, event)
         state = self.state
+        if isinstance(event, e.ControllerStarted):
+            state.last_controller_ns = state.now_ns
         state.now_ns = now_ns = max(now_ns, state.now_ns)
         ctx = StepContext(state, now_ns)
         if state.terminal:
@@ -182,7 +184,7 @@ def _joined(ctx: StepContext, event: e.NodeJoined) -> None:
 def _lost(ctx: StepContext, event: e.NodeLost) -> None:
     cause = nodes.lost(ctx, event)
     if cause:
-        recovery.member_lost(ctx, event.node, cause, event.detail or event.cause)
+        recovery.member_lost(ctx, event, cause)
 
 
 def _exited(ctx: StepContext, event: e.WorkerExited) -> None:
@@ -244,7 +246,7 @@ def _succeeded(ctx: StepContext, event: e.ActionSucceeded) -> None:
         case a.RequestNodes():
             provisioning.request_granted(ctx, action, event)
         case a.CommitManifest():
-            checkpoints.commit_succeeded(ctx, action)
+            checkpoints.commit_succeeded(ctx, action, event.incomplete)
         case a.DeleteCheckpoint():
             checkpoints.deleted(ctx, action)
         case a.StageStep():

@@ -119,6 +119,8 @@ class NodeLost(Event, frozen=True, kw_only=True, tag="node-lost"):
     node: str
     cause: LossCause
     detail: str = ""
+    ago_s: float = 0.0
+    """Seconds since the node was last known to be there."""
 
 
 class PreemptionNoticed(Event, frozen=True, kw_only=True, tag="preemption-noticed"):
@@ -253,6 +255,9 @@ class ActionSucceeded(Event, frozen=True, kw_only=True, tag="action-succeeded"):
     """Of RequestNodes: how long a node takes to start now, where the backend knows."""
     start_limit_s: float = limits.NODE_WAIT_S
     """Of RequestNodes: a node that has not joined after this is released."""
+    incomplete: tuple[tuple[int, int], ...] = ()
+    """Of CommitManifest: (step, generation) of checkpoints of older generations in storage that
+    have no manifest."""
 
 
 class ActionFailed(Event, frozen=True, kw_only=True, tag="action-failed"):

@@ -17,6 +17,8 @@ from ..api.v1alpha1 import Recovery
 from .context import SECOND_NS, seconds
 from .events import AnyEvent, HeartbeatsLost, HeartbeatsRestored, NodeLost
 
+FRESH_BEATS = 1.5
+"""Heartbeat intervals for which the last heartbeat counts as current."""
 BEATS_TO_DOUBT = 1.5
 """Heartbeat intervals without any heartbeat before the controller suspects itself, at least."""
 
@@ -72,6 +74,11 @@ class FailureDetector:
         """When the node's last message was observed; 0: it is not watched."""
         return self._observed.get(node, 0)
 
+    def current_at(self, at_ns: int, nodes: Iterable[str], recovery: Recovery) -> bool:
+        """The last heartbeats of all these nodes count as current at this time."""
+        since_ns = at_ns - seconds(FRESH_BEATS * recovery.heartbeat_interval_s)
+        return all(self.last_ns(node) >= since_ns for node in nodes)
+
     def next_ns(self, nodes: Iterable[str], recovery: Recovery) -> int | None:
         """When to judge again, if no message comes until then."""
         watched = [node for node in nodes if node in self._observed]
@@ -93,11 +100,13 @@ class FailureDetector:
             self._lost_since_ns = None
         for node in list(self._observed):
             if now_ns >= self._lost_ns(node, recovery):
-                detail = _why(now_ns - self._at(node), recovery.heartbeat_timeout_s)
+                quiet_ns = now_ns - self._at(node)
+                detail = _why(quiet_ns, recovery.heartbeat_timeout_s)
                 if self._starved.get(node, -1) >= self._at(node):
                     detail += " or when its machine is short of CPU time"
                 del self._observed[node]
-                out.append(NodeLost(node=node, cause="silent", detail=detail))
+                ago_s = quiet_ns / SECOND_NS
+                out.append(NodeLost(node=node, cause="silent", detail=detail, ago_s=ago_s))
         if not self._observed:
             self._lost_since_ns = None
         elif self._lost_since_ns is None and now_ns >= self._all_lost_ns(self._observed, recovery):

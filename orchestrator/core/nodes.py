@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from . import provisioning
 from .actions import Reason, ReleaseNode, RequestNodes, StopGroup
-from .context import StepContext, seconds, stop_timeout_s
+from .context import SECOND_NS, StepContext, seconds, stop_timeout_s
 from .events import GroupStopped, NodeJoined, NodeLost, PreemptionNoticed, StandbysReported
 from .provisioning import release
 from .rank_assignment import best_size
@@ -176,11 +176,17 @@ def rejoin_expired(ctx: StepContext) -> list[NodeLost]:
     """Nodes that did not reconnect to a new controller in time."""
     limit_s = provisioning.rejoin_s(ctx.state)
     detail = f"did not reconnect within {limit_s:g} s of the controller's start"
+    ago_s = _absence_s(ctx)
     return [
-        NodeLost(node=node.name, cause="silent", detail=detail)
+        NodeLost(node=node.name, cause="silent", detail=detail, ago_s=ago_s)
         for node in ctx.state.nodes.values()
         if not node.confirmed
     ]
+
+
+def _absence_s(ctx: StepContext) -> float:
+    """Seconds since the controller before this one was last there."""
+    return (ctx.now_ns - ctx.state.last_controller_ns) / SECOND_NS
 
 
 def _check_rejoined(ctx: StepContext) -> None:
@@ -263,7 +269,7 @@ def _compare(ctx: StepContext, existing: tuple[str, ...]) -> list[NodeLost]:
         ctx.arm_once("expect", state.start_limit_s)
     detail = "ended while no controller was running"
     return [
-        NodeLost(node=name, cause="gone", detail=detail)
+        NodeLost(node=name, cause="gone", detail=detail, ago_s=_absence_s(ctx))
         for name in state.nodes
         if name not in existing
     ]

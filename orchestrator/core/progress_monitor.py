@@ -42,8 +42,6 @@ from .stragglers import Slow, SlowNodes, StragglerFinder
 
 RECENT_STEPS = 32
 """Step times that the median is taken over."""
-FRESH_BEATS = 1.5
-"""Heartbeat intervals for which the last heartbeat counts as current."""
 GAP_BEATS = 2.0
 """Heartbeat intervals that a time without progress may be longer than the heartbeats showed."""
 STARVED_MEMORY_S = 10.0
@@ -349,13 +347,12 @@ class ProgressMonitor:
         limit, found = self._train_limit(live), self._quietest(live)
         if found is None:
             return None
-        quietest, oldest_ns = found
+        oldest_ns = found[1]
         if limit.name == "hang":
             oldest_ns = max(oldest_ns, current.busy_ns, current.starved_ns)
         due_ns = self._due_after(oldest_ns, limit.limit_s)
-        # Without a current heartbeat of its agent the rank may have moved: wait for the next one.
         limit = replace(limit, due_ns=due_ns, moved_ns=found[1])
-        return limit if self._current_at(quietest, due_ns) else None
+        return limit if self._current_at(due_ns) else None
 
     def _live(self) -> dict[int, RankProgress]:
         """Ranks that have neither ended nor run to the end of their script."""
@@ -403,7 +400,7 @@ class ProgressMonitor:
         found = self._quietest(live) if len(live) == len(current.ranks) > 1 else None
         if found is None:
             return None
-        rank, begun_ns = found
+        begun_ns = found[1]
         if recovery.hang_timeout_s == "auto":
             if self._condition(live) != "idle":
                 return None
@@ -417,7 +414,7 @@ class ProgressMonitor:
             limit_s = max(limit_s, limits.SAVE_TIMEOUT_S)
         due_ns = self._due_after(max(begun_ns, since_ns), limit_s)
         limit = Limit(due_ns, limit_s, "collectives", begun_ns)
-        return limit if self._current_at(rank, due_ns) else None
+        return limit if self._current_at(due_ns) else None
 
     def _due_after(self, oldest_ns: int, limit_s: float) -> int:
         # While no node sent heartbeats, the workers may have been stopped as well.
@@ -425,10 +422,11 @@ class ProgressMonitor:
         latest_ns = oldest_ns + seconds(limits.ALL_SILENT_FACTOR * limit_s)
         return min(since_ns + seconds(limit_s), latest_ns)
 
-    def _current_at(self, rank: int, due_ns: int) -> bool:
-        """The last heartbeat of the rank's node counts as current at `due_ns`."""
-        observed_ns = self._detector.last_ns(self._state.node_of(rank))
-        return due_ns <= observed_ns + seconds(FRESH_BEATS * self._recovery.heartbeat_interval_s)
+    def _current_at(self, due_ns: int, *ranks: int) -> bool:
+        """The last heartbeats of these ranks' nodes, or of all, count as current at `due_ns`. A
+        rank of another node may have moved, or the node is lost: that is not a hang."""
+        nodes = [*map(self._state.node_of, ranks)] or self._state.members
+        return self._detector.current_at(due_ns, nodes, self._recovery)
 
     def _stopped_limit(self, live: dict[int, RankProgress]) -> Limit | None:
         """A stopped process makes no progress, in whatever phase."""
@@ -438,7 +436,7 @@ class ProgressMonitor:
         first = min(stopped, key=lambda rank: (live[rank].ran_ns, rank))
         limit_s = limits.HANG_FLOOR_S
         due_ns = self._due_after(live[first].ran_ns, limit_s)
-        if not self._current_at(first, due_ns):
+        if not self._current_at(due_ns, first):
             return None
         return Limit(due_ns, limit_s, "stopped-process", live[first].ran_ns)
 
@@ -520,7 +518,7 @@ class ProgressMonitor:
         due_ns = self._due_after(oldest_ns, limit_s - limits.SUSPICION_LEAD_S)
         if current.suspected_ns is not None:
             due_ns = max(due_ns, current.suspected_ns + seconds(INSPECT_AGAIN_S))
-        return due_ns if self._current_at(quietest, due_ns) else None
+        return due_ns if self._current_at(due_ns, quietest) else None
 
     def _suspicion(self, now_ns: int) -> list[AnyEvent]:
         current, live = self._current, self._live()

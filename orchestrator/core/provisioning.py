@@ -8,6 +8,7 @@ be imported, later ones are forked); otherwise the job's own nodes have shown it
 
 from __future__ import annotations
 
+from .. import limits
 from .actions import Reason, ReasonCode, ReleaseNode, RequestNodes
 from .checkpoints import in_memory, newest_committed
 from .context import SECOND_NS, StepContext, seconds
@@ -17,8 +18,6 @@ from .state import JobState, NodeRecord, PendingNode
 
 REQUEST_RETRY_S = 5.0
 RELEASE_RETRY_S = 5.0
-REJOIN_ALLOWANCE_S = 5.0
-"""On top of the heartbeat timeout: how long agents may take to find a new controller."""
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 300.0
 """Pauses between requests when nodes end before they join, each twice as long as the one before: a
 wrong image or a low memory limit would otherwise create nodes as fast as they fail."""
@@ -42,7 +41,7 @@ def awaiting_rejoin(state: JobState) -> bool:
 
 def rejoin_s(state: JobState) -> float:
     """How long nodes may take to reconnect to a new controller."""
-    return state.job.spec.recovery.heartbeat_timeout_s + REJOIN_ALLOWANCE_S
+    return state.job.spec.recovery.heartbeat_timeout_s + limits.REJOIN_ALLOWANCE_S
 
 
 def num_missing(state: JobState) -> int:

@@ -20,6 +20,7 @@ from .events import (
     HangSuspicionEnded,
     HeartbeatsLost,
     HeartbeatsRestored,
+    NodeLost,
     NodeRemarked,
 )
 from .failure import (
@@ -158,6 +159,7 @@ def _open_incident(ctx: StepContext, cause: Cause) -> None:
         IncidentRecord(
             number=state.num_incidents,
             at_ns=ctx.now_ns,
+            noticed_ns=ctx.now_ns,
             purpose=cause.purpose,
             generation_before=state.generation,
             world_size_before=state.membership.world_size,
@@ -181,12 +183,23 @@ def worker_exited(ctx: StepContext, node: str, exit: Exit) -> None:
         how = f"signal {exit.signal}" if exit.signal is not None else f"exit code {exit.code}"
         text = f"worker {exit.rank} on {node} ended with {how}"
         interrupt(ctx, Cause("failure", Reason("infrastructure", text)))
+    _date_failure(ctx, exit)
 
 
-def member_lost(ctx: StepContext, node: str, cause: str, detail: str) -> None:
+def _date_failure(ctx: StepContext, exit: Exit) -> None:
+    stop = ctx.state.stop
+    if stop is not None and is_failure(exit):
+        at_ns = ctx.now_ns - seconds(exit.ago_s)
+        stop.ended_ns = at_ns if stop.ended_ns is None else min(stop.ended_ns, at_ns)
+
+
+def member_lost(ctx: StepContext, event: NodeLost, cause: str) -> None:
     """A node of the current generation is gone."""
+    node, detail = event.node, event.detail or event.cause
     reason = Reason("infrastructure", f"{node} was lost ({cause}): {detail}")
     interrupt(ctx, Cause("failure", reason, lost=(node, cause, detail)))
+    if (stop := ctx.state.stop) is not None and stop.last_seen_ns is None:
+        stop.last_seen_ns = ctx.now_ns - seconds(event.ago_s)
     ctx.arm_once("replacement", ctx.state.job.spec.recovery.replacement_wait_s)
 
 
@@ -248,6 +261,7 @@ def group_stopped(ctx: StepContext, event: GroupStopped) -> None:
     nodes.group_stopped(state.nodes[event.node], event)
     for exit in event.exits:
         state.exits.setdefault(exit.rank, (event.node, exit))
+        _date_failure(ctx, exit)
     stop.stacks.extend(event.stacks)
 
 
@@ -262,6 +276,7 @@ def conclude(ctx: StepContext) -> Reason | None:
     if incident is None or stop.purpose == "finish":
         return None
     incident.stopped_ns = ctx.now_ns
+    incident.at_ns = _fault_ns(state, stop, incident)
     steps = [exit.step for _node, exit in state.exits.values()]
     if len(steps) == incident.world_size_before:
         incident.step_before = max(incident.step_before, min(steps))
@@ -290,6 +305,18 @@ def conclude(ctx: StepContext) -> Reason | None:
         return _judge(ctx, stop, incident)
     _learn_size(ctx, incident)
     return None
+
+
+def _fault_ns(state: JobState, stop: PendingStop, incident: IncidentRecord) -> int:
+    """When the first worker failed by itself or, if none did, when a lost node was last seen. The
+    controller may have been away since. A fault that was noticed within a heartbeat counts from
+    then, and none counts from before the generation trained."""
+    known_ns = stop.ended_ns if stop.ended_ns is not None else stop.last_seen_ns
+    if known_ns is None or stop.purpose != "failure":
+        return incident.at_ns
+    trained_ns = state.first_step_ns if state.first_step_done else state.launched_ns
+    fault_ns, at_once_s = max(known_ns, trained_ns), state.job.spec.recovery.heartbeat_interval_s
+    return fault_ns if incident.at_ns - fault_ns > seconds(at_once_s) else incident.at_ns
 
 
 def _add_inspected(state: JobState, stop: PendingStop) -> None:

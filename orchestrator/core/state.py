@@ -199,6 +199,10 @@ class PendingStop(Struct):
     journal_behind: str = ""
     leaving: list[tuple[str, str]] = field(default_factory=list)
     """(node, reason) of members that have a preemption notice."""
+    ended_ns: int | None = None
+    """When the first worker failed by itself."""
+    last_seen_ns: int | None = None
+    """When the first lost member was last known to be there."""
 
     def add(self, cause: Cause) -> None:
         """Another cause of the same interruption. Of launch failures the first one counts."""
@@ -212,10 +216,11 @@ class PendingStop(Struct):
 
 
 class IncidentRecord(Struct):
-    """One interruption, from its detection to the next step of all ranks."""
+    """One interruption, from the fault to the next step of all ranks."""
 
     number: int
     at_ns: int
+    """When the fault happened, as far as is known."""
     purpose: Purpose
     generation_before: int
     world_size_before: int
@@ -240,6 +245,8 @@ class IncidentRecord(Struct):
     """The job has shown progress before, so the incident is over when it does so again."""
     at_least: bool = False
     """Ranks were lost without a last report: more steps may have been finished than step_before."""
+    noticed_ns: int | None = None
+    """When the controller noticed it. None in snapshots of earlier versions."""
     stopped_ns: int | None = None
     launched_ns: int | None = None
     started_ns: int | None = None
@@ -290,7 +297,8 @@ class CheckpointCatalog(Struct):
     distrusted: dict[StepKey, int] = field(default_factory=dict)
     """States in memory from which generations failed before their first step -> how often."""
     late_writes: dict[StepKey, None] = field(default_factory=dict, name="strays")
-    """Checkpoints with shards written after their generation had ended: they get no manifest."""
+    """Incomplete checkpoints, or shards written, of generations that ended: they get no
+    manifest."""
     last_commit_ns: int = 0
     start_over: bool = False
     """A user wants to begin at step 0, although there were checkpoints; until the next commit."""
@@ -334,6 +342,8 @@ class JobState(Struct):
     intent: Intent = "run"
     intent_reason: str = field(default="", name="asked")
     """Who requested the intent, as a sentence."""
+    last_controller_ns: int = 0
+    """Time of the last record of the controller before this one; 0: this is the first."""
     step_s: float = 0.0
     """The last reported step time."""
     resize_pending: bool = field(default=False, name="resized")

@@ -234,6 +234,8 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True):
     out_of_memory: bool = False
     at_ns: int = 0
     """Wall clock of the node."""
+    ago_s: float = 0.0
+    """Seconds between the end and its report. An agent without a controller reports later."""
 
 
 StackActivity = Literal["peers", "device", "staging", "engine", "reads", "compiles", "nothing", ""]

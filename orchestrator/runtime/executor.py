@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from ..backends.base import Backend, Starts
+from ..backends.base import Backend
 from ..core.actions import (
     AnyAction,
     CommitManifest,
@@ -34,8 +34,8 @@ from .checkpoint_store.async_store import AsyncCheckpointStore
 from .checkpoint_store.store import NotCovered
 from .translate import Answer, AwaitedAnswers, NodeAction, Order, to_message
 
-Result = str | tuple[str, ...]
-"""Of an action that succeeded: a detail for people, or the names of promised nodes."""
+Result = dict[str, Any]
+"""Fields of ActionSucceeded."""
 
 
 class Executor:
@@ -55,6 +55,8 @@ class Executor:
         self._backend, self._store, self._links = backend, store, links
         self._submit, self._settle_s = submit, settle_s
         self._incidents = incidents
+        self._committed_by = 0
+        """Generation of the last commit."""
         self._awaited = AwaitedAnswers()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -111,7 +113,7 @@ class Executor:
             self._failed(action, f"{action.node} is not connected")
             return
         link.send(to_message(action))
-        self._succeeded(action, "")
+        self._succeeded(action, {})
 
     def expects(self, node: str, message: Answer) -> bool:
         """Whether this answers an action that is under way, which then ends."""
@@ -139,33 +141,38 @@ class Executor:
         else:
             self._succeeded(action, result)
 
-    async def _request_nodes(self, action: RequestNodes) -> tuple[str, ...]:
-        return tuple(await self._backend.request_nodes(action.count, action.avoid))
+    async def _request_nodes(self, action: RequestNodes) -> Result:
+        nodes = tuple(await self._backend.request_nodes(action.count, action.avoid))
+        starts = self._backend.starts()
+        return {"nodes": nodes, "start_s": starts.usual_s, "start_limit_s": starts.limit_s}
 
-    async def _release_node(self, action: ReleaseNode) -> str:
+    async def _release_node(self, action: ReleaseNode) -> Result:
         link = self._links.get(action.node)
         if link is not None:
             link.send(wire.Shutdown(detail=action.reason.text))
         await self._backend.release_node(action.node)
-        return ""
+        return {}
 
-    async def _commit(self, action: CommitManifest) -> str:
+    async def _commit(self, action: CommitManifest) -> Result:
         num_bytes = await self._store.commit(action.step, action.mesh, action.files)
-        committed = wire.Committed(generation=action.files[0].generation, step=action.step)
+        generation = action.files[0].generation
+        committed = wire.Committed(generation=generation, step=action.step)
         for link in self._links.values():
             link.send(committed)
-        return f"{num_bytes} bytes"
+        before, self._committed_by = self._committed_by, generation
+        incomplete = await self._store.incomplete(generation) if generation != before else ()
+        return {"detail": f"{num_bytes} bytes", "incomplete": incomplete}
 
-    async def _delete(self, action: DeleteCheckpoint) -> str:
+    async def _delete(self, action: DeleteCheckpoint) -> Result:
         await self._store.delete(action.step, action.written_by)
-        return ""
+        return {}
 
-    async def _finish(self, action: FinishJob) -> str:
+    async def _finish(self, action: FinishJob) -> Result:
         await self._settle_storage()
         for link in self._links.values():
             link.send(wire.Shutdown(detail=f"the job has {action.outcome}"))
         await self._backend.close(release=True)
-        return ""
+        return {}
 
     async def _settle_storage(self) -> None:
         """Wait for deletions under way, so that retention holds when the job has ended."""
@@ -175,16 +182,8 @@ class Executor:
 
     # -- results -------------------------------------------------------------------------------
     def _succeeded(self, action: AnyAction, result: Result) -> None:
-        starts = self._backend.starts() if isinstance(action, RequestNodes) else Starts()
         self._submit(
-            ActionSucceeded(
-                action_id=action.action_id,
-                generation=action.generation,
-                detail=result if isinstance(result, str) else "",
-                nodes=result if isinstance(result, tuple) else (),
-                start_s=starts.usual_s,
-                start_limit_s=starts.limit_s,
-            )
+            ActionSucceeded(action_id=action.action_id, generation=action.generation, **result)
         )
 
     def _failed(self, action: AnyAction, detail: str, *, final: bool = False) -> None:

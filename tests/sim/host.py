@@ -282,7 +282,8 @@ class Host:
         if life == self._life:
             for link in self.links.values():
                 link.to_agent(m.Committed(generation=action.generation, step=action.step))
-            self._result(action)
+            left = self.world.storage.incomplete(action.generation)
+            self._result(action, incomplete=left)
 
     def _send(self, action: translate.NodeAction) -> None:
         link = self.links.get(action.node)

@@ -13,7 +13,7 @@ from holdfast.orchestrator.core.copy_rounds import CopyOrder
 from holdfast.orchestrator.core.recovery import STORE_UNREADABLE
 from holdfast.orchestrator.core.state import JobState
 from holdfast.orchestrator.protocol.facts import ShardFile
-from holdfast.orchestrator.protocol.manifest import directory_name
+from holdfast.orchestrator.protocol.manifest import directory_name, parse_directory_name
 from holdfast.orchestrator.protocol.mesh import Mesh
 
 from ..unit.core.harness import check_timers
@@ -277,6 +277,10 @@ class Storage:
         directory = directory_name(step, generation)
         self.manifests.pop(directory, None)
         self.files.pop(directory, None)
+
+    def incomplete(self, generation: int) -> tuple[tuple[int, int], ...]:
+        keys = [parse_directory_name(name) for name in self.files if name not in self.manifests]
+        return tuple(key for key in keys if key is not None and key[1] < generation)
 
     def committed(self) -> tuple[ShardFile, ...]:
         return tuple(file for _mesh, files in self.manifests.values() for file in files)

@@ -68,12 +68,12 @@ class CheckpointStatus(_Written):
 
 
 class IncidentStatus(_Written):
-    """One interruption, from its detection to the next step of all ranks."""
+    """One interruption, from the fault to the next step of all ranks."""
 
     number: int
     """Number of the incident; counts from 1 over the life of the job."""
     time: datetime
-    """When the interruption was detected."""
+    """When the fault happened, as far as is known."""
     failure_class: str = Field(alias="class")
     """Failure class: user, infrastructure, preemption or hang; resize or suspend if planned."""
     title: str
@@ -107,7 +107,7 @@ class IncidentStatus(_Written):
     steps_lost_at_least: bool | None = None
     """true: ranks were lost without a last report, so it may be a few more."""
     seconds: dict[str, float] = Field(default_factory=dict)
-    """Seconds spent in each part: stop, place, launch, first-step; and total."""
+    """Seconds spent in each part: detect, stop, place, launch, first-step; and total."""
     overtaken_by: int | None = None
     """Number of the next incident, if it came before all ranks had finished a step."""
     no_steps: bool | None = None

@@ -40,6 +40,10 @@ class AsyncCheckpointStore(Protocol):
     async def commit(self, step: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> int:
         """Write the manifest of a complete set of files; returns their bytes."""
 
+    async def incomplete(self, generation: int) -> tuple[tuple[int, int], ...]:
+        """(step, generation) of checkpoints without a manifest that generations before this one
+        wrote; none if the store does not answer."""
+
     async def delete(self, step: int, generation: int) -> None:
         """Delete a checkpoint; a missing one counts as deleted."""
 
@@ -111,6 +115,9 @@ class ThreadedCheckpointStore:
 
     async def commit(self, step: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> int:
         return await self._executor.call(lambda: self._store().commit(step, mesh, files))
+
+    async def incomplete(self, generation: int) -> tuple[tuple[int, int], ...]:
+        return await self._executor.call(lambda: self._store().incomplete(generation))
 
     async def delete(self, step: int, generation: int) -> None:
         await self._executor.call(lambda: self._store().delete(step, generation))

@@ -145,6 +145,21 @@ class CheckpointStore:
             return
         replace(Path(path), data)
 
+    def incomplete(self, generation: int) -> tuple[tuple[int, int], ...]:
+        """(step, generation) of checkpoints without a manifest that generations before this one
+        wrote; none if the store does not answer."""
+        self.fs.invalidate_cache(self.root)
+        try:
+            return tuple(
+                at
+                for path in sorted(self._directories())
+                if (at := parse_directory_name(_name(path))) is not None
+                and at[1] < generation
+                and not self.fs.exists(f"{path}/{MANIFEST_NAME}")
+            )
+        except Exception:  # as in prepare
+            return ()
+
     def delete(self, step: int, generation: int) -> None:
         """Delete a checkpoint, its manifest first, so that no manifest names deleted files."""
         directory = f"{self.root}/{directory_name(step, generation)}"

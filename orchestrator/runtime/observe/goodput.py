@@ -51,6 +51,8 @@ class TimeTotals:
     were finished in it."""
     unassigned_before_ns: int = 0
     """The same of earlier generations."""
+    silent_ns: int = 0
+    """What was counted as productive of an interrupted generation that reported no step."""
     waited_before_launch_ns: int = 0
     launched: bool = False
     step: int = -1
@@ -89,6 +91,8 @@ class TimeAccounting:
         self._totals.phase = state.phase
         if self._totals.interrupted_ns and state.stop is None:
             self._conclude(state)
+        if self._totals.silent_ns and state.stop is None:
+            self._not_productive(state)
 
     def _elapse(self, now_ns: int) -> None:
         if self._totals.at_ns is None:
@@ -191,9 +195,21 @@ class TimeAccounting:
             # A script that reports no steps, or a job that has trained all its steps.
             again = self._totals.reported and self._totals.step < self._totals.high
             self._totals.ns["redone" if again else "productive"] += self._totals.open_ns
+            opened = state.incidents and state.incidents[-1].noticed_ns == self._totals.at_ns
+            self._totals.silent_ns = self._totals.open_ns if silent and opened else 0
         else:
             self._totals.interrupted_ns += self._totals.open_ns
         self._totals.open_ns = 0
+
+    def _not_productive(self, state: JobState) -> None:
+        """A script that reports no steps trained until the fault, not until it was noticed. The
+        time of a hang is known from its event."""
+        last = state.incidents[-1] if state.incidents else None
+        silent_ns, self._totals.silent_ns = self._totals.silent_ns, 0
+        if last is not None and last.failure_class != "hang":
+            unseen_ns = min(silent_ns, (last.noticed_ns or last.at_ns) - last.at_ns)
+            self._totals.ns["productive"] -= unseen_ns
+            self._totals.ns["recovering"] += unseen_ns
 
     def _conclude(self, state: JobState) -> None:
         """All nodes have stopped, so the last step of all ranks is known."""

@@ -20,7 +20,7 @@ from .view import Incident
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _PROTOCOL = "http/protobuf"
 _SECOND_NS = 10**9
-_PHASES = ("stop", "place", "launch", "first-step")
+_PHASES = ("detect", "stop", "place", "launch", "first-step")
 
 log = logging.getLogger("holdfast")
 

@@ -47,7 +47,7 @@ Kind = Literal["gauge", "counter", "summary"]
 Sample = tuple[Mapping[str, str], float]
 """Labels and value."""
 CLASSES = ("user", "infrastructure", "preemption", "hang")
-PHASES = ("stop", "place", "launch", "first-step", "total")
+PHASES = ("detect", "stop", "place", "launch", "first-step", "total")
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,27 @@ def test_a_late_write_of_an_old_generation_is_deleted_at_the_next_commit() -> No
     assert not job.of(DeleteCheckpoint)
 
 
+def test_what_an_old_generation_left_incomplete_is_deleted_at_the_next_commit() -> None:
+    """Its writer was lost before it could report a shard."""
+    job = Transcript().started(step=9)
+    job.commit(9)
+    job.exits(0, signal=9)
+    job.all_stopped(29)
+    job.succeed(LaunchGroup)
+    job.persisted(29, 0)
+    job.persisted(29, 1)
+    found = ((9, 1), (19, 1), (99, 1))
+    job.apply(ActionSucceeded(action_id=job.one(CommitManifest).action_id, incomplete=found))
+    delete = job.one(DeleteCheckpoint)
+    assert (delete.step, delete.written_by) == (19, 1), "9 was committed, 99 is newer than 29"
+    assert delete.reason.text == (
+        "checkpoint of step 19: generation 1 ended before it was complete"
+    )
+    job.succeed(DeleteCheckpoint)
+    job.commit(199)
+    assert (99, 1) in [(one.step, one.written_by) for one in job.of(DeleteCheckpoint)]
+
+
 def test_a_late_write_can_become_the_last_checkpoint_of_a_suspended_job() -> None:
     job = Transcript().started(step=9)
     job.exits(0, signal=9)

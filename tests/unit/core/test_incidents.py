@@ -9,17 +9,21 @@ import pytest
 from holdfast.orchestrator.core.actions import LaunchGroup, RequestNodes, StopGroup
 from holdfast.orchestrator.core.events import (
     CheckpointRefused,
+    ControllerStarted,
     GroupInspected,
     HangDetected,
     HangSuspicionEnded,
     HeartbeatsLost,
+    NodeLost,
+    NodeRemarked,
     PreemptionNoticed,
     SuspendRequested,
 )
 from holdfast.orchestrator.core.recovery import STORE_UNREADABLE
 from holdfast.orchestrator.protocol.facts import Exit, Stack, StagedShard
+from holdfast.orchestrator.runtime.observe.incidents import incident
 
-from .harness import Transcript, spec
+from .harness import SECOND, Transcript, spec
 
 
 def _stack(rank: int, activity: str, text: str = "") -> Stack:
@@ -193,3 +197,69 @@ def test_exits_that_come_with_the_stop_count_for_the_last_step() -> None:
     job.stopped("a", exits=(Exit(rank=1, code=1, by_us=True, step=6),))
     job.stopped("b", exits=tuple(Exit(rank=r, code=1, by_us=True, step=6) for r in (2, 3)))
     assert job.state.incidents[0].step_before == 6
+
+
+# -- when the fault happened ------------------------------------------------------------------
+def _taken_over(job: Transcript, away_s: float, **found: Any) -> None:
+    """A new controller comes after so long."""
+    job.wait(2)
+    job.apply(NodeRemarked(node="a", text="the last record of the old controller"))
+    job.now_ns += round(away_s * SECOND)
+    job.apply(ControllerStarted(incarnation=2, **found))
+
+
+def test_an_incident_begins_when_the_worker_ended_not_when_a_controller_came_back() -> None:
+    job = Transcript().started(step=3)
+    _taken_over(job, 300)
+    job.join("a", "b", generation=1, ranks=(0, 1))
+    job.exits(0, signal=9, ago_s=285.0)
+    job.stopped("a", 3)
+    job.stopped("b", 3, exits=(Exit(rank=2, signal=6, ago_s=285.4), Exit(rank=3, by_us=True)))
+    job.succeed(LaunchGroup)
+    job.wait(1.5)
+    job.step(4)
+    seconds = incident(job.state.incidents[0], no_steps=False).seconds
+    assert seconds["detect"] == pytest.approx(285.4) and seconds["total"] == pytest.approx(286.9)
+    assert list(seconds) == ["detect", "stop", "place", "launch", "first-step", "total"]
+
+
+def test_an_incident_does_not_begin_before_its_generation_trained() -> None:
+    job = Transcript().started(step=3)
+    since_ns = job.state.first_step_ns
+    job.wait(2)
+    job.exits(0, signal=9, ago_s=1000.0)
+    job.all_stopped(3)
+    assert job.state.incidents[0].at_ns == since_ns
+
+
+def test_a_fault_that_is_reported_within_a_heartbeat_was_noticed_at_once() -> None:
+    job = Transcript().started(step=3)
+    job.wait(5)
+    job.exits(0, signal=9, ago_s=0.3)
+    job.all_stopped(3)
+    found = job.state.incidents[0]
+    assert found.at_ns == found.noticed_ns == job.now_ns
+
+
+@pytest.mark.parametrize(("ended_s", "expected_s"), [(None, 300.0), (40.0, 40.0)])
+def test_a_node_that_vanished_without_a_controller_was_lost_after_its_last_record(
+    ended_s: float | None, expected_s: float
+) -> None:
+    """Where peers ended by themselves their ends are nearer to the fault."""
+    job = Transcript().started(step=3)
+    _taken_over(job, 300, nodes=("a",))
+    job.join("a", generation=1, ranks=(0, 1))
+    exits = (Exit(rank=0, signal=6, ago_s=ended_s),) if ended_s else ()
+    job.stopped("a", 3, exits=exits)
+    found = job.state.incidents[0]
+    assert found.noticed_ns is not None
+    assert (found.noticed_ns - found.at_ns) / SECOND == expected_s
+
+
+def test_a_silent_node_was_lost_at_its_last_heartbeat() -> None:
+    job = Transcript().started(step=3)
+    job.wait(9)
+    job.apply(NodeLost(node="b", cause="silent", ago_s=3.0))
+    job.stopped("a", 3)
+    found = job.state.incidents[0]
+    assert found.at_ns == job.now_ns - 3 * SECOND

@@ -28,6 +28,7 @@ from holdfast.orchestrator.core.progress_monitor import (
     STARVED_MEMORY_S,
     ProgressMonitor,
 )
+from holdfast.orchestrator.core.provisioning import rejoin_s
 from holdfast.orchestrator.protocol.facts import ShardFile, WorkerBeat
 
 from .harness import SECOND, Transcript, facts, spec
@@ -415,3 +416,23 @@ def test_ranks_that_do_nothing_are_suspected_before_those_that_wait_for_their_pe
     watch.inspect(rank3="nothing", rank1="reads", rank2="")
     suspects = watch.monitor._suspects(watch.job.now_ns)
     assert suspects.ranks == (3, 1, 2, 0)
+
+
+def test_a_node_that_a_new_controller_does_not_reach_is_lost_and_does_not_hang() -> None:
+    watch = Watch()
+    watch.train(10)
+    job = watch.job
+    started = ControllerStarted(incarnation=2)
+    job.apply(started)
+    watch.give(started)
+    joined = NodeJoined(node="b", facts=facts("b"), generation=1, ranks=(2, 3))
+    job.apply(joined)
+    watch.give(joined)
+    since_ns = job.now_ns
+    while job.state.stop is None:
+        job.wait(0.5)
+        watch.beat(9, node="b", quiet_s=(job.now_ns - since_ns) / SECOND)
+    assert not watch.hangs, "rank 0 has never reported to this controller"
+    job.stopped("b", 9)
+    assert (job.state.incidents[0].rule, job.state.incidents[0].culprit_node) == ("lost-first", "a")
+    assert (job.now_ns - since_ns) / SECOND == pytest.approx(rejoin_s(job.state), abs=0.5)

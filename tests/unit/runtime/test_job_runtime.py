@@ -299,6 +299,30 @@ def test_the_next_controller_commits_what_agents_wrote_without_one(tmp_path: Pat
     asyncio.run(scenario())
 
 
+def test_the_first_commit_of_a_generation_deletes_what_earlier_ones_left_incomplete(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        cluster = Cluster(tmp_path)
+        await cluster.endpoint.open()
+        try:
+            job = await cluster.host("alone")
+            await job.until(lambda view: view.state == "running")
+            left = Path(job.checkpoint_path(job.job())) / directory_name(5, 1)
+            left.mkdir(parents=True)
+            (left / shard_file_name(0, 2)).write_bytes(bytes(10))
+            job.backend.kill("node-0")
+            await job.until(lambda view: view.state == "running" and view.num_incidents == 1)
+            for agent in job.backend.agents.values():
+                agent.advance(20)
+                agent.persist(20)
+            await job.until(lambda view: view.checkpoints and not left.exists())
+        finally:
+            await cluster.close()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("chosen", "auto_s", "seconds"),
     [("auto", None, None), ("auto", 900.0, 900.0), ("never", 900.0, None), (60.0, None, 60.0)],

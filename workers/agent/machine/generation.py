@@ -57,6 +57,7 @@ class Worker:
     since_ns: int
     pid: int = 0
     ended: bool = False
+    ended_ns: int = 0
     exit: Exit | None = None
     phase: WorkerPhase = "start"
     step: int = -1
@@ -219,6 +220,8 @@ class Generation:
     """A worker that has not left was named."""
     advanced: bool = False
     """Every worker of this node has finished a step of this generation."""
+    now_ns: int = 0
+    """Time of the newest input."""
 
     @property
     def membership(self) -> Membership:
@@ -239,7 +242,12 @@ class Generation:
 
     @property
     def exits(self) -> tuple[Exit, ...]:
-        return tuple(w.exit for w in self.workers.values() if w.exit is not None)
+        """How workers ended, and how long ago."""
+        return tuple(
+            replace(w.exit, ago_s=round((self.now_ns - w.ended_ns) / SECOND_NS, 3))
+            for w in self.workers.values()
+            if w.exit is not None
+        )
 
     def quiet_ranks(self, now_ns: int) -> list[int]:
         """Ranks without progress for limits.QUIET_S."""
@@ -327,6 +335,13 @@ class Generation:
         return [commands.Kill(self.generation, worker.seat.rank, signal) for worker in workers]
 
 
+def inspect(group: Generation | None) -> list[Command]:
+    if group is None or group.stop is not None or group.stopped or not group.alive:
+        return []
+    ranks = tuple(worker.seat.rank for worker in group.alive)
+    return [commands.InspectWorkers(group.generation, ranks)]
+
+
 def inspected(
     group: Generation | None, generation: int, stacks: tuple[Stack, ...]
 ) -> list[Command]:
@@ -367,9 +382,13 @@ def launched(action_id: int, generation: int, *, ok: bool, detail: str) -> Comma
     return commands.Send(message)
 
 
-def exit_report(group: Generation, worker: Worker) -> WorkerExitReport:
-    assert worker.exit is not None
-    return WorkerExitReport(generation=group.generation, exit=worker.exit)
+def exit_reports(group: Generation, *ranks: int) -> list[WorkerExitReport]:
+    """Of these ranks, or of all that have ended."""
+    return [
+        WorkerExitReport(generation=group.generation, exit=exit)
+        for exit in group.exits
+        if exit.rank in ranks or not ranks
+    ]
 
 
 def stage_result(action_id: int, detail: str) -> Command:

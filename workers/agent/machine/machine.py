@@ -25,8 +25,9 @@ from .generation import (
     SECOND_NS,
     Generation,
     Worker,
-    exit_report,
+    exit_reports,
     inject_fault,
+    inspect,
     inspected,
     launched,
     lingers,
@@ -82,6 +83,8 @@ class AgentMachine:
         """Take one input; the commands are to be carried out in order."""
         if self._absent_since_ns is None and not self._link_up:
             self._absent_since_ns = now_ns
+        if self.group is not None:
+            self.group.now_ns = now_ns
         out = self._react(now_ns, given)
         return tuple(self._deliver([*out, *self._answer_stage_request()]))
 
@@ -181,7 +184,7 @@ class AgentMachine:
             case m.StopWorkers():
                 return self._stop(now_ns, message)
             case m.Inspect():
-                return self._inspect(running)
+                return inspect(running)
             case m.Stage():
                 return self._request_stage(running, message)
             case m.StageEvery():
@@ -238,7 +241,7 @@ class AgentMachine:
         pending, self._outbox = self._outbox, []
         group = self.group
         if group is not None and not group.stopped:
-            pending += [exit_report(group, w) for w in group.workers.values() if w.exit]
+            pending += exit_reports(group)
         pending += self.tiers.unacknowledged.values()
         if self.tiers.rounds.report is not None:
             pending.append(self.tiers.rounds.report)
@@ -420,6 +423,7 @@ class AgentMachine:
         worker = group.workers.get(given.rank) if group else None
         if group is None or worker is None or worker.ended:
             return []
+        worker.ended_ns = now_ns
         worker.ended_with(
             given.code,
             given.signal,
@@ -432,13 +436,7 @@ class AgentMachine:
             return self._settle_stop(now_ns, group)
         # The next regular heartbeat does not show this worker, so its last steps are sent now.
         last = [self._beat([worker.beat(now_ns, stopped=False)])] if self._connected else []
-        return [*last, commands.Send(exit_report(group, worker))]
-
-    def _inspect(self, group: Generation | None) -> list[Command]:
-        if group is None or group.stop is not None or group.stopped or not group.alive:
-            return []
-        ranks = tuple(worker.seat.rank for worker in group.alive)
-        return [commands.InspectWorkers(group.generation, ranks)]
+        return [*last, *map(commands.Send, exit_reports(group, given.rank))]
 
     # -- a requested step ---------------------------------------------------------------------
     def _request_stage(self, group: Generation | None, message: m.Stage) -> list[Command]:

@@ -30,7 +30,7 @@ NUM_RESOLVERS = 4
 
 @dataclass(frozen=True)
 class ConnectTiming:
-    timeout_s: float = 5.0
+    timeout_s: float = limits.CONNECT_TIMEOUT_S
     """For all addresses, with name resolution and TLS handshake."""
     resolve_timeout_s: float = 2.0
     """After it, the previous addresses of a name are used."""

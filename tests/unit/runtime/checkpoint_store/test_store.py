@@ -171,3 +171,14 @@ def test_of_many_steps_that_agents_wrote_only_those_that_are_kept_are_committed(
     assert {name for name in left if name.startswith("step-")} == {
         directory_name(step, 3) for step in (39, 79, 89)
     }
+
+
+def test_incomplete_checkpoints_of_earlier_generations_are_found(storage: CheckpointStore) -> None:
+    storage.commit(5, MESH, put(storage, 5, generation=1))
+    put(storage, 6, generation=1)
+    put(storage, 9, generation=2)
+    put(storage, 7, generation=3)
+    storage.fs.makedirs(f"{storage.root}/other", exist_ok=True)
+    assert storage.incomplete(3) == ((6, 1), (9, 2))
+    storage.delete(6, 1)
+    assert storage.incomplete(2) == ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.orchestrator.core.actions import Reason
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.events import AnyEvent, HangDetected, StepCompleted, Tick
-from holdfast.orchestrator.core.state import IncidentRecord, JobState
+from holdfast.orchestrator.core.state import IncidentRecord, JobState, PendingStop
 from holdfast.orchestrator.protocol.facts import Membership, Restore
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.orchestrator.runtime.observe.goodput import TimeAccounting
@@ -45,8 +45,8 @@ class Accounted:
 
     def fail(self, second: float, step_before: int) -> None:
         incident = IncidentRecord(
-            number=1, at_ns=int(second * SECOND_NS), purpose="failure", generation_before=1,
-            world_size_before=1, step_before=step_before,
+            number=1, at_ns=int(second * SECOND_NS), noticed_ns=int(second * SECOND_NS),
+            purpose="failure", generation_before=1, world_size_before=1, step_before=step_before,
         )  # fmt: skip
         self.state.incidents.append(incident)
         self.state.num_incidents += 1
@@ -209,3 +209,14 @@ def test_a_step_that_is_reported_after_the_loss_of_all_nodes_is_trained_again() 
     seconds = job.seconds(27)
     assert seconds["redone"] == 4
     assert seconds["productive"] == 8 + 4 + 1
+
+
+def test_a_silent_script_is_not_productive_between_a_fault_and_its_discovery() -> None:
+    job = Accounted()
+    job.launch(0, 1)
+    job.at(1, phase="running")
+    job.state.stop = PendingStop("failure", Reason("infrastructure", "a test"), 0, False, 0.0)
+    job.fail(9, step_before=-1)
+    job.state.incidents[0].at_ns = 4 * SECOND_NS
+    job.at(9, stop=None)
+    assert job.seconds(10) == {"starting": 1, "productive": 3, "recovering": 5 + 1}
