@@ -7,16 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..protocol.facts import Exit, Stack, SuspectBasis
+from ..protocol.facts import CRASH_SIGNALS, Exit, Stack, SuspectBasis
 from .hang_evidence import culprit
-from .state import FailureClass
+from .state import FailureClass, Place
 
 SIGNALS = {
     1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE",
     9: "SIGKILL", 11: "SIGSEGV", 13: "SIGPIPE", 15: "SIGTERM", 24: "SIGXCPU", 31: "SIGSYS",
 }  # fmt: skip
-# A process raises these on itself when its native code breaks; the others come from outside.
-CRASH_SIGNALS = (4, 6, 7, 8, 11, 31)
 SIGABRT = 6
 ABORTED_TOGETHER_S = 10.0
 """SIGABRT of several nodes within this time: the watchdogs of a job end their processes within a
@@ -83,6 +81,8 @@ class Failure:
     exit: Exit | None = None
     damaged: bool = False
     """The state that it started from could not be read."""
+    hung_at: str = ""
+    """Frame in which the culprit of a hang did nothing, while its peers waited for it."""
 
 
 def is_secondary(exit: Exit) -> bool:
@@ -104,9 +104,25 @@ def last_frame(traceback: str) -> str:
     return frames[-1] if frames else ""
 
 
-def signature(exit: Exit) -> tuple[str, str, str, int]:
-    """Failures with the same signature are the same error at the same place."""
-    return (exit.error_type, exit.error_message, last_frame(exit.traceback), exit.step)
+REPEATS = {"user-exception": 2, "out-of-memory": 2, "native-crash": 2, "hang": 3, "network": 3}
+"""Rule -> after how many failures at one place the script is the cause; for a crash of native code,
+on how many nodes: one node may be broken. Rules that are missing here judge the machine only."""
+
+
+def place(failure: Failure, step: int) -> Place | None:
+    """Where a failure happened; None: not known. `step`: the last one that all ranks finished."""
+    exit = failure.exit
+    if failure.rule not in REPEATS:
+        return None
+    if failure.rule == "hang":
+        return ("hang", "", failure.hung_at, step) if failure.hung_at else None
+    assert exit is not None
+    frame = last_frame(exit.traceback)
+    if exit.error_type and failure.rule != "network":
+        return (exit.error_type, exit.error_message, frame, exit.step)
+    # Messages of crashes name addresses, which differ.
+    crashed = exit.signal in CRASH_SIGNALS and frame and not is_secondary(exit)
+    return (_signal(exit), "", frame, exit.step) if crashed else None
 
 
 Match = Callable[[FailureEvidence], Failure | None]
@@ -202,7 +218,14 @@ def _hang(facts: FailureEvidence) -> Failure | None:
         evidence += "; no rank differs from its peers, so none is named"
     elif found.why:
         evidence += f"; {found.why}"
-    return Failure("hang", "hang", title, evidence, node, rank)
+    idle = next((s for s in facts.stacks if s.rank == rank and s.activity == "nothing"), None)
+    hung_at = idle.place if idle is not None else ""
+    if hung_at:
+        evidence += (
+            f"; it is at {hung_at}. If it waits there on purpose, put session.phase() around the "
+            "wait or set recovery.hangTimeoutSeconds"
+        )
+    return Failure("hang", "hang", title, evidence, node, rank, hung_at=hung_at)
 
 
 def _lost_first(facts: FailureEvidence) -> Failure | None:
@@ -289,7 +312,11 @@ def _crash(facts: FailureEvidence) -> Failure | None:
         return None
     node, exit = found
     title = f"{_where(exit, node)} crashed with {_signal(exit)}"
-    evidence = f"{_signal(exit)} {when(exit)} in native code{_others(facts, exit)}"
+    evidence = f"{_signal(exit)} {when(exit)} in native code"
+    frame = last_frame(exit.traceback)
+    evidence += f", called at {frame}" if frame else ""
+    evidence += f"; last output: {exit.error_message}" if exit.error_message else ""
+    evidence += _others(facts, exit)
     return Failure("infrastructure", "native-crash", title, evidence, node, exit.rank, exit)
 
 

@@ -25,12 +25,13 @@ from .events import (
 )
 from .failure import (
     HOPELESS_TYPES,
+    REPEATS,
     SHARDED_OVER_WORLD,
     Failure,
     FailureEvidence,
     attribute,
     is_failure,
-    signature,
+    place,
     when,
 )
 from .rank_assignment import resized, sharded_over_world
@@ -48,7 +49,7 @@ from .transitions import JobPhase
 
 INJECTION_WINDOW_S = 60.0
 """A failure this soon after a fault injection on its node was caused by it."""
-MAX_USER_ERRORS = 100
+MAX_PLACES = 100
 MAX_SIZE_ERROR = 300
 """Characters kept of why a size is not tried again."""
 STORE_RETRY_S, MAX_STORE_RETRY_S = 1.0, 30.0
@@ -378,10 +379,14 @@ def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> Rea
     if injected is not None and ctx.now_ns - injected <= seconds(INJECTION_WINDOW_S):
         incident.fault_injected = True
         return None
-    _strike(ctx, failure)
     if _not_this_size(ctx, failure, incident):
         return None
-    return _same_mistake(ctx, failure) or _charge(ctx, incident)
+    mistake = _same_mistake(ctx, failure)
+    if mistake is not None:
+        incident.failure_class = "user"
+        return mistake
+    _strike(ctx, failure)
+    return _charge(ctx, incident)
 
 
 def _follows_model(ctx: StepContext, failure: Failure, incident: IncidentRecord) -> bool:
@@ -495,22 +500,32 @@ def _not_this_size(ctx: StepContext, failure: Failure, incident: IncidentRecord)
 
 
 def _same_mistake(ctx: StepContext, failure: Failure) -> Reason | None:
-    """Why a restart is no use: the same exception at the same step twice is a bug in the training
-    program, not bad luck."""
+    """Why a restart is no use: failures at one place again and again are the training program's,
+    not bad luck and not the machine's."""
     state, exit = ctx.state, failure.exit
-    if failure.rule not in ("user-exception", "out-of-memory"):
-        return None
-    assert exit is not None
-    if exit.error_type in HOPELESS_TYPES:
+    if exit is not None and exit.error_type in HOPELESS_TYPES:
         return Reason("user-error", f"{exit.error_type} {when(exit)}: {exit.error_message}")
-    key = signature(exit)
-    count = state.user_errors.get(key, 0) + 1
-    state.user_errors[key] = count
-    while len(state.user_errors) > MAX_USER_ERRORS:
-        del state.user_errors[next(iter(state.user_errors))]
-    if count < 2:
+    key = place(failure, state.step)
+    if key is None:
         return None
-    text = f"the same {exit.error_type} {when(exit)}, twice: {exit.error_message}"
+    window = seconds(budget_of(state, failure.failure_class).window_s)
+    raised = failure.rule in ("user-exception", "out-of-memory")
+    before = state.failed_at.pop(key, [])
+    recent = [(node, at) for node, at in before if raised or ctx.now_ns - at < window]
+    recent.append((failure.culprit_node, ctx.now_ns))
+    state.failed_at[key] = recent
+    while len(state.failed_at) > MAX_PLACES:
+        del state.failed_at[next(iter(state.failed_at))]
+    machines = dict.fromkeys(node for node, _at in recent)
+    if len(machines if failure.rule == "native-crash" else recent) < REPEATS[failure.rule]:
+        return None
+    if raised:
+        assert exit is not None
+        text = f"the same {exit.error_type} {when(exit)}, twice: {exit.error_message}"
+    elif failure.rule == "native-crash":
+        text = f"the script crashed at one place on {' and '.join(machines)}: {failure.evidence}"
+    else:
+        text = f"{failure.title}, {len(recent)} times at one place: {failure.evidence}"
     return Reason("user-error", text)
 
 

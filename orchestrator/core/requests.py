@@ -73,7 +73,7 @@ def again(ctx: StepContext, event: AgainRequested) -> None:
         spec = state.job.spec.model_copy(update={"code": event.code or None})
         state.job = state.job.model_copy(update={"spec": spec})
     state.new_code = True
-    state.user_errors.clear()
+    state.failed_at.clear()
     state.sizes.failed.clear()
     state.sizes.refused.clear()
     ctx.note(_requested("new code", event.by))

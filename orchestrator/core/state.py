@@ -35,6 +35,8 @@ from .actions import AnyAction, LaunchGroup, Outcome, Reason, ReasonCode, Reques
 from .sizes import Sizes
 from .transitions import TERMINAL, JobPhase
 
+Place = tuple[str, str, str, int]
+"""(type of the error, message, innermost frame, last finished step) of a failure."""
 FailureClass = Literal["user", "infrastructure", "preemption", "hang"]
 Intent = Literal["run", "suspend", "cancel", "deadline"]
 Purpose = Literal[
@@ -432,8 +434,8 @@ class JobState(Struct):
     """Restarts charged to the restart budgets, by class -> when."""
     restarts: dict[FailureClass, int] = field(default_factory=dict)
     """Restarts charged since the submission, by class."""
-    user_errors: dict[tuple[str, str, str, int], int] = field(default_factory=dict)
-    """(type, message, last frame, step) -> how often."""
+    failed_at: dict[Place, list[tuple[str, int]]] = field(default_factory=dict)
+    """Where failures happened -> (culprit node, when) of each."""
     sizes: Sizes = field(default_factory=Sizes)
     """What was learned of the world sizes that a script can have."""
     injected_faults: dict[str, int] = field(default_factory=dict, name="rehearsals")

@@ -214,6 +214,10 @@ def counting(beats: Iterable[WorkerBeat]) -> list[WorkerBeat]:
     return [beat for beat in every if beat.counted_by in ("script", "posted")] or every
 
 
+CRASH_SIGNALS = (4, 6, 7, 8, 11, 31)
+"""A process raises these on itself when its native code breaks; the others come from outside."""
+
+
 class Exit(msgspec.Struct, frozen=True, kw_only=True):
     """How one worker ended."""
 
@@ -269,6 +273,8 @@ class Stack(msgspec.Struct, frozen=True):
     activity: StackActivity = ""
     groups: tuple[GroupProgress, ...] = ()
     """Empty: the flight recorder is off, or the worker did not answer."""
+    place: str = ""
+    """Innermost frame of the main thread, `function (file:line)`; empty: unknown."""
 
 
 SuspectBasis = Literal["stopped", "no-pulse", "unreported", "behind", "none", ""]

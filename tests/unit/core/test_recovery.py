@@ -24,7 +24,7 @@ from holdfast.orchestrator.core.events import (
     PreemptionNoticed,
     WorkerExited,
 )
-from holdfast.orchestrator.core.recovery import MAX_USER_ERRORS
+from holdfast.orchestrator.core.recovery import MAX_PLACES
 from holdfast.orchestrator.protocol.facts import Exit, Stack, StagedShard
 from holdfast.orchestrator.protocol.mesh import Mesh
 
@@ -449,15 +449,15 @@ def test_nodes_with_gpus_have_longer_to_stop() -> None:
         assert job.state.timers["stop"] == job.now_ns + round(limit_s * SECOND)
 
 
-def test_the_oldest_of_many_user_errors_is_forgotten() -> None:
+def test_the_oldest_of_many_places_is_forgotten() -> None:
     generous = {"budgets": {"user": {"restarts": 10_000}}}
     job = Transcript(spec(recovery=generous)).started()
-    for number in range(MAX_USER_ERRORS + 1):
+    for number in range(MAX_PLACES + 1):
         job.exits(1, code=1, step=number, error_type="E", error_message="m")
         job.all_stopped(None)
         job.succeed(LaunchGroup)
-    assert len(job.state.user_errors) == MAX_USER_ERRORS
-    assert next(key[3] for key in job.state.user_errors) == 1
+    assert len(job.state.failed_at) == MAX_PLACES
+    assert next(key[3] for key in job.state.failed_at) == 1
     job.exits(1, code=1, step=0, error_type="E", error_message="m")
     job.all_stopped(None)
     assert job.state.phase == "recovering", "it counts as the first"

@@ -43,6 +43,7 @@ from .script_progress import ScriptProgress
 
 MAX_INSPECTED_BYTES = 4096
 """Of one stack in Inspected: the innermost 40 frames."""
+NO_ERROR = worker_protocol.Failed(error_type="", message="", traceback="")
 LOOK_AT_SAVES_S = 0.5
 """Workers that end a save are asked so often whether they wait for a peer that is gone."""
 SIGKILL, SIGTERM, SIGSTOP = 9, 15, 19
@@ -148,14 +149,12 @@ class Worker:
         oom: bool,
         wall_ns: int,
         after_step: int,
-        watchdog_line: str = "",
+        crash: worker_protocol.Failed | None = None,
     ) -> Exit:
         """Record the exit. `by_us` is true for a signal that we sent, and for a process that ended
-        on our SIGTERM; an error from before the signal is the worker's own. A process that torch's
-        watchdog aborted has lost a peer."""
-        failed = self.failed or worker_protocol.Failed(
-            error_type="", message=watchdog_line, traceback="", secondary=bool(watchdog_line)
-        )
+        on our SIGTERM; an error from before the signal is the worker's own. `crash` is what the
+        output shows of a crash of native code."""
+        failed = self.failed or crash or NO_ERROR
         obeyed = SIGTERM in self.signals and signal is None and self.failed is None
         by_us = (signal is not None and signal in self.signals) or obeyed
         self.exit = Exit(

@@ -6,7 +6,7 @@ import msgspec
 
 from holdfast.orchestrator.protocol.facts import CoverageSum, NodeFacts, Stack, StagedShard
 from holdfast.orchestrator.protocol.messages import ToAgent
-from holdfast.workers.worker_protocol import FromWorker
+from holdfast.workers.worker_protocol import Failed, FromWorker
 
 
 class InputBase(msgspec.Struct, frozen=True):
@@ -68,8 +68,8 @@ class WorkerEnded(InputBase, frozen=True):
     signal: int | None
     out_of_memory: bool = False
     wall_ns: int = 0
-    watchdog_line: str = ""
-    """Of a SIGABRT: what torch's watchdog or NCCL printed about a lost peer."""
+    crash: Failed | None = None
+    """What its output shows of a crash in native code."""
 
 
 class JobConfigured(InputBase, frozen=True):

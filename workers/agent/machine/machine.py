@@ -430,7 +430,7 @@ class AgentMachine:
             oom=given.out_of_memory,
             wall_ns=given.wall_ns,
             after_step=group.after_step,
-            watchdog_line=given.watchdog_line,
+            crash=given.crash,
         )
         if group.stop is not None:
             return self._settle_stop(now_ns, group)

@@ -1,5 +1,5 @@
-"""The last lines that a worker printed before SIGABRT: torch's watchdog of NCCL ends a process that
-way when a peer or the network is gone, without a Python exception.
+"""What a worker printed before its own native code ended it: the stack that faulthandler wrote, the
+message before it, and whether the watchdog of NCCL in torch ended it for a lost peer.
 """
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+
+from holdfast.workers.worker_protocol import Failed
 
 TAIL_BYTES = 64 * 1024
 """After the watchdog's line faulthandler writes the stacks of all threads."""
@@ -21,12 +23,36 @@ _WATCHDOG = re.compile(
 )
 
 
-def watchdog_line(text: str) -> str:
-    """The first line of torch's watchdog or of NCCL that reports a lost peer; empty: there is
-    none."""
+_FATAL = re.compile(r"^Fatal Python error: .*$", re.MULTILINE)
+_FRAME = re.compile(r'^  File ".*", line \d+ in .*$')
+# The message of a C++ exception is a second line, which begins with `what()`.
+_CPP = "terminate called"
+
+
+def crash(text: str) -> Failed | None:
+    """How native code ended a worker: the line before the crash and Python's stack, or the line
+    that reports a lost peer. None: the output does not show it."""
     lines = (line.strip() for line in text.splitlines())
-    found = next((line for line in lines if _WATCHDOG.search(line)), "")
-    return found[:MAX_LINE_CHARACTERS]
+    watchdog = next((line for line in lines if _WATCHDOG.search(line)), "")
+    if watchdog:
+        message = watchdog[:MAX_LINE_CHARACTERS]
+        return Failed(error_type="", message=message, traceback="", secondary=True)
+    fatal = _FATAL.search(text)
+    if fatal is None:
+        return None
+    before = [line.strip() for line in text[: fatal.start()].splitlines() if line.strip()][-2:]
+    message = " ".join(before if before and before[0].startswith(_CPP) else before[-1:])
+    frames: list[str] = []
+    inside = False
+    for line in text[fatal.end() :].splitlines():
+        if not line.startswith("  "):
+            inside = line.startswith("Current thread ") and "C stack" not in line
+        elif '"<frozen runpy>"' in line:
+            inside = False  # the frames that started the script
+        elif inside and _FRAME.match(line):
+            frames.insert(0, line)
+    traceback = "\n".join(["Traceback (most recent call last):", *frames, fatal[0]])
+    return Failed(error_type="", message=message[:MAX_LINE_CHARACTERS], traceback=traceback)
 
 
 def tail(path: str) -> str:

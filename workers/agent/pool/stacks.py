@@ -121,6 +121,7 @@ async def _stack(rank: int, text: str, state: str, answer: Inspection) -> Stack:
         state,
         kind,
         answer.groups,
+        next(map(stack_activity.in_one_form, stack_activity.main_frames(text)), ""),
     )
 
 

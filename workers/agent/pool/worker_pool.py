@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from holdfast.orchestrator.protocol import cgroup, python_command
+from holdfast.orchestrator.protocol.facts import CRASH_SIGNALS
 from holdfast.workers import packets, worker_protocol, worker_transport
 
 from ..linux import processes
@@ -275,11 +276,11 @@ class WorkerPool:
             # processes must not be attributed to a worker that ends much later.
             self._memory_kills += 1
             self._loop.call_later(OOM_KILLS_S, self._forget_memory_kills)
-        last_line = ""
-        if number == signal.SIGABRT:
-            last_line = last_output.watchdog_line(self._last_output(process))
+        crash = None
+        if number in CRASH_SIGNALS:
+            crash = last_output.crash(self._last_output(process))
         ended = inputs.WorkerEnded(
-            *process.seat, code, number, out_of_memory, time.time_ns(), last_line
+            *process.seat, code, number, out_of_memory, time.time_ns(), crash
         )
         self._give(ended)
 

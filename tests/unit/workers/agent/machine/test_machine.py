@@ -155,7 +155,8 @@ def test_a_worker_that_the_watchdog_aborted_has_lost_a_peer() -> None:
     harness = AgentHarness()
     harness.launch(1)
     line = "Watchdog caught collective operation timeout"
-    out = harness.give(inputs.WorkerEnded(1, 1, None, 6, watchdog_line=line))
+    crash = worker_protocol.Failed(error_type="", message=line, traceback="", secondary=True)
+    out = harness.give(inputs.WorkerEnded(1, 1, None, 6, crash=crash))
     (exited,) = of(m.WorkerExitReport, out)
     assert exited.exit.secondary and exited.exit.error_message == line
 

@@ -63,28 +63,3 @@ def test_a_wait_for_the_device_is_recognised_by_its_source_line(line: str, tmp_p
     assert activity(text) == "device"
     script.with_name("other.py").write_text("import torch\nx = make(loss)\n")
     assert activity(stack((str(script.with_name("other.py")), "train_one"))) == "nothing"
-
-
-WATCHDOG = """step 500 loss 2.1
-[rank2]:[E ProcessGroupNCCL.cpp:632] [Rank 2] Watchdog caught collective operation timeout
-[rank2]:[E ProcessGroupNCCL.cpp:684] We are taking the entire process down.
-Fatal Python error: Aborted
-"""
-
-
-def test_the_line_of_the_nccl_watchdog_is_found_in_the_last_output(tmp_path: Path) -> None:
-    log = tmp_path / "rank-00002.log"
-    log.write_text("x" * last_output.TAIL_BYTES + "\n" + WATCHDOG)
-    assert "Watchdog caught collective operation timeout" in last_output.watchdog_line(
-        last_output.tail(str(log))
-    )
-    assert last_output.tail(str(tmp_path / "absent")) == ""
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "terminate called after throwing an instance of 'std::bad_alloc'\n",
-     "NCCL INFO Bootstrap: Using eth0\nNCCL WARN no plugin\ndouble free or corruption\n"],
-)  # fmt: skip
-def test_other_output_before_a_sigabrt_is_not_the_network(text: str) -> None:
-    assert last_output.watchdog_line(text) == ""
