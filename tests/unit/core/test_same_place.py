@@ -96,7 +96,7 @@ def test_a_third_hang_at_one_line_is_the_scripts_and_names_the_remedy() -> None:
 
 def test_hangs_in_reads_or_at_other_lines_are_not_the_scripts() -> None:
     job = Transcript().started()
-    for number in range(3):
+    for _ in range(3):
         hang(job, 0, activity="reads")
     assert ended(job) is None
     job = Transcript().started()

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.workers.agent.pool import last_output
 from holdfast.workers.agent.pool.stack_activity import activity, in_collective
 
 
