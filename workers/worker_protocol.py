@@ -145,6 +145,12 @@ class Leaving(WorkerMessage, frozen=True, kw_only=True, tag="leaving"):
     """Not empty: it was sent before, and this is why the process has not ended since."""
 
 
+class CheckpointWritten(WorkerMessage, frozen=True, kw_only=True, tag="checkpoint-written"):
+    """A script is about to write a checkpoint of its own: a file, or a folder."""
+
+    path: str
+
+
 class FetchShard(WorkerMessage, frozen=True, kw_only=True, tag="fetch-shard"):
     """Request a shard of the membership's Restore."""
 
@@ -299,6 +305,7 @@ FromWorker = (
     | StandbyImported
     | Noted
     | Leaving
+    | CheckpointWritten
     | FetchShard
     | StopNoticeWanted
     | StackReport

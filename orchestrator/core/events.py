@@ -142,6 +142,15 @@ class NodeRemarked(Event, frozen=True, kw_only=True, tag="node-remarked"):
     """As the job's reason while it runs."""
 
 
+class OwnCheckpointSeen(Event, frozen=True, kw_only=True, tag="own-checkpoint"):
+    """A rank writes a checkpoint of the script's own."""
+
+    node: str
+    generation: int
+    path: str
+    times: int = 1
+
+
 class WorkerExited(Event, frozen=True, kw_only=True, tag="worker-exited"):
     node: str
     generation: int
@@ -386,4 +395,5 @@ AnyEvent = (
     | ShardPersisted | PersistFailed | CheckpointRefused | CheckpointsListed
     | ControllerStarted
     | Tick | HeartbeatReceived | NodeCopiedStep | NodeRemarked
+    | OwnCheckpointSeen
 )  # fmt: skip

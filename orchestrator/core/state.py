@@ -23,6 +23,7 @@ from ..protocol.facts import (
     Exit,
     Membership,
     NodeFacts,
+    OwnCheckpoint,
     ShardFile,
     Stack,
     StagedShard,
@@ -441,6 +442,8 @@ class JobState(Struct):
     injected_faults: dict[str, int] = field(default_factory=dict, name="rehearsals")
     """Node -> when `holdfast chaos` injected a fault there."""
     catalog: CheckpointCatalog = field(default_factory=CheckpointCatalog, name="ledger")
+    own_checkpoints: dict[str, OwnCheckpoint] = field(default_factory=dict)
+    """Path -> what the script wrote there by itself; the last one last."""
     meshes: dict[int, Mesh] = field(default_factory=dict)
     """Mesh of recent generations."""
     incidents: list[IncidentRecord] = field(default_factory=list)

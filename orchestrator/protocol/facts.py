@@ -317,6 +317,17 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     """Directory of a committed checkpoint, relative to the checkpoint path; empty: from memory."""
 
 
+class OwnCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that a rank of a script wrote by itself."""
+
+    path: str
+    """A file or a folder, without links up to its last name."""
+    generation: int
+    """That wrote it last."""
+    times: int = 1
+    """How often one generation wrote it, at most."""
+
+
 class LaunchIncident(msgspec.Struct, frozen=True, kw_only=True):
     """An incident that led to a launch, as its workers receive it. Its steps lost and duration
     are known only when they train again."""
@@ -363,6 +374,8 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     incidents: tuple[LaunchIncident, ...] = ()
     """Why this generation was launched, oldest first, for what the script logs to. The runtime adds
     them to the message; no decision depends on them."""
+    own_checkpoints: tuple[OwnCheckpoint, ...] = ()
+    """What the script is known to have written, the last one last. As `incidents`."""
 
     @property
     def world_size(self) -> int:

@@ -186,6 +186,15 @@ class AgentNote(Message, frozen=True, kw_only=True, tag="agent-note"):
     """Also as the job's reason while it runs."""
 
 
+class OwnCheckpointWritten(Message, frozen=True, kw_only=True, tag="own-checkpoint"):
+    """A rank writes a checkpoint of the script's own."""
+
+    generation: int
+    path: str
+    times: int = 1
+    """How often this generation has written it, as this node's ranks are known to."""
+
+
 class StacksShown(Message, frozen=True, kw_only=True, tag="stacks-shown"):
     """Answer to ShowStacks; ranks that are not in it have ended."""
 
@@ -424,7 +433,7 @@ class Reply(Message, frozen=True, kw_only=True, tag="reply"):
 FromAgent = (
     Hello | Heartbeat | Launched | WorkerExitReport | Stopped | ShardStaged | StepCopied
     | HostMemoryPlanned | Persisted | ShardPersistFailed | NodeLeaving | AgentEvent | AgentNote
-    | Inspected | StandbyReport | ImportsLearned
+    | Inspected | StandbyReport | ImportsLearned | OwnCheckpointWritten
 )  # fmt: skip
 ToAgent = (
     Welcome | Refused | LaunchWorkers | StopWorkers | Stage | StageEvery | Persist | CopyStep

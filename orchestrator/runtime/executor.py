@@ -28,7 +28,7 @@ from ..core.copy_rounds import CopyOrder
 from ..core.events import ActionFailed, ActionSucceeded, ActionUnknown, AnyEvent
 from ..core.staging_interval import IntervalOrder
 from ..protocol import messages as wire
-from ..protocol.facts import LaunchIncident
+from ..protocol.facts import LaunchIncident, OwnCheckpoint
 from .agent_server import AgentConnection
 from .checkpoint_store.async_store import AsyncCheckpointStore
 from .checkpoint_store.store import NotCovered
@@ -49,12 +49,14 @@ class Executor:
         submit: Callable[[AnyEvent], None],
         settle_s: float = 5.0,
         incidents: Callable[[int], tuple[LaunchIncident, ...]] = lambda generation: (),
+        own_checkpoints: Callable[[], tuple[OwnCheckpoint, ...]] = tuple,
     ) -> None:
         """`settle_s`: how long `close` and the end of the job wait for the storage tier to finish
-        the calls that are under way. `incidents`: those that led to the launch of a generation."""
+        the calls that are under way. `incidents`: those that led to the launch of a generation.
+        `own_checkpoints`: what the script has written."""
         self._backend, self._store, self._links = backend, store, links
         self._submit, self._settle_s = submit, settle_s
-        self._incidents = incidents
+        self._incidents, self._own_checkpoints = incidents, own_checkpoints
         self._committed_by = 0
         """Generation of the last commit."""
         self._awaited = AwaitedAnswers()
@@ -103,8 +105,8 @@ class Executor:
             link.send(to_message(action))
             return
         buddy = self._links.get(action.buddy)
-        incidents = self._incidents(action.generation)
-        link.send(to_message(action, buddy.facts if buddy is not None else None, incidents))
+        history = self._incidents(action.generation), self._own_checkpoints()
+        link.send(to_message(action, buddy.facts if buddy is not None else None, *history))
 
     def _send_unanswered(self, action: PersistStep | InspectGroup) -> None:
         """Succeeds when it is sent; what follows is reported by itself (Persisted, Inspected)."""

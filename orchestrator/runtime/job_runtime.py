@@ -211,6 +211,7 @@ class JobRuntime:
             submit,
             self._timing.storage_settle_s,
             lambda generation: launch_incidents(loop.state, generation),
+            lambda: tuple(loop.state.own_checkpoints.values()),
         )
         inquiries, send_code = Inquiries(self.links), self._code_sender.requested
         self._gateway = AgentGateway(

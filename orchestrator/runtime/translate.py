@@ -15,7 +15,7 @@ from ..core.copy_rounds import CopyOrder
 from ..core.staging_interval import IntervalOrder
 from ..core.state import JobState
 from ..protocol import messages as wire
-from ..protocol.facts import LaunchIncident, NodeFacts
+from ..protocol.facts import LaunchIncident, NodeFacts, OwnCheckpoint
 
 Order = CopyOrder | IntervalOrder
 """Sent like an action, but without a result: what an agent reports shows whether it has it."""
@@ -121,6 +121,10 @@ def to_event(node: str, message: wire.Message) -> events.AnyEvent | None:
             return events.StandbysReported(node=node, ready=message.ready)
         case wire.AgentNote():
             return events.NodeRemarked(node=node, text=message.text, shown=message.shown)
+        case wire.OwnCheckpointWritten():
+            return events.OwnCheckpointSeen(
+                node=node, generation=message.generation, path=message.path, times=message.times
+            )
         case wire.NodeLeaving():
             return events.PreemptionNoticed(
                 node=node, detail=message.detail, grace_s=message.grace_s
@@ -168,16 +172,19 @@ def to_message(
     action: NodeAction | PersistStep | InspectGroup | Order,
     buddy: NodeFacts | None = None,
     incidents: tuple[LaunchIncident, ...] = (),
+    own_checkpoints: tuple[OwnCheckpoint, ...] = (),
 ) -> wire.Message:
     """The message that has a node carry out an action. Of a launch, `buddy`: the facts of the
-    buddy, if it is connected; `incidents`: those that led to it."""
+    buddy, if it is connected; `incidents`: those that led to it; `own_checkpoints`: what the
+    script has written."""
     match action:
         case LaunchGroup():
             membership = action.membership
             if action.own_shards:
                 membership = membership.with_sources_of(seat.shard for seat in action.seats)
-            if incidents:
-                membership = msgspec.structs.replace(membership, incidents=incidents)
+            membership = msgspec.structs.replace(
+                membership, incidents=incidents, own_checkpoints=own_checkpoints
+            )
             return wire.LaunchWorkers(
                 action_id=action.action_id,
                 membership=membership,

@@ -83,8 +83,8 @@ class Checkpoint(Part):
     wrote and that are incomplete are renamed, so that it takes the newest complete one. See
     docs/user/script.md. never: nothing is looked at."""
     guard_directories: Annotated[tuple[str, ...], Field(max_length=16)] = ()
-    """Where the script keeps its own checkpoints, relative to workingDirectory. Default: what its
-    arguments name, and the working directory, three folders deep."""
+    """Where the script keeps its own checkpoints, relative to workingDirectory, and no other job
+    does. Default: what ranks are seen to write, and directories that the arguments name."""
 
     @property
     def staging_interval(self) -> int:

@@ -17,7 +17,13 @@ from holdfast.orchestrator.core.copy_rounds import CopyOrder
 from holdfast.orchestrator.core.events import ActionFailed, ActionSucceeded, GroupStopped
 from holdfast.orchestrator.core.staging_interval import IntervalOrder
 from holdfast.orchestrator.protocol import messages as wire
-from holdfast.orchestrator.protocol.facts import Exit, LaunchIncident, NodeFacts, ShardFile
+from holdfast.orchestrator.protocol.facts import (
+    Exit,
+    LaunchIncident,
+    NodeFacts,
+    OwnCheckpoint,
+    ShardFile,
+)
 from holdfast.orchestrator.protocol.host_memory import HostRoom, plan_host_memory
 from holdfast.orchestrator.runtime import translate
 from tests.unit.core.harness import Transcript
@@ -43,6 +49,7 @@ MESSAGES: tuple[wire.Message, ...] = (
     wire.ShardPersistFailed(generation=1, step=3, shard=0, detail="full", tried=False),
     wire.NodeLeaving(detail="SIGTERM", grace_s=30.0),
     wire.StandbyReport(ready=False),
+    wire.OwnCheckpointWritten(generation=3, path="/o/checkpoint-5", times=2),
     wire.AgentNote(text="out/checkpoint-120 was set aside"),
 )
 BUDDY = NodeFacts(hostname="b", address="10.0.0.2", data_port=7001, slots=2)
@@ -98,6 +105,13 @@ def test_a_launch_has_the_address_of_a_connected_buddy_only() -> None:
     assert (paired.buddy, paired.buddy_address, paired.buddy_port) == (
         launch.buddy, "10.0.0.2", 7001,
     )  # fmt: skip
+
+
+def test_a_launch_has_the_checkpoints_that_the_script_wrote() -> None:
+    launch = Transcript().started().last(LaunchGroup)
+    own = (OwnCheckpoint(path="/o/checkpoint-5", generation=1),)
+    message = translate.to_message(launch, own_checkpoints=own)
+    assert isinstance(message, wire.LaunchWorkers) and message.membership.own_checkpoints == own
 
 
 def test_a_launch_has_the_incidents_that_led_to_it() -> None:

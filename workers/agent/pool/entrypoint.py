@@ -23,7 +23,7 @@ from holdfast.orchestrator.protocol import files
 from holdfast.workers import worker_transport
 
 from ..linux import output
-from . import accelerate_launch, framework_hooks, interpreters, package_path
+from . import accelerate_launch, file_audit, framework_hooks, interpreters, package_path
 from .interpreters import Interpreter
 
 _OTHER_PYTHON = str(Path(__file__).with_name("other_python.py"))
@@ -52,7 +52,7 @@ def prepare(job: TrainingJob, descriptors: Descriptors, packages: str = "") -> P
         os.environ.update(interpreters.of_prefix(Path(packages)))
         if not program.words and not package_path.enter(Path(packages)):
             python = Interpreter(str(Path(packages, "bin", "python")))
-            _become_python(program, python, descriptors)
+            _become_python(job, program, python, descriptors)
     if program.words:
         if program.python:
             os.environ.update(interpreters.named(program.python, Path.cwd()).environment)
@@ -61,10 +61,12 @@ def prepare(job: TrainingJob, descriptors: Descriptors, packages: str = "") -> P
     if found is not None:
         os.environ.update(found.environment)
         if not found.is_ours:
-            _become_python(program, found, descriptors)
+            _become_python(job, program, found, descriptors)
     if program.launcher == "accelerate launch":
         os.environ.update(_variables(program))
     framework_hooks.install()
+    if job.spec.entrypoint.recipe is None and job.spec.checkpoint.guard == "auto":
+        file_audit.install(descriptors.wire)
     return program
 
 
@@ -95,7 +97,7 @@ def _variables(program: Program) -> dict[str, str]:
 
 
 def _become_python(
-    program: Program, interpreter: Interpreter, descriptors: Descriptors
+    job: TrainingJob, program: Program, interpreter: Interpreter, descriptors: Descriptors
 ) -> NoReturn:
     script = ""
     if program.script is not None:
@@ -110,6 +112,7 @@ def _become_python(
         "stack": descriptors.stack,
         "asked": descriptors.asked,
         "bytes": limits.MAX_TRACEBACK_BYTES,
+        "audit": job.spec.checkpoint.guard == "auto",
     }
     words = (interpreter.path, _OTHER_PYTHON, json.dumps(order))
     _become(words, descriptors, "spec.entrypoint.python")

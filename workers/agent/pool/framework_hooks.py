@@ -36,6 +36,7 @@ STARTED_AGAIN = "HOLDFAST_RESUME_SINCE"
 def install() -> None:
     """Before the script runs."""
     _when_imported(ENGINE, _read_other_sizes)
+    _when_imported("torch.serialization", _audit_torch_save)
     for name in TENSORBOARD:
         _when_imported(name, _adapt_callbacks if name == CALLBACKS else _log_to_one_run)
     if STARTED_AGAIN in os.environ:
@@ -79,6 +80,17 @@ class _AdaptingLoader:
     def exec_module(self, module: ModuleType) -> None:
         self._inner.exec_module(module)
         self._adapt(module)
+
+
+def _audit_torch_save(module: ModuleType) -> None:
+    """torch.save opens its file in C++, where Python has no audit event (see file_audit.py)."""
+    inner = module._open_zipfile_writer_file.__init__
+
+    def begin(self: Any, name: Any) -> None:
+        sys.audit("open", name, "wb", 0)
+        inner(self, name)
+
+    module._open_zipfile_writer_file.__init__ = begin
 
 
 def _read_other_sizes(engine: ModuleType) -> None:

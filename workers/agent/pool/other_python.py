@@ -26,12 +26,15 @@ _OURS = (__file__, str(_HERE / "accelerate_launch.py"), str(_HERE / "framework_h
 
 def main(order: dict[str, Any]) -> int:
     """`order`: script (absolute) or module, argv, accelerate (words of the launcher, or null),
-    wire, stack and asked (descriptors), bytes (bound of a traceback)."""
+    wire, stack and asked (descriptors), bytes (bound of a traceback), audit (whether to report
+    checkpoints)."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=order["stack"], all_threads=True)
     if importlib.util.find_spec("holdfast") is not None:
         _load("other_pulse").start(order["wire"], order["asked"])
         _load("framework_hooks").install()
+        if order.get("audit"):
+            _audit(order["wire"])
     try:
         if order["accelerate"] is not None:
             os.environ.update(_load("accelerate_launch").variables(order["accelerate"]))
@@ -52,6 +55,15 @@ def main(order: dict[str, Any]) -> int:
         _report(order, error)
         return 1
     return 0
+
+
+def _audit(wire: int) -> None:
+    """Another version of Holdfast may lack what it needs: the script runs all the same."""
+    try:
+        _load("file_audit").install(wire)
+    except Exception as error:
+        print(f"holdfast: its own checkpoints are not known ({type(error).__name__}: {error})",
+              file=sys.stderr)  # fmt: skip
 
 
 def _load(name: str) -> Any:

@@ -86,6 +86,8 @@ class WorkerPool:
         """The last output of a rank without a log file."""
         self.noted: Callable[[str], None] = lambda text: None
         """A worker's sentence for the job's events."""
+        self.wrote: Callable[[int, str], None] = lambda generation, path: None
+        """A worker of a generation is about to write a checkpoint of its own."""
 
     def attach(self, server: socket.socket) -> None:
         server.setblocking(False)
@@ -365,6 +367,9 @@ class WorkerPool:
                 self._check_standbys()
             elif isinstance(message, worker_protocol.Noted):
                 self.noted(message.text)
+            elif isinstance(message, worker_protocol.CheckpointWritten):
+                if process.seat is not None:
+                    self.wrote(process.seat[0], message.path)
             elif isinstance(message, worker_protocol.TraceWritten):
                 if process.trace is not None and not process.trace.done():
                     process.trace.set_result(message)

@@ -91,7 +91,7 @@ class GuardedStarts:
                 packages = await self._install(job, directory)
             if _is_guarded(first, job, welcome):
                 since_ns = welcome.submitted_ns
-                newest = await self._look(job, directory, since_ns, _ranks(first))
+                newest = await self._look(job, directory, since_ns, first)
                 found = {RESUME_SINCE: str(since_ns), RESUME_FROM: newest or ""}
                 extra = {name: value for name, value in found.items() if value}
             setting = StartSetting(directory, extra, packages)
@@ -116,11 +116,13 @@ class GuardedStarts:
         return str(made.directory)
 
     async def _look(
-        self, job: TrainingJob, directory: str, since_ns: int, ranks: tuple[int, int, int]
+        self, job: TrainingJob, directory: str, since_ns: int, first: commands.Fork
     ) -> str | None:
         """Set incomplete checkpoints aside; the newest complete one."""
+        ranks = _ranks(first)
+        written = [Path(one.path) for one in first.membership.own_checkpoints]
         look = asyncio.get_running_loop().run_in_executor(
-            self._thread, _look, job, directory, since_ns, ranks
+            self._thread, _look, job, directory, since_ns, ranks, written
         )
         try:
             timeout_s = checkpoint_guard.LOOK_TIMEOUT_S + 1.0
@@ -139,8 +141,16 @@ class GuardedStarts:
         return None if found.newest is None else str(found.newest[1])
 
 
-def _look(job: TrainingJob, directory: str, since_ns: int, ranks: tuple[int, int, int]) -> Findings:
-    return checkpoint_guard.look(checkpoint_guard.roots(job, directory), since_ns, ranks)
+def _look(
+    job: TrainingJob,
+    directory: str,
+    since_ns: int,
+    ranks: tuple[int, int, int],
+    written: list[Path],
+) -> Findings:
+    where = checkpoint_guard.roots(job, directory)
+    named = checkpoint_guard.may_name(job)
+    return checkpoint_guard.look(where, since_ns, ranks, written, named=named)
 
 
 def _ranks(fork: commands.Fork) -> tuple[int, int, int]:

@@ -44,6 +44,7 @@ from ..pool import forkserver, stacks
 from ..pool.log_forwarder import TO_OUTPUT, LogForwarder
 from ..pool.worker_pool import WorkerPool
 from ..storage import memfd, peer_transfer, persist
+from ..storage.own_checkpoints import OwnCheckpoints
 from ..storage.shared_fetches import Fetched, SharedFetches
 from . import process_env
 from .connect import Connector, endpoint_in
@@ -139,7 +140,7 @@ class AgentProcess:
         self._fetches = SharedFetches()
         self._workers = WorkerPool(self._loop, self._give)
         self._workers.attach(server)
-        self._workers.noted = self._noted
+        self._workers.noted, self._workers.wrote = self._noted, self._wrote
         self._data = peer_transfer.DataPort(
             self._credentials, self._on_get, self._on_put, address=options.bind_address
         )
@@ -163,6 +164,7 @@ class AgentProcess:
         self._meter = ActivityMeter()
         self._log_forwarder: LogForwarder | None = None
         self._code = UploadedCode(self._link.send)
+        self._own_checkpoints = OwnCheckpoints()
         self._starts = GuardedStarts(self._start, self._give, self._link.send, self._code)
         self._progress: ProgressServer | None = None
         """Of a script."""
@@ -225,6 +227,9 @@ class AgentProcess:
             self._spawn(answer(message, self._workers, self._link.send))
         else:
             self._give(inputs.Received(message))
+        if isinstance(message, m.Welcome):
+            for known in self._own_checkpoints.known():
+                self._link.send(known)
 
     def _memory_measured(self) -> Input:
         limit, available = hardware.memory_bytes(), inventory.available_bytes()
@@ -343,6 +348,11 @@ class AgentProcess:
     def _posted(self, seat: tuple[int, int], report: worker_protocol.Reported) -> None:
         """In a thread of the progress server."""
         self._loop.call_soon_threadsafe(self._give, inputs.FromRank(*seat, report))
+
+    def _wrote(self, generation: int, path: str) -> None:
+        message = self._own_checkpoints.wrote(time.monotonic(), generation, path)
+        if message is not None:
+            self._link.send(message)
 
     def _noted_in_thread(self, text: str) -> None:
         self._loop.call_soon_threadsafe(self._noted, text)

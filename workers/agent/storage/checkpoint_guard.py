@@ -4,6 +4,11 @@ A framework takes the newest checkpoint, complete or not: a kill in the middle o
 the job for good. Nothing is deleted, and nothing is touched that was last written before the job
 was submitted.
 
+Whose it is: other jobs, converters and downloads may write below the same directory. Touched is
+what ranks of this job reported to have written (pool/file_audit.py), and what lies in a directory
+that the spec or an argument names and in which no rank was seen to write. Of the latter, files that
+a process has open or that still grow stay as they are.
+
 Every node looks before it starts its own workers, and no rank trains before all are started, so no
 save is under way. On a shared file system one of the nodes renames; the others find it done. Of the
 files that each rank writes, a node opens those of its own ranks and a few. Invariant: nothing is
@@ -12,6 +17,7 @@ renamed or written after LOOK_TIMEOUT_S, as the workers are started then.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -37,6 +43,8 @@ MAX_JUDGED = 3
 LOOK_TIMEOUT_S = 5.0
 """After this the workers are started all the same: a launch is sent again after 15 s."""
 TOO_SLOW = f"the file system did not answer within {LOOK_TIMEOUT_S:.0f} s; the rest stays as it is"
+GROWTH_S = 0.5
+"""For so long a checkpoint that may be another job's must not change before it is renamed."""
 SINGLE_FILES = (".ckpt", ".pt", ".pth")
 """Ends of the names of checkpoints that are one file."""
 SKIPPED = ("__pycache__", "node_modules", "site-packages", "wandb", "mlruns")
@@ -68,8 +76,7 @@ class Findings:
 
 
 def roots(job: TrainingJob, spec_directory: str) -> list[Path]:
-    """Where to look: the directories of the spec; without any, what the script's arguments name and
-    its working directory."""
+    """Directories and files that the spec or the script's arguments name."""
     home = files.resolve(spec_directory, job.spec.working_directory).absolute()
     if named := job.spec.checkpoint.guard_directories:
         return [files.resolve(home, one) for one in named]
@@ -77,7 +84,15 @@ def roots(job: TrainingJob, spec_directory: str) -> list[Path]:
     words = (*program.args, *program.words)
     found = [home / value for word in words for value in _paths(word)]
     existing = [one for one in found if one != home and one.parent != one and one.exists()]
-    return list(dict.fromkeys([*existing[:MAX_ROOTS], home]))
+    return list(dict.fromkeys(existing[:MAX_ROOTS]))
+
+
+def may_name(job: TrainingJob) -> bool:
+    """Whether the newest checkpoint of these directories is the job's. An argument may also name
+    what another job writes; the ranks of a script report what they write."""
+    program = job.spec.entrypoint.program
+    unseen = bool(program.words or program.python or program.runner)
+    return bool(job.spec.checkpoint.guard_directories) or unseen
 
 
 def _paths(word: str) -> Iterator[str]:
@@ -87,13 +102,22 @@ def _paths(word: str) -> Iterator[str]:
         yield value
 
 
-def look(where: Iterable[Path], since_ns: int, own: tuple[int, int, int] = (0, 1, 1)) -> Findings:
-    """Set incomplete newest checkpoints aside, in these directories and below them.
+def look(
+    where: Iterable[Path],
+    since_ns: int,
+    own: tuple[int, int, int] = (0, 1, 1),
+    written: Iterable[Path] = (),
+    *,
+    named: bool = True,
+) -> Findings:
+    """Set incomplete newest checkpoints aside: of `written`, which ranks of the job reported, and
+    in the directories `where` in which they wrote none, and below these. `named`: the newest one
+    may be from these directories.
 
     `since_ns`: wall clock; what was written before is not touched. `own`: the first rank of this
     node, how many it has, and how many the job has.
     """
-    return _Look(since_ns, own).run(where)
+    return _Look(since_ns, own).run(where, list(written), named=named)
 
 
 class _Look:
@@ -103,16 +127,37 @@ class _Look:
         self._share = script_checkpoints.Share(*own, check=self._expect_time)
         self._seen: set[Path] = set()
         self._links: list[Path] = []
+        self._foreign = False
+        """What is looked at may belong to another job."""
         self.found = Findings()
 
-    def run(self, where: Iterable[Path]) -> Findings:
+    def run(self, where: Iterable[Path], written: list[Path], *, named: bool) -> Findings:
+        self._written(written)
+        self._guarded(partial(self._files, self._links))  # what they lead to was looked at
+        newest, self._foreign, self._links = self.found.newest, True, []
         for root in where:
+            real = root.resolve()
+            if any(path.is_relative_to(real) for path in written):
+                continue
             if root.is_dir():
                 self._below(root)
             elif root.suffix in script_checkpoints.SAVED_SUFFIXES and root.is_file():
                 self._guarded(partial(self._files, [root]))
-        self._guarded(partial(self._files, self._links))  # what they lead to was looked at
+        self._guarded(partial(self._files, self._links))
+        if newest is not None or not named:
+            self.found.newest = newest
         return self.found
+
+    def _written(self, written: list[Path]) -> None:
+        """From the top: what is in a checkpoint is judged with it."""
+        judged: set[Path] = set()
+        for directory in sorted({path.parent for path in written}, key=lambda one: len(one.parts)):
+            if judged.intersection((directory, *directory.parents)):
+                continue
+            here = [one for one in written if one.parent == directory and os.path.lexists(one)]
+            folders = [one for one in here if one.is_dir() and not one.is_symlink()]
+            rest = self._in(directory, folders, [one for one in here if one not in folders])
+            judged.update(one for one in folders if one not in rest)
 
     def _expect_time(self) -> None:
         if time.monotonic() >= self._deadline_s:
@@ -216,11 +261,20 @@ class _Look:
                 self.found.complete(path, written_ns, 1 if path.suffix == ".ckpt" else 0)
 
     def _set_aside(self, path: Path, why: str) -> None:
-        self._expect_time()
+        if not self._may_change(path, why):
+            return
         then = _moved(path)
         if then is not None:
             what = f"checkpoint {path} is incomplete ({why}); it was renamed to {then}"
             self.found.set_aside.append(what)
+
+    def _may_change(self, path: Path, why: str) -> bool:
+        user = in_use(path) if self._foreign else ""
+        self._expect_time()
+        if user:
+            text = f"checkpoint {path} is incomplete ({why}) and stays as it is: {user}"
+            self.found.set_aside.append(text)
+        return not user
 
     # -- DeepSpeed ----------------------------------------------------------------------------
     def _deepspeed(self, directory: Path) -> None:
@@ -236,7 +290,8 @@ class _Look:
         if good is None:
             self._set_aside(latest, f"{why}, and no complete tag is beside it")
             return
-        self._expect_time()
+        if not self._may_change(directory, why):
+            return
         files.replace(latest, good.name.encode())
         self._complete_tag(directory)
         text = f"checkpoint {directory}: {why}; latest names {good.name} now, which is complete"
@@ -274,6 +329,27 @@ def _number(path: Path) -> int:
     """The number at the end of a name, by which frameworks find the newest; -1: there is none."""
     match = _NUMBERED.fullmatch(path.name)
     return int(match[2]) if match else -1
+
+
+def in_use(path: Path) -> str:
+    """Who writes a checkpoint while no rank of this job runs; empty: no process that this node can
+    see."""
+    before = _state(path)
+    for process in Path("/proc").glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            for link in process.iterdir():
+                opened = Path(link.readlink())
+                if opened == path or path in opened.parents:
+                    return f"process {process.parent.name} has it open"
+    time.sleep(GROWTH_S)
+    return "it still grows" if _state(path) != before else ""
+
+
+def _state(path: Path) -> list[tuple[str, int, int]]:
+    """Sizes and times of a file, or of all files of a folder."""
+    every = [path, *path.rglob("*")] if path.is_dir() else [path]
+    found = [(str(one), one.lstat()) for one in every]
+    return [(name, status.st_size, status.st_mtime_ns) for name, status in found]
 
 
 def _moved(path: Path) -> Path | None:

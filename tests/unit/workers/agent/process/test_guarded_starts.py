@@ -17,7 +17,7 @@ from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.protocol import code_archive
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.environment import RESUME_FROM, RESUME_SINCE
-from holdfast.orchestrator.protocol.facts import Membership, WorkerSeat
+from holdfast.orchestrator.protocol.facts import Membership, OwnCheckpoint, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.agent.machine import commands, inputs
 from holdfast.workers.agent.process import guarded_starts
@@ -32,7 +32,8 @@ WELCOME = m.Welcome(
 )
 
 
-def fork(rank: int, code: str = "", restarts: int = 0) -> commands.Fork:
+def fork(rank: int, code: str = "", restarts: int = 0, written: str = "") -> commands.Fork:
+    own = (OwnCheckpoint(path=written, generation=1),) if written else ()
     membership = Membership(
         generation=1,
         mesh=Mesh(replicate=2),
@@ -41,6 +42,7 @@ def fork(rank: int, code: str = "", restarts: int = 0) -> commands.Fork:
         master_address="127.0.0.1",
         master_port=1,
         restart_count=restarts,
+        own_checkpoints=own,
     )
     return commands.Fork(membership, 0, WorkerSeat(rank, rank, 0, rank == 0), code=code)
 
@@ -170,7 +172,8 @@ def test_a_checkpoint_of_deepspeed_for_another_number_of_ranks_is_reported(
 
     async def scenario() -> list[str]:
         node = Node()
-        node.starts.begin(fork(0, restarts=1), given, welcome)
+        written = fork(0, restarts=1, written=str(tmp_path / "latest"))
+        node.starts.begin(written, given, welcome)
         await asyncio.wait(node.starts._tasks)
         assert node.started[0][1].environment == {
             RESUME_FROM: str(tmp_path),

@@ -13,10 +13,20 @@ from pathlib import Path
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
+from holdfast.workers.agent.pool.file_audit import checkpoint_of
 from holdfast.workers.agent.storage import checkpoint_guard, script_checkpoints
-from holdfast.workers.agent.storage.checkpoint_guard import MAX_ENTRIES, look, roots
+from holdfast.workers.agent.storage.checkpoint_guard import ASIDE, MAX_ENTRIES, look, roots
 
 DAY_NS = 86_400 * 10**9
+
+
+def seen(
+    where: list[Path], since_ns: int, own: tuple[int, int, int] = (0, 1, 1)
+) -> checkpoint_guard.Findings:
+    """A look after ranks of the job wrote all that is there."""
+    every = (path for root in where for path in root.rglob("*") if ASIDE not in str(path))
+    found = (checkpoint_of(path, folder=path.is_dir()) for path in every)
+    return look([], since_ns, own, sorted({path for path in found if path is not None}))
 
 
 def torch_file(path: Path) -> None:
@@ -108,14 +118,14 @@ def test_the_newest_incomplete_directory_is_set_aside_and_the_one_before_is_foun
     out = tmp_path / "out"
     for number in (5, 20, 100):
         make(out / f"{prefix}{number}")
-    assert look([tmp_path], 0).newest is not None
+    assert seen([tmp_path], 0).newest is not None
     broken(out / f"{prefix}100")
-    found = look([tmp_path], 0)
+    found = seen([tmp_path], 0)
     assert names(out) == sorted([f"{prefix}20", f"{prefix}5"])
     assert names(tmp_path / "out.incomplete") == [f"{prefix}100-1.incomplete"]
     assert len(found.set_aside) == 1 and f"{prefix}100 is incomplete" in found.set_aside[0]
     assert found.newest is not None and found.newest[1] == out / f"{prefix}20"
-    assert not look([tmp_path], 0).set_aside
+    assert not seen([tmp_path], 0).set_aside
 
 
 @pytest.mark.parametrize("make", [transformers, accelerate, dcp])
@@ -125,7 +135,7 @@ def test_complete_checkpoints_stay_and_the_newest_is_named(
     for number in (5, 10):
         make(tmp_path / f"checkpoint-{number}")
     before = names(tmp_path)
-    found = look([tmp_path], 0)
+    found = seen([tmp_path], 0)
     assert (names(tmp_path), found.set_aside) == (before, [])
     assert found.newest is not None and found.newest[1] == tmp_path / "checkpoint-10"
 
@@ -135,7 +145,7 @@ def test_what_was_written_before_the_job_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-5" / "trainer_state.json").unlink()
     torch_file(tmp_path / "old.ckpt")
     cut(tmp_path / "old.ckpt")
-    found = look([tmp_path], time.time_ns() + DAY_NS)
+    found = seen([tmp_path], time.time_ns() + DAY_NS)
     assert (names(tmp_path), found.set_aside, found.newest) == (
         ["checkpoint-5", "old.ckpt"],
         [],
@@ -147,7 +157,7 @@ def test_a_torn_file_of_torch_save_is_set_aside(tmp_path: Path) -> None:
     for name in ("epoch=1.ckpt", "last.ckpt"):
         torch_file(tmp_path / "lightning" / name)
     cut(tmp_path / "lightning" / "last.ckpt")
-    found = look([tmp_path], 0)
+    found = seen([tmp_path], 0)
     assert names(tmp_path / "lightning") == ["epoch=1.ckpt"]
     assert "ends in the middle" in found.set_aside[0]
     assert found.newest is not None and found.newest[1].name == "epoch=1.ckpt"
@@ -157,7 +167,7 @@ def test_a_link_to_a_file_that_was_set_aside_is_set_aside_too(tmp_path: Path) ->
     torch_file(tmp_path / "a" / "epoch=2.ckpt")
     (tmp_path / "a" / "last.ckpt").symlink_to("epoch=2.ckpt")
     cut(tmp_path / "a" / "epoch=2.ckpt")
-    look([tmp_path], 0)
+    seen([tmp_path], 0)
     assert names(tmp_path / "a") == [], "in one look"
 
 
@@ -168,14 +178,14 @@ def test_a_link_to_a_folder_that_was_set_aside_is_set_aside_too(tmp_path: Path) 
     (tmp_path / "a" / "last.ckpt").symlink_to("step=2.ckpt")
     (tmp_path / "newest.ckpt").symlink_to("a/step=2.ckpt")
     (tmp_path / "a" / "step=2.ckpt" / ".metadata").unlink()
-    look([tmp_path], 0)
+    seen([tmp_path], 0)
     assert names(tmp_path / "a") == ["step=1.ckpt"]
     assert not (tmp_path / "newest.ckpt").is_symlink()
 
 
 def test_a_link_from_before_the_job_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "last.ckpt").symlink_to("nowhere.ckpt")
-    look([tmp_path], time.time_ns() + DAY_NS)
+    seen([tmp_path], time.time_ns() + DAY_NS)
     assert names(tmp_path) == ["last.ckpt"]
 
 
@@ -185,14 +195,14 @@ def test_a_file_that_may_be_a_cache_is_named_only_without_a_checkpoint(
 ) -> None:
     cache = tmp_path / "tokenized_cache.pt"
     torch_file(cache)
-    found = look([tmp_path], 0)
+    found = seen([tmp_path], 0)
     assert found.newest is not None and found.newest[1] == cache
     own = tmp_path / "out" / ("checkpoint-10" if make is not torch_file else "epoch=1.ckpt")
     make(own)
     if make is tag:
         (tmp_path / "out" / "latest").write_text(own.name)
     os.utime(cache, ns=(time.time_ns() + DAY_NS, time.time_ns() + DAY_NS))
-    found = look([tmp_path], 0)
+    found = seen([tmp_path], 0)
     assert found.newest is not None
     assert found.newest[1] == (own.parent if make is tag else own)
 
@@ -204,7 +214,7 @@ def test_latest_of_deepspeed_names_the_newest_complete_tag(tmp_path: Path, damag
         os.utime(tmp_path / f"global_step{number}", ns=(number * 10**9, number * 10**9))
     latest, newest = tmp_path / "latest", tmp_path / "global_step10"
     latest.write_text("global_step10")
-    assert not look([tmp_path], 0).set_aside
+    assert not seen([tmp_path], 0).set_aside
     if damage == "torn":
         cut(newest / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
     elif damage == "missing":
@@ -212,7 +222,7 @@ def test_latest_of_deepspeed_names_the_newest_complete_tag(tmp_path: Path, damag
     else:
         latest.write_text("")
         cut(newest / "mp_rank_00_model_states.pt")
-    found = look([tmp_path], 0)
+    found = seen([tmp_path], 0)
     assert latest.read_text() == "global_step5"
     assert "latest names global_step5 now" in found.set_aside[0]
     assert newest.is_dir()
@@ -223,13 +233,13 @@ def test_it_is_known_how_many_ranks_wrote_the_newest_checkpoint_of_deepspeed(
 ) -> None:
     tag(tmp_path / "global_step5")
     (tmp_path / "latest").write_text("global_step5")
-    assert look([tmp_path], 0).divided == (tmp_path / "global_step5", 2)
+    assert seen([tmp_path], 0).divided == (tmp_path / "global_step5", 2)
     for rank in (0, 1):  # of two ranks of model parallelism
         torch_file(tmp_path / "global_step5" / f"zero_pp_rank_{rank}_mp_rank_01_optim_states.pt")
-    assert look([tmp_path], 0).divided == (tmp_path / "global_step5", 4)
+    assert seen([tmp_path], 0).divided == (tmp_path / "global_step5", 4)
     torch_file(tmp_path / "whole" / "step" / "mp_rank_00_model_states.pt")
     (tmp_path / "whole" / "latest").write_text("step")
-    found = look([tmp_path / "whole"], 0)
+    found = seen([tmp_path / "whole"], 0)
     assert found.newest is not None and found.divided is None, "ZeRO did not divide it"
 
 
@@ -237,7 +247,7 @@ def test_without_a_complete_tag_latest_is_set_aside(tmp_path: Path) -> None:
     tag(tmp_path / "ds" / "global_step5")
     (tmp_path / "ds" / "latest").write_text("global_step5")
     cut(tmp_path / "ds" / "global_step5" / "mp_rank_00_model_states.pt")
-    look([tmp_path], 0)
+    seen([tmp_path], 0)
     assert names(tmp_path / "ds") == ["global_step5"]
 
 
@@ -247,7 +257,7 @@ def test_the_folder_of_a_run_is_no_checkpoint(tmp_path: Path) -> None:
     (run / "trainer_state.json").write_text("{}")
     (tmp_path / "data1").mkdir()
     (tmp_path / "data1" / "part.bin").write_bytes(b"")
-    assert not look([tmp_path], 0).set_aside
+    assert not seen([tmp_path], 0).set_aside
     assert names(run) == ["checkpoint-5", "trainer_state.json"]
 
 
@@ -269,7 +279,7 @@ def test_a_save_that_is_killed_anywhere_leaves_a_complete_newest_checkpoint(
             (torn / name).write_bytes((tmp_path / "whole" / name).read_bytes())
         last = torn / order[done]
         last.write_bytes(last.read_bytes()[: random.randrange(last.stat().st_size)])
-        found = look([out], 0)
+        found = seen([out], 0)
         assert names(out) == ["checkpoint-5"], (done, last.stat().st_size)
         assert found.newest is not None and found.newest[1] == out / "checkpoint-5"
 
@@ -318,7 +328,7 @@ def test_all_nodes_together_open_the_files_of_all_ranks(
     monkeypatch.setattr(script_checkpoints, "torn", noted)
     for first in range(0, ranks, EACH):
         before = len(opened)
-        look([tmp_path], 0, (first, EACH, ranks))
+        seen([tmp_path], 0, (first, EACH, ranks))
         assert EACH <= len(opened) - before <= RANKS // ranks * EACH + 2 * script_checkpoints.FEW
     assert set(opened) == set(names(newest))
 
@@ -326,7 +336,7 @@ def test_all_nodes_together_open_the_files_of_all_ranks(
 def test_one_of_the_nodes_finds_the_torn_file_of_a_rank(tmp_path: Path) -> None:
     newest = many_ranks(tmp_path)
     cut(newest / "zero_pp_rank_41_mp_rank_00_optim_states.pt")
-    assert look([tmp_path], 0, (40, EACH, RANKS)).set_aside
+    assert seen([tmp_path], 0, (40, EACH, RANKS)).set_aside
 
 
 def test_after_its_time_a_look_changes_nothing(
@@ -343,7 +353,7 @@ def test_after_its_time_a_look_changes_nothing(
 
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(script_checkpoints, "torn", slowly)
-    found = look([tmp_path], 0)
+    found = seen([tmp_path], 0)
     assert (names(tmp_path), found.set_aside) == (["checkpoint-5"], [])
     assert "did not answer within 5 s" in found.cut_short
 
@@ -366,5 +376,53 @@ def test_arguments_of_the_script_name_directories(tmp_path: Path) -> None:
 
     (tmp_path / "out").mkdir()
     (tmp_path / "saved").mkdir()
-    assert job() == [tmp_path / "out", tmp_path / "saved", tmp_path]
+    assert job() == [tmp_path / "out", tmp_path / "saved"]
     assert job(guardDirectories=["deep/down"]) == [tmp_path / "deep/down"]
+
+
+def test_what_another_job_writes_below_the_same_directory_is_neither_touched_nor_named(
+    tmp_path: Path,
+) -> None:
+    """Two runs of a sweep, of which the other one is in the middle of a save."""
+    own, other = tmp_path / "out" / "lr-a", tmp_path / "out" / "lr-b"
+    for number in (40, 80):
+        transformers(own / f"checkpoint-{number}")
+    cut(own / "checkpoint-80" / "optimizer.pt")
+    transformers(other / "checkpoint-40")
+    (other / "checkpoint-80").mkdir()
+    (other / "checkpoint-80" / "config.json").write_text("{}")
+    torch_file(tmp_path / "model.pth")
+    cut(tmp_path / "model.pth")
+    written = [own / "checkpoint-40", own / "checkpoint-80"]
+    found = look([own, tmp_path / "out"], 0, written=written)
+    assert names(other) == ["checkpoint-40", "checkpoint-80"] and names(own) == ["checkpoint-40"]
+    assert names(tmp_path) == ["model.pth", "out"]
+    assert found.newest is not None and found.newest[1] == own / "checkpoint-40"
+
+
+def test_a_named_directory_in_which_no_rank_wrote_may_be_another_jobs(tmp_path: Path) -> None:
+    torch_file(tmp_path / "teacher" / "model.ckpt")
+    assert look([tmp_path / "teacher"], 0, named=False).newest is None
+    assert look([tmp_path / "teacher"], 0, named=True).newest is not None
+
+
+def test_a_file_that_a_process_writes_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "model.pth"
+    torch_file(path)
+    cut(path)
+    with path.open("ab"):
+        found = look([tmp_path], 0)
+    assert path.exists() and f"process {os.getpid()} has it open" in found.set_aside[0]
+    look([tmp_path], 0)
+    assert not path.exists()
+
+
+def test_a_folder_that_still_grows_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers(tmp_path / "checkpoint-5")
+    (tmp_path / "checkpoint-5" / "trainer_state.json").unlink()
+    later = tmp_path / "checkpoint-5" / "scheduler.pt"
+    monkeypatch.setattr(time, "sleep", lambda _s: later.write_bytes(b"more"))
+    found = look([tmp_path], 0)
+    assert names(tmp_path) == ["checkpoint-5"] and "it still grows" in found.set_aside[0]
