@@ -91,6 +91,7 @@ def pod_document(
         shared_volumes.checkpoints(
             settings.checkpoint_volume,
             settings.checkpoint_root,
+            f"{owner.namespace}/{owner.name}",
             checkpoint_path(job, settings, known_path),
         ),
         shared_volumes.compile_cache(settings.cache_volume, owner.namespace),

@@ -42,17 +42,14 @@ class SharedVolume:
         return {"name": self.name, **self.source}
 
 
-def checkpoints(source: Mapping[str, Any], root: str, path: str) -> SharedVolume:
-    """With the job's own directory, at the path where the operator has it; without one if the job's
-    checkpoints are elsewhere. `root`: where the operator mounts the volume. The operator creates
-    the directory before the pods."""
-    others = "the checkpoints of other jobs"
-    inside = posixpath.relpath(path, posixpath.normpath(root)) if path.startswith("/") else ".."
-    if not source or inside.split("/")[0] == "..":
-        return SharedVolume(CHECKPOINTS, source, {}, others)
-    place = {"name": CHECKPOINTS, "mountPath": posixpath.normpath(path)}
-    mount = place if inside == "." else {**place, "subPath": inside}
-    return SharedVolume(CHECKPOINTS, source, mount, others)
+def checkpoints(source: Mapping[str, Any], root: str, own: str, path: str) -> SharedVolume:
+    """With the directory `own`, NAMESPACE/NAME, at the path where the operator has it; without one
+    if the job's checkpoints are elsewhere. `root`: where the operator mounts the volume. The
+    operator creates the directory before the pods: the kubelet follows links in a subPath."""
+    place = posixpath.join(posixpath.normpath(root), own)
+    is_here = bool(source) and posixpath.normpath(path.removeprefix("file://")) == place
+    mount = {"name": CHECKPOINTS, "mountPath": place, "subPath": own} if is_here else {}
+    return SharedVolume(CHECKPOINTS, source, mount, "the checkpoints of other jobs")
 
 
 def compile_cache(source: Mapping[str, Any], namespace: str) -> SharedVolume:

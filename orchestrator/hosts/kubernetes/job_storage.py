@@ -19,6 +19,7 @@ from holdfast.orchestrator.runtime.checkpoint_store.options import connects_at_o
 from holdfast.orchestrator.runtime.checkpoint_store.store import storage_of
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime
 
+from . import storage_access
 from .status import ConditionState
 
 if TYPE_CHECKING:
@@ -40,11 +41,12 @@ class JobStorage:
     def store(self, job: TrainingJob, path: str) -> ThreadedCheckpointStore:
         """The storage at a path. Raises as storage_of, here or at its first use."""
         executor, key = self._executors.setdefault(path, SerialExecutor()), self._owner.key
+        beneath = storage_access.directory_above(job, self._context.shared.settings, path)
         if not connects_at_once(path):
             # fsspec shares instances that one thread creates with the same options.
-            storage = storage_of(job, path, key)
+            storage = storage_of(job, path, key, beneath)
             return ThreadedCheckpointStore(lambda: storage, executor)
-        return ThreadedCheckpointStore(lambda: storage_of(job, path, key), executor)
+        return ThreadedCheckpointStore(lambda: storage_of(job, path, key, beneath), executor)
 
     async def prepare(self, runtime: JobRuntime, path: str, *, fresh: bool) -> None:
         """`runtime.prepare` with a time limit. Raises what that raises, and HoldfastError."""

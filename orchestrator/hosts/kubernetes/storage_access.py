@@ -3,7 +3,8 @@
 The operator serves users who must not read each other's checkpoints, and its own credentials open
 all of them. So it uses these only for
 
-* paths below ROOT/NAMESPACE of the job, and below the prefixes that the chart allows its namespace,
+* paths below ROOT/NAMESPACE of the job (of a directory, exactly ROOT/NAMESPACE/NAME, which is what
+  its pods mount), and below the prefixes that the chart allows its namespace,
 * and only where the job has no setting that could send them elsewhere, such as an endpoint.
 
 Everything else needs credentials of the job itself: a Secret of its namespace
@@ -39,8 +40,10 @@ ALL = "*"
 def problems(job: TrainingJob, settings: PodSettings, known_path: str = "") -> list[Problem]:
     """`known_path`: where a started job without a path of its own has its checkpoints."""
     path = checkpoint_path(job, settings, known_path)
-    if ".." in path.split("/"):
-        return [Problem(FIELD, path, "a path without ..", "write the path that you mean")]
+    odd = {"..", "", "."} if _is_directory(path) else {".."}
+    if odd & set(_plain(path).split("/")[1:]):
+        expected = "a path without .., . and //"
+        return [Problem(FIELD, path, expected, "write the path that you mean")]
     try:
         options = access(path, job.spec.env).options
     except SpecError as error:
@@ -73,32 +76,45 @@ def _is_s3(path: str) -> bool:
 
 
 def _plain(path: str) -> str:
-    """A file:// URL as the directory that it names."""
+    """A file:// URL as the directory that it names, without a slash at its end."""
     for scheme in ("file://", "local://"):
-        if path.startswith(scheme):
-            return path.removeprefix(scheme)
-    return path
+        path = path.removeprefix(scheme)
+    return path.rstrip("/")
 
 
-def prefixes(job: TrainingJob, settings: PodSettings) -> list[str]:
-    """Below which the operator uses its own credentials for this job."""
-    namespace, root = job.metadata.namespace, settings.checkpoint_root.rstrip("/")
-    found = [f"{root}/{namespace}"] if root else []
+def _prefixes(job: TrainingJob, settings: PodSettings) -> list[str]:
+    """Below which the operator uses its own credentials for this job, beside the root."""
     return [
-        *found,
-        *settings.checkpoint_prefixes.get(namespace, ()),
+        *settings.checkpoint_prefixes.get(job.metadata.namespace, ()),
         *settings.checkpoint_prefixes.get(ALL, ()),
     ]
 
 
+def directory_above(job: TrainingJob, settings: PodSettings, path: str) -> str:
+    """The operator's directory that has this path, and in which other users write too; empty for a
+    URL."""
+    if not _is_directory(path):
+        return ""
+    plain = _plain(path)
+    earlier_root = plain.removesuffix(f"/{job.metadata.namespace}/{job.name}")
+    tops = map(_plain, (settings.checkpoint_root, *_prefixes(job, settings), earlier_root))
+    return next((top for top in tops if _is_directory(top) and _is_below(plain, top)), "/")
+
+
 def _is_allowed(job: TrainingJob, settings: PodSettings, path: str) -> bool:
-    if job.spec.checkpoint.path is None and path.endswith(f"/{job.metadata.namespace}/{job.name}"):
+    root, own = _plain(settings.checkpoint_root), f"{job.metadata.namespace}/{job.name}"
+    plain = _plain(path)
+    if _is_directory(root) and _is_below(plain, root):
+        return plain == f"{root}/{own}"
+    if job.spec.checkpoint.path is None and path.endswith(f"/{own}"):
         return True  # chosen by an operator, perhaps with another root
-    path = _plain(path)
-    return any(
-        path == one or path.startswith(one if one.endswith("/") else f"{one}/")
-        for one in prefixes(job, settings)
-    )
+    below = [f"{root}/{job.metadata.namespace}"] if root else []
+    return any(_is_below(plain, one) for one in (*below, *_prefixes(job, settings)))
+
+
+def _is_below(path: str, prefix: str) -> bool:
+    """Or the same."""
+    return path == prefix or path.startswith(f"{prefix.rstrip('/')}/")
 
 
 def _redirecting(options: Mapping[str, Any]) -> list[str]:
@@ -116,7 +132,9 @@ def _has_credentials(options: Mapping[str, Any]) -> bool:
 
 
 def _path_problem(job: TrainingJob, settings: PodSettings, path: str) -> Problem:
-    below = ", ".join(prefixes(job, settings)) or "none"
+    root, namespace = _plain(settings.checkpoint_root), job.metadata.namespace
+    ours = f"{root}/{namespace}" + f"/{job.name}" * _is_directory(root)
+    below = ", ".join([*([ours] if root else []), *_prefixes(job, settings)]) or "none"
     fix = "choose such a path, or have it added to checkpoints.allowedPrefixes of the chart"
     if _is_s3(path) and settings.user_credentials:
         fix += "; or name a Secret with credentials of your own in spec.checkpoint.secretName"

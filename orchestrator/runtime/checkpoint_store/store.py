@@ -21,7 +21,7 @@ from holdfast.orchestrator.api.v1alpha1.resilience import Retention
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.protocol import coverage
 from holdfast.orchestrator.protocol.facts import CoverageSum, ShardFile
-from holdfast.orchestrator.protocol.files import make_directory, replace, sync_directory
+from holdfast.orchestrator.protocol.files import is_local, make_directory, replace, sync_directory
 from holdfast.orchestrator.protocol.manifest import (
     MANIFEST_NAME,
     NOTE_SUFFIX,
@@ -35,6 +35,7 @@ from holdfast.orchestrator.protocol.manifest import (
 )
 from holdfast.orchestrator.protocol.mesh import Mesh
 
+from .beneath import FilesBeneath
 from .options import CHECKPOINT_FIELD, missing_driver, options_of_one_job
 from .shard_headers import gaps, read_boxes
 
@@ -51,12 +52,21 @@ class NotCovered(CommitRefused):
 class CheckpointStore:
     """One job's checkpoint path: a local directory or any URL that fsspec knows."""
 
-    def __init__(self, path: str, job_name: str, options: Mapping[str, Any] | None = None) -> None:
-        """`options`: of the URL's fsspec driver (options.py). Raises UserError for a URL
+    def __init__(
+        self,
+        path: str,
+        job_name: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        beneath: str = "",
+    ) -> None:
+        """`options`: of the URL's fsspec driver (options.py). `beneath`: a directory that others
+        write to, which has `path` below it; no link in it is followed. Raises UserError for a URL
         whose scheme is unknown or whose driver is not installed, HoldfastError where the driver
         connects at once and cannot."""
         self.path = path
         self._job_name = job_name
+        self.fs: Any
         try:
             self.fs, self.root = fsspec.core.url_to_fs(path, **(options or {}))
         except ImportError as error:
@@ -67,7 +77,9 @@ class CheckpointStore:
             raise UserError(str(problem)) from None
         except Exception as error:  # as in prepare
             raise HoldfastError(f"{path}: cannot be opened ({_why(error)})") from None
-        self._local = isinstance(self.fs, LocalFileSystem)
+        self._local = isinstance(self.fs, LocalFileSystem) and not beneath
+        if beneath:
+            self.fs = FilesBeneath(beneath)
         self._gaps: dict[tuple[CoverageSum | None, ...], str] = {}
         """Sums that prove nothing -> what the headers showed; one reading per layout."""
 
@@ -122,7 +134,7 @@ class CheckpointStore:
             size = self.fs.info(path)["size"]
         except FileNotFoundError:
             text = f"{path}: missing here, although its node has reported it as written"
-            if self._local:
+            if is_local(self.fs):
                 text += "; a directory must be one volume that all nodes and the controller share"
             raise CommitRefused(text) from None
         if size != file.num_bytes:
@@ -285,7 +297,8 @@ def _why(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def storage_of(job: TrainingJob, path: str, key: str) -> CheckpointStore:
+def storage_of(job: TrainingJob, path: str, key: str, beneath: str = "") -> CheckpointStore:
     """The storage tier of one of many jobs in this process. `path` has its checkpoints, `key` is
-    the job's name in manifests. Raises as options_of_one_job and CheckpointStore."""
-    return CheckpointStore(path, key, options_of_one_job(job, path))
+    the job's name in manifests; `beneath` as CheckpointStore has it. Raises as options_of_one_job
+    and CheckpointStore."""
+    return CheckpointStore(path, key, options_of_one_job(job, path), beneath=beneath)

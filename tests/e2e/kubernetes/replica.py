@@ -26,7 +26,7 @@ class Replica:
     ) -> None:
         self.port, self.agents_port = free_port(), free_port()
         self.log = directory / f"operator-{self.port}.log"
-        self._storage = directory / "checkpoints"
+        self.storage = directory / "checkpoints"
         self._command = [
             str(Path(sys.prefix) / "bin" / "holdfast"),
             "operator",
@@ -34,7 +34,7 @@ class Replica:
             f"--listen=127.0.0.1:{self.agents_port}",
             "--metrics-address=127.0.0.1",
             f"--metrics-port={self.port}",
-            f"--checkpoint-root={self._storage}",
+            f"--checkpoint-root={self.storage}",
             f"--lease-namespace={namespaces[0]}",
             f"--lease-seconds={LEASE_S}",
             f"--identity=replica-{self.port}",

@@ -223,6 +223,31 @@ def test_an_invalid_pod_template_is_refused_with_the_servers_message(
     gone(jobs, "odd")
 
 
+def test_a_link_on_the_checkpoint_volume_leads_to_no_other_job(
+    jobs: Kubectl, operator: Replica
+) -> None:
+    """A job has planted links in its directory and, by a pod of the user's own, beside it."""
+    namespace = operator.storage / jobs.namespace
+    (namespace / "plant").mkdir(parents=True)
+    (namespace / "victim").mkdir()
+    (namespace / "plant/evil").symlink_to("../victim")
+    (namespace / "linked").symlink_to("victim")
+    jobs.apply(job("evil", checkpoint={"path": f"{namespace}/plant/evil"}))
+    jobs.apply(job("linked"))
+    for name, reason, text in (
+        ("evil", "InvalidSpec", f"got {namespace}/plant/evil; expected a path that the operator"),
+        ("linked", "Refused", f"got {namespace}/linked (a symbolic link, which is not followed"),
+    ):
+        found = jobs.wait(
+            "trainingjob", name, lambda d: condition(d, "Accepted") == "False", "rejected"
+        )
+        assert reason_of(found, "Accepted") == reason
+        assert f"spec.checkpoint.path: {text}" in message_of(found, "Accepted")
+        assert pods(jobs, name) == []
+        gone(jobs, name)
+    assert list((namespace / "victim").iterdir()) == []
+
+
 def test_a_server_side_apply_of_an_unknown_field_of_the_pod_template_is_refused(
     jobs: Kubectl,
 ) -> None:

@@ -238,9 +238,10 @@ def test_a_pod_gets_only_the_directory_of_its_own_job_from_the_shared_volume() -
 
 
 def test_a_job_with_checkpoints_elsewhere_gets_no_part_of_the_volume() -> None:
-    document = pod(settings=WITH_VOLUME, checkpoint={"path": "s3://bucket/x"})
-    assert "checkpoints" not in str(document["spec"]["volumes"])
-    assert "checkpoints" not in str(worker(document)["volumeMounts"])
+    for path in ("s3://bucket/x", "/checkpoints", "/checkpoints/team", "/checkpoints/other/evil"):
+        document = pod(settings=WITH_VOLUME, checkpoint={"path": path})
+        assert "checkpoints" not in str(document["spec"]["volumes"])
+        assert "checkpoints" not in str(worker(document)["volumeMounts"])
 
 
 @pytest.mark.parametrize(

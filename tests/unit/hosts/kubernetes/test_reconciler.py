@@ -380,7 +380,7 @@ def test_storage_that_does_not_answer_holds_up_its_own_jobs_only(
     """More of them than the number of jobs that may start at once."""
 
     async def scenario() -> None:
-        async with running_operator(StatefulFakeApi(), str(tmp_path)) as operator:
+        async with running_operator(StatefulFakeApi(), f"{tmp_path}/root") as operator:
             many = 40
             for number in range(many):
                 place = {"path": f"{tmp_path}/hangs/{number}"}

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
 from holdfast.orchestrator.errors import UserError
-from holdfast.orchestrator.hosts.kubernetes.storage_access import problems, with_secret
+from holdfast.orchestrator.hosts.kubernetes.storage_access import (
+    directory_above,
+    problems,
+    with_secret,
+)
 from holdfast.orchestrator.kube.errors import SECRETS
 from holdfast.orchestrator.kube.names import Owner
 from tests.unit.api.wrong_jobs import job, script
@@ -36,15 +40,18 @@ def refused(
 ) -> list[str]:
     checkpoint: dict[str, Any] = {"path": path, "secretName": secret}
     given = {name: value for name, value in checkpoint.items() if value is not None}
-    document = job(script(checkpoint=given, env=env or {}), "llm")
+    return [str(one) for one in problems(team_job(given, env), settings, known)]
+
+
+def team_job(checkpoint: dict[str, Any], env: dict[str, str] | None = None) -> TrainingJob:
+    document = job(script(checkpoint=checkpoint, env=env or {}), "llm")
     document["metadata"]["namespace"] = "team-a"
-    found = problems(job_from_mapping(document), settings, known)
-    return [str(one) for one in found]
+    return job_from_mapping(document)
 
 
 @pytest.mark.parametrize(
     "path",
-    [None, "/checkpoints/team-a/other", "file:///checkpoints/team-a/x", "s3://bucket-a/x",
+    [None, "/checkpoints/team-a/llm", "file:///checkpoints/team-a/llm", "s3://bucket-a/x",
      "s3://bucket-a", "/data/x"],
 )  # fmt: skip
 def test_paths_below_the_root_and_the_prefixes_of_the_namespace_are_opened(
@@ -57,6 +64,8 @@ def test_paths_below_the_root_and_the_prefixes_of_the_namespace_are_opened(
 @pytest.mark.parametrize(
     "path",
     ["/checkpoints/team-b/llm", "/checkpoints/team-ab", "/checkpoints/team-a/../team-b/x", "/etc",
+     "/checkpoints/team-a", "/checkpoints/team-a/other", "/checkpoints/team-a/llm/evil",
+     "/checkpoints", "//checkpoints/team-b/llm", "/data/./x", "/data//x", "/data2",
      "file:///etc", "s3://secret-b/x", "s3://bucket-ab/x", "http://10.0.0.1/x", "gs://any/x",
      "simplecache::s3://bucket-a/x", "ftp://host/x"],
 )  # fmt: skip
@@ -99,8 +108,22 @@ def test_an_administrator_can_refuse_stores_of_users() -> None:
 
 def test_a_started_job_keeps_the_path_that_an_earlier_root_gave_it() -> None:
     assert refused(None, known="s3://old-root/team-a/llm") == []
+    assert refused(None, known="/old/team-a/llm") == []
+    assert refused(None, known="/checkpoints/team-b/evil/team-a/llm") != []
     (text,) = refused(None, known="s3://elsewhere/x")
     assert text.startswith("spec.checkpoint.path: got s3://elsewhere/x")
+
+
+@pytest.mark.parametrize(
+    ("path", "known", "above"),
+    [("/checkpoints/team-a/llm", "", "/checkpoints"), ("/data/x/y", "", "/data"),
+     (None, "/old/team-a/llm", "/old"), ("s3://bucket-a/x", "", "")],
+)  # fmt: skip
+def test_links_are_followed_only_above_the_directories_of_the_operator(
+    path: str | None, known: str, above: str
+) -> None:
+    found = team_job({"path": path} if path else {})
+    assert directory_above(found, SETTINGS, path or known) == above
 
 
 # -- the Secret ------------------------------------------------------------------------------------

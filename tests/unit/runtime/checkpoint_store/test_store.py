@@ -22,11 +22,13 @@ from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 MESH = Mesh(replicate=2, shard=2)
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(params=["local", "beneath", "memory"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
-    """A directory, and fsspec's memory file system as an object store."""
-    path = str(tmp_path / "tier") if request.param == "local" else f"memory://{tmp_path.name}"
-    storage = CheckpointStore(path, "tiny")
+    """A directory, one below a directory that others write to, and fsspec's memory file system as
+    an object store."""
+    path = f"memory://{tmp_path.name}" if request.param == "memory" else str(tmp_path / "tier")
+    beneath = str(tmp_path) if request.param == "beneath" else ""
+    storage = CheckpointStore(path, "tiny", beneath=beneath)
     storage.prepare()
     return storage
 
