@@ -63,7 +63,7 @@ def test_a_node_that_does_not_reconnect_to_a_new_controller_is_lost() -> None:
     job.controller = job.replayed()
     job.apply(ControllerStarted(incarnation=2))
     _rejoin(job, "a")
-    job.wait(8.1)
+    job.wait(15.1)
     assert job.one(ReleaseNode).node == "b"
     assert job.one(StopGroup).node == "a"
     job.all_stopped(30)
@@ -189,7 +189,7 @@ def test_a_request_for_nodes_without_a_result_is_repeated_after_the_time_to_reco
     job.submit()
     job.apply(ActionUnknown(action_id=job.one(RequestNodes).action_id))
     assert not job.fresh and job.state.expected_nodes == 0
-    job.wait(7.9)
+    job.wait(14.9)
     assert not job.of(RequestNodes)
     job.wait(0.2)
     assert job.one(RequestNodes).count == 2
@@ -275,7 +275,7 @@ def test_a_new_controller_only_awaits_what_exists() -> None:
     job.apply(ControllerStarted(incarnation=2, nodes=("a", "b")))
     assert list(job.state.timers) == ["rejoin"]
     due = job.controller.next_deadline_ns()
-    assert due == job.now_ns + 8 * SECOND
+    assert due == job.now_ns + 15 * SECOND
 
 
 def test_a_new_controller_releases_a_node_again_that_the_backend_still_has() -> None:
@@ -309,8 +309,8 @@ def test_a_new_controller_gives_a_stop_and_a_launch_the_time_to_reconnect() -> N
     for job in (stopping, launching):
         job.controller = job.replayed()
         job.apply(ControllerStarted(incarnation=2))
-    assert stopping.state.timers["stop"] == stopping.now_ns + 18 * SECOND
-    assert launching.state.timers["launch"] == launching.now_ns + 8 * SECOND
+    assert stopping.state.timers["stop"] == stopping.now_ns + 25 * SECOND
+    assert launching.state.timers["launch"] == launching.now_ns + 15 * SECOND
     assert "launch-again" not in launching.state.timers
 
 
