@@ -2,7 +2,7 @@
 the next step, as a loop of one's own with the session does.
 
 The trainer keeps its loops. Their progress, which Lightning writes into its own checkpoints, is
-staged with the model and the optimizers; batches that were trained are read and skipped.
+staged with the model and the optimizers; batches that were trained are skipped.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from holdfast.workers.training.data import mix
 
 from .fixed_size import pack, to_json, unpack
 from .lightning import LightningCallback, total_steps
+from .lightning_data import same_samples, skip
 
 
 class InMemoryLightning(LightningCallback):
@@ -72,9 +73,8 @@ class InMemoryLightning(LightningCallback):
         loop = trainer.fit_loop
         self._set_order(loop)
         if self._joined.restoring or self._generators:
-            iter(loop._data_fetcher)  # the first iterator may have read in another order
-        if self._kept.in_epoch:
-            self._skip_batches(loop._data_fetcher, loop.epoch_loop.batch_progress.current.ready)
+            trained = loop.epoch_loop.batch_progress.current.ready if self._kept.in_epoch else 0
+            skip(loop._data_fetcher, trained, self._joined.tick)
 
     def _restore(self, trainer: Any) -> None:
         self._kept = kept = _KeptOfLightning(trainer)
@@ -95,12 +95,6 @@ class InMemoryLightning(LightningCallback):
                     sampler.generator = self._generators[id(sampler)] = torch.Generator()
                 if id(sampler) in self._generators:
                     self._generators[id(sampler)].manual_seed(mix(_seed_of_trainer(), epoch))
-
-    def _skip_batches(self, fetcher: Any, num: int) -> None:
-        for _ in range(num):
-            next(fetcher)
-            self._joined.tick()
-        fetcher.fetched -= num  # the loop adds them
 
     # -- the loop -------------------------------------------------------------------------------
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -172,7 +166,7 @@ class _KeptOfLightning:
     def load_state_dict(self, kept: dict[str, Any]) -> None:
         trainer, state = self.trainer, unpack(kept["trainer"])
         trainer.fit_loop.load_state_dict(state["loops"])
-        self._same_samples(state.get("world", trainer.world_size))
+        same_samples(trainer, state.get("world", trainer.world_size))
         self.in_epoch = not state["epoch_ended"]
         if not self.in_epoch:  # the loops begin the next epoch
             # FitLoop's own setter keeps it with max_steps.
@@ -187,18 +181,6 @@ class _KeptOfLightning:
             trainer.precision_plugin.load_state_dict(kept["precision"])
         for config, schedule in zip(trainer.lr_scheduler_configs, kept["schedules"], strict=True):
             config.scheduler.load_state_dict(schedule)
-
-    def _same_samples(self, world: int) -> None:
-        """The position in an epoch is a number of batches of each rank: another number of ranks
-        has read the same samples after another number of batches. It is rounded down, so less than
-        a global batch (times the accumulation) is read again."""
-        trainer = self.trainer
-        if world == trainer.world_size:
-            return
-        at_once = trainer.accumulate_grad_batches
-        current = trainer.fit_loop.epoch_loop.batch_progress.current
-        read = current.completed * world // trainer.world_size // at_once * at_once
-        current.ready = current.started = current.processed = current.completed = read
 
 
 def _seed_of_trainer() -> int:

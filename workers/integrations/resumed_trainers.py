@@ -4,7 +4,8 @@ where its script does not say from which one: `Trainer.train()` of transformers 
 
 Its own: in the folder that this trainer writes to, and written since the job was submitted. Ranks
 agree on it. What a script gives, `False` included, is left alone, and so is a second training into
-the same folder, which begins where the first one does. The first launch of a job changes nothing.
+the same folder, which begins where the first one does. The first launch of a job changes nothing,
+but Lightning's checkpoints have their place in the data from it on (lightning_data.py).
 
 transformers posts its progress every few seconds, and when it begins to train, but not where. Added
 to that post is how many steps its checkpoint has: so it is known how many a launch trains.
@@ -32,6 +33,8 @@ from holdfast.orchestrator.protocol.environment import (
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.agent.storage import script_checkpoints
 
+from . import lightning_data
+
 MAX_NAMES = 8
 """Newest checkpoints that ranks compare."""
 _begun: set[Path] = set()
@@ -39,9 +42,14 @@ _begun: set[Path] = set()
 
 
 def adapt(module: ModuleType) -> None:
-    """`module`: that of transformers' Trainer, or that of Lightning's connector for checkpoints."""
+    """`module`: that of transformers' Trainer, or that of Lightning's connector for checkpoints,
+    which writes its place in the data from the first launch on."""
     package = module.__name__.partition(".")[0]
     try:
+        if package != "transformers":
+            lightning_data.keep_place(module._CheckpointConnector)
+        if RESUME_SINCE not in os.environ:
+            return
         since_ns = int(os.environ[RESUME_SINCE])
         if package == "transformers":
             _adapt(module.Trainer, "train", "resume_from_checkpoint", _in_output_dir, since_ns)
@@ -52,6 +60,7 @@ def adapt(module: ModuleType) -> None:
                 "checkpoint_path",
                 _in_dirpath,
                 since_ns,
+                _behind_trained_batches,
             )
     except (AttributeError, ValueError) as error:
         version = getattr(sys.modules.get(package), "__version__", "of an unknown version")
@@ -60,8 +69,15 @@ def adapt(module: ModuleType) -> None:
 
 
 def _adapt(
-    owner: Any, name: str, parameter: str, choose: Callable[..., str | None], since_ns: int
+    owner: Any,
+    name: str,
+    parameter: str,
+    choose: Callable[..., str | None],
+    since_ns: int,
+    then: Callable[[Any], None] = lambda trainer: None,
 ) -> None:
+    """Has this method get what is chosen where the script gives none, and calls `then` with its
+    object afterwards."""
     inner = getattr(owner, name)
     if getattr(inner, "goes_on", False):
         return
@@ -72,9 +88,13 @@ def _adapt(
     @wraps(inner)
     def begin(*args: Any, **more: Any) -> Any:
         given = inspect.signature(inner).bind(*args, **more)
+        chosen = None
         if given.arguments.get(parameter) is None:
-            given.arguments[parameter] = choose(given.arguments, since_ns)
-        return inner(*given.args, **given.kwargs)
+            chosen = given.arguments[parameter] = choose(given.arguments, since_ns)
+        result = inner(*given.args, **given.kwargs)
+        if chosen is not None:
+            then(args[0])
+        return result
 
     begin.goes_on = True  # type: ignore[attr-defined]
     setattr(owner, name, begin)
@@ -156,6 +176,11 @@ def _in_dirpath(given: dict[str, Any], since_ns: int) -> str | None:
     for folder in folders:
         _second(folder)
     return _chosen("Trainer.fit()", next(iter(folders), None), "", [], "")
+
+
+def _behind_trained_batches(connector: Any) -> None:
+    place = connector._loaded_checkpoint.get(lightning_data.PLACE, {})
+    lightning_data.go_on_behind(connector.trainer, place, _say)
 
 
 def _is_torn(path: Path) -> bool:

@@ -1,6 +1,7 @@
 """Adapts frameworks when a script imports them: a checkpoint of DeepSpeed is read by another number
 of ranks too (workers/integrations/deepspeed_sizes.py), and a trainer that is started again goes on
-from its own checkpoint and posts where it begins (workers/integrations/resumed_trainers.py).
+from its own checkpoint, behind the data that it has trained, and posts where it begins
+(workers/integrations/resumed_trainers.py).
 
 A framework may be imported already, or be imported by the script at any time, or never. Only the
 standard library is imported here.
@@ -39,9 +40,8 @@ def install() -> None:
     _when_imported("torch.serialization", _audit_torch_save)
     for name in TENSORBOARD:
         _when_imported(name, _adapt_callbacks if name == CALLBACKS else _log_to_one_run)
-    if STARTED_AGAIN in os.environ:
-        for name in (TRAINER, *CONNECTORS):
-            _when_imported(name, _go_on)
+    for name in (TRAINER, *CONNECTORS) if STARTED_AGAIN in os.environ else CONNECTORS:
+        _when_imported(name, _go_on)
 
 
 def _when_imported(name: str, adapt: Callable[[ModuleType], None]) -> None:

@@ -146,9 +146,16 @@ def connector_of(*folders: Path, phase: str = "fit") -> Any:
             writers = [
                 SimpleNamespace(dirpath=str(one), save_weights_only=False) for one in folders
             ]
+            loop = SimpleNamespace(on_run_start=None)
             self.trainer = SimpleNamespace(
-                state=SimpleNamespace(fn=phase), checkpoint_callbacks=writers
+                state=SimpleNamespace(fn=phase),
+                checkpoint_callbacks=writers,
+                fit_loop=SimpleNamespace(epoch_loop=loop),
             )
+            self._loaded_checkpoint: dict[str, Any] = {}
+
+        def dump_checkpoint(self) -> Any:
+            return {}
 
         def resume_start(self, checkpoint_path: Any = None, weights_only: Any = None) -> Any:
             return checkpoint_path

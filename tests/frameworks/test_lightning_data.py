@@ -1,0 +1,54 @@
+"""Each sample counts once in each epoch, also where a worker is killed in the middle of one and
+Lightning's Trainer goes on from its own checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from .catalogue import Framework
+from .test_recovery import BOUND_S, Start, finish, start, trained
+
+__all__ = ["start"]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+SCRIPT = "lightning_samples.py"
+
+
+def job_of(loader: str) -> Framework:
+    return Framework("lightning", "", SCRIPT, "lightning", ("--loader", loader))
+
+
+@pytest.mark.parametrize(
+    ("loader", "ranks"),
+    [
+        ("shuffled", 2),
+        ("processes", 2),
+        ("shuffled", 1),
+        ("processes", 1),
+        ("generator", 1),
+        ("stream", 1),
+        ("two", 1),
+        ("own-state", 1),
+    ],
+)
+def test_each_sample_counts_once_in_each_epoch(
+    loader: str, ranks: int, start: Start, tmp_path: Path
+) -> None:
+    import torch
+
+    place = {"nodes": {"min": 1, "max": 1}, "workersPerNode": ranks}
+    job, log = start(job_of(loader), steps=-1, save_every=5, **place)
+    per_epoch = 96 // 4 // ranks
+    before = trained(log, job, per_epoch + 7)  # after the fifth step of the second epoch was saved
+    os.kill(job.worker_pids()[ranks - 1], signal.SIGKILL)
+    after = log.recovery(before, before[-1].time, BOUND_S)
+    assert per_epoch < after.step < 2 * per_epoch, "in the middle of an epoch"
+    finish(job)
+    counts = torch.load(tmp_path / "out" / "counts.pt")
+    assert (counts["seen"] == 1).all(), counts["seen"]
+    if loader not in ("stream", "own-state"):
+        first, second, third = counts["orders"].tolist()
+        assert first != second != third != first
