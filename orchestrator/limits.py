@@ -55,6 +55,10 @@ MAX_CODE_BYTES = 64 * 2**20
 MAX_CODE_FILES = 10_000
 """The same; creating them takes a second."""
 
+MAX_RAY_ARCHIVE_BYTES = 100 * 2**20
+"""Of a job's code on Ray, compressed: the head takes no larger upload (client_max_size of Ray's
+dashboard), and rejects one after the whole of it was sent."""
+
 CODE_PART_BYTES = 960 * 1024
 """Of the archive, in one ConfigMap (which may hold 1 MiB) and in one message."""
 

@@ -15,7 +15,7 @@ import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -137,15 +137,20 @@ def _expect_small(
     many = len(chosen) > limits.MAX_CODE_FILES
     if num_bytes <= limit and not many:
         return
-    got = f"{_size(num_bytes)}{how} in {len(chosen)} files of {directory}"
     expected = f"at most {_size(limit)}{how} in {limits.MAX_CODE_FILES} files"
+    raise too_large(directory, chosen, f"{_size(num_bytes)}{how}", expected)
+
+
+def too_large(directory: Path, chosen: Mapping[str, int], got: str, expected: str) -> UserError:
+    """`chosen`: the files with their sizes."""
     largest = sorted(chosen, key=lambda name: -chosen[name])[:NAMED]
     named = ", ".join(f"{name} ({_size(chosen[name])})" for name in largest)
     fix = (
         f"the largest are {named}; name data and outputs in .gitignore, and keep them on storage "
-        f"that the pods have"
+        f"that the nodes have"
     )
-    raise UserError(str(Problem("code", got, expected, fix)))
+    got = f"{got} in {len(chosen)} files of {directory}"
+    return UserError(str(Problem("code", got, expected, fix)))
 
 
 def _size(num_bytes: int) -> str:

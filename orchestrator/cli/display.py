@@ -58,9 +58,7 @@ class SilentDisplay:
         return None
 
     def line(self, text: str) -> None:
-        code = getattr(self._file, "encoding", None) or "utf-8"
-        shown = text.encode(code, "replace").decode(code)  # bars have characters that ASCII has not
-        self.note(f"[rank 0] {shown}")
+        self.note(f"[rank 0] {text}")
 
     def note(self, text: str) -> None:
         self._file.write(f"{text}\n")

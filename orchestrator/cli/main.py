@@ -6,6 +6,8 @@ imported before a command needs it: `holdfast --help` must be fast.
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -113,11 +115,24 @@ def _usage(error: Any) -> NoReturn:
     fail(f"{text} See `{where} --help`." if isinstance(error, USAGE_ERROR) else text, 2)
 
 
+def _prepare_streams() -> None:
+    """Replace characters that the output's encoding lacks, and open what a daemon has closed: any
+    other file or socket would get its number, and our output."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest one that is free
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "r+"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def main(
     arguments: list[str] | None = None, program: str = "holdfast", default_target: str | None = None
 ) -> NoReturn:
     """Entry point of `holdfast`. `arguments` default to the command line, `program` is the name
     that help texts show, `default_target` applies when no option chooses a target."""
+    _prepare_streams()
     try:
         words = complete(sys.argv[1:] if arguments is None else arguments)
         result = app(args=words, prog_name=program, standalone_mode=False, obj=default_target)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import re
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -44,18 +49,32 @@ def console(file: IO[str]) -> Console:
     return Console(file=file, highlight=False, markup=False, emoji=False, width=width)
 
 
+@contextmanager
+def ignoring_closed_output() -> Iterator[None]:
+    """A reader that has left, or a full disk, does not change the exit code of a job."""
+    try:
+        yield
+    except (OSError, SystemExit):  # rich exits when a pipe is closed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def print_json(value: Any) -> None:
     """One JSON document of plain values or msgspec structs."""
     import msgspec
 
-    text = msgspec.json.format(_json(value), indent=2)
-    sys.stdout.write(text.decode() + "\n")
-    sys.stdout.flush()
+    _print_json(msgspec.json.format(_json(value), indent=2).decode())
 
 
 def print_json_line(value: Any) -> None:
     """One JSON document on one line, for streams."""
-    sys.stdout.write(_json(value).decode() + "\n")
+    _print_json(_json(value).decode())
+
+
+def _print_json(text: str) -> None:
+    """Escape what the output's encoding may lack."""
+    if not str(sys.stdout.encoding).lower().startswith("utf"):
+        text = re.sub(r"[^\0-\x7f]+", lambda found: json.dumps(found[0])[1:-1], text)
+    sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 

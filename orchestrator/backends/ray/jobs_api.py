@@ -116,7 +116,9 @@ class JobsApi:
         except RuntimeError as error:
             if (why := SERVER_FAILED.search(_short(error))) is None:
                 expected = "a job that this cluster's Ray takes"
-                raise UserError(str(Problem("--ray", _short(error), expected))) from None
+                is_large = "status code 413" in str(error)
+                fix = "name data in .gitignore or in excludes" if is_large else ""
+                raise UserError(str(Problem("--ray", _short(error), expected, fix))) from None
             raise HoldfastError(
                 f"the cluster's job server cannot take the job now: {why[1]}"
             ) from None

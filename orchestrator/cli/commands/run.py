@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +12,7 @@ import typer
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 
 from ..options import Target, with_target
-from ..output import print_json, stderr, stdout
+from ..output import ignoring_closed_output, print_json, stderr, stdout
 from ..script_job import (
     EnvOption,
     GpusOption,
@@ -132,7 +131,10 @@ def _run_script(
     from ..targets.base import Uploads
     from ..targets.local import LocalTarget
 
-    show = partial((stderr() if as_json else stdout()).print, markup=False, soft_wrap=True)
+    def show(text: str) -> None:
+        with ignoring_closed_output():
+            (stderr() if as_json else stdout()).print(text, markup=False, soft_wrap=True)
+
     uploads = isinstance(target, Uploads)
     wanted = replace(wanted, is_local=isinstance(target, LocalTarget))
     with spec_file(wanted, save, target.free_name, show, uploads=uploads) as made:
@@ -172,11 +174,12 @@ def _shown(
     display = SilentDisplay(console) if as_json else make_display(console, lines)
     done = run_job(display)
     if done.view is not None:
-        if as_json:
-            print_json(done.view)
-        else:
-            can_read = target.can_read(done.view.checkpoint_path)
-            print_report(console, done.view, command=target.command, can_read=can_read)
+        with ignoring_closed_output():
+            if as_json:
+                print_json(done.view)
+            else:
+                can_read = target.can_read(done.view.checkpoint_path)
+                print_report(console, done.view, command=target.command, can_read=can_read)
     return done.exit_code
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -41,6 +45,19 @@ def test_options_of_different_targets_are_refused(
 ) -> None:
     result = holdfast(*arguments)
     assert result.code == 2 and message in result.err
+
+
+def test_json_has_every_character_whatever_the_encoding_of_the_output() -> None:
+    program = (
+        "from holdfast.orchestrator.cli.output import print_json\n"
+        "print_json(['caf\\u00e9 \\U0001f600'])"
+    )
+    for encoding in ("ascii", "latin-1", "utf-8"):
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, check=True
+        )
+        assert json.loads(done.stdout.decode(encoding)) == ["caf\u00e9 \U0001f600"]
 
 
 def test_the_plugin_is_installed_under_the_name_that_kubectl_expects() -> None:

@@ -8,21 +8,28 @@ Ray's archives have no links: a link within the directory becomes what it leads 
 from __future__ import annotations
 
 import os
-import shutil
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.cli import code_files
 from holdfast.orchestrator.errors import Problem, UserError
 
+BLOCK_BYTES = 2**20
+
 
 def write(
-    archive: Path, spec: tuple[str, str], directory: Path, chosen: Collection[str]
+    archive: Path,
+    spec: tuple[str, str],
+    directory: Path,
+    chosen: Mapping[str, int],
+    max_bytes: int = limits.MAX_RAY_ARCHIVE_BYTES,
 ) -> Iterator[str]:
     """Write a new archive of these files and links of a directory, with a spec of this (name, text)
-    at its top. Yields remarks for the user. Raises UserError."""
+    at its top. Yields remarks for the user. Raises UserError, as soon as the archive is too
+    large."""
     root, lost = directory.resolve(), list[str]()
     with code_files.readable(), ZipFile(archive, "w", ZIP_DEFLATED) as made:
         made.writestr(_entry(spec[0], 0), spec[1].encode())
@@ -31,7 +38,11 @@ def write(
             if not found:
                 lost.append(name)
             for inner, path in found:
-                _write(made, inner, root / path)
+                for _block in _written(made, inner, root / path):
+                    if archive.stat().st_size > max_bytes:
+                        limit = f"{max_bytes / 2**20:g} MiB compressed"
+                        expected = f"at most {limit}, as Ray's head takes no more"
+                        raise code_files.too_large(directory, chosen, f"over {limit}", expected)
     if lost:
         yield code_files.remark("because what the link leads to is not", lost)
 
@@ -63,13 +74,16 @@ def _target(root: Path, name: str) -> str | None:
         return None
 
 
-def _write(made: ZipFile, name: str, path: Path) -> None:
+def _written(made: ZipFile, name: str, path: Path) -> Iterator[None]:
+    """Write a file; one item for each block."""
     with path.open("rb") as source:
         status = os.fstat(source.fileno())
         entry = _entry(name, status.st_mode & stat.S_IXUSR)
         entry.file_size = status.st_size  # whether it needs the format for large files
         with made.open(entry, "w") as copy:
-            shutil.copyfileobj(source, copy)
+            while block := source.read(BLOCK_BYTES):
+                copy.write(block)
+                yield
 
 
 def _entry(name: str, executable: int) -> ZipInfo:

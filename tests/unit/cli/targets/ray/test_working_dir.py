@@ -96,3 +96,27 @@ def test_a_name_that_ray_does_not_unpack_is_refused(place: Path, make: Callable[
     (place / make()).touch()
     with pytest.raises(UserError, match=r"code: got .*py; expected names in UTF-8"):
         unpacked(place)
+
+
+def test_an_archive_that_rays_head_would_not_take_is_rejected_before_it_is_whole(
+    tmp_path: Path,
+) -> None:
+    place = tmp_path / "job"
+    place.mkdir()
+    (place / "train.py").write_text("print('hello')\n")
+    (place / "data.bin").write_bytes(os.urandom(3 * 2**20))
+    (place / "zeros.bin").write_bytes(bytes(2 * 2**20))  # compressed next to nothing
+    chosen = code_files.choose(place)
+    archive = tmp_path / "code.zip"
+    with pytest.raises(UserError) as rejected:
+        list(working_dir.write(archive, SPEC, place, chosen.sizes, max_bytes=2**20))
+    text = str(rejected.value)
+    assert text.startswith(
+        f"code: got over 1 MiB compressed in 3 files of {place}; expected at most 1 MiB compressed,"
+    )
+    assert "the largest are data.bin (3.0 MiB), zeros.bin (2.0 MiB), train.py" in str(
+        rejected.value
+    )
+    assert ".gitignore" in str(rejected.value) and archive.stat().st_size < 2.5 * 2**20
+    (place / ".gitignore").write_text("data.bin\n")
+    list(working_dir.write(archive, SPEC, place, code_files.choose(place).sizes, max_bytes=2**20))
