@@ -184,11 +184,15 @@ class TraceWritten(WorkerMessage, frozen=True, kw_only=True, tag="trace-written"
 
 
 class Failed(WorkerMessage, frozen=True, kw_only=True, tag="failed"):
+    """The script has raised. Its hooks, threads and exit functions may still run."""
+
     error_type: str
     message: str
     traceback: str
     secondary: bool = False
     out_of_memory: bool = False
+    at_ns: int = 0
+    """Wall clock, when the agent received it."""
 
 
 class Finished(WorkerMessage, frozen=True, kw_only=True, tag="finished"):

@@ -131,6 +131,28 @@ def test_a_job_whose_node_launcher_was_lost_trains_on_and_leaves_nothing(make: M
     assert_nothing_is_left(job)
 
 
+def test_hook_thread_and_exit_function_of_a_script_that_raised_run(
+    make: Make, tmp_path: Path
+) -> None:
+    raises = (
+        "import atexit, sys, threading\n"
+        "sys.excepthook = lambda kind, error, trace: print('hook', error)\n"
+        "atexit.register(print, 'flushed')\n"
+        "failing = threading.Event()\n"
+        "threading._register_atexit(failing.set)\n"
+        "threading.Thread(target=lambda: failing.wait() and print('uploaded')).start()\n"
+        "{}['batch']\n"
+    )
+    job = make(script(tmp_path, raises))
+    job.run()
+    view = job.wait()
+    assert view.state == "failed" and "KeyError: 'batch'" in view.traceback
+    printed = [line.partition("] ")[2] for line in job.output().splitlines() if "[rank 0]" in line]
+    for text in ("hook 'batch'", "uploaded", "flushed"):
+        assert printed.count(text) == len(view.incidents) == 2
+    assert_nothing_is_left(job)
+
+
 def test_a_script_that_leaves_its_pools_open_succeeds(make: Make, tmp_path: Path) -> None:
     pools = (
         "import sys\n"

@@ -38,6 +38,7 @@ from holdfast.workers import worker_protocol
 
 from . import commands
 from .commands import Command
+from .inputs import WorkerEnded
 from .script_progress import SECOND_NS as SECOND_NS
 from .script_progress import ScriptProgress
 
@@ -118,6 +119,14 @@ class Worker:
     def is_silent(self) -> bool:
         return is_silent(self.step, self.phase, self.script.began_after)
 
+    @property
+    def ends_itself(self) -> bool:
+        """In an unplanned stop it gets some time: it saves, or it cleans up after an error of its
+        own. The loss of a peer is not one."""
+        if self.failed is not None:
+            return not self.failed.secondary
+        return self.phase == "save"
+
     def beat(self, now_ns: int, stopped: bool) -> WorkerBeat:
         last = self.last or worker_protocol.Progress(step=-1)
         return WorkerBeat(
@@ -141,20 +150,15 @@ class Worker:
             **report_fields(last),
         )
 
-    def ended_with(
-        self,
-        code: int | None,
-        signal: int | None,
-        *,
-        oom: bool,
-        wall_ns: int,
-        after_step: int,
-        crash: worker_protocol.Failed | None = None,
-    ) -> Exit:
-        """Record the exit. `by_us` is true for a signal that we sent, and for a process that ended
-        on our SIGTERM; an error from before the signal is the worker's own. `crash` is what the
-        output shows of a crash of native code."""
-        failed = self.failed or crash or NO_ERROR
+    def ended_with(self, given: WorkerEnded, after_step: int, now_ns: int) -> None:
+        """Record the exit, once. `by_us` is true for a signal that we sent, and for a process that
+        ended on our SIGTERM. An error is the worker's own, however the process ended after it."""
+        if self.exit is not None:
+            return
+        code, signal, self.ended_ns = given.code, given.signal, now_ns
+        if self.failed is not None:
+            code, signal = 1, None
+        failed = self.failed or given.crash or NO_ERROR
         obeyed = SIGTERM in self.signals and signal is None and self.failed is None
         by_us = (signal is not None and signal in self.signals) or obeyed
         self.exit = Exit(
@@ -169,17 +173,15 @@ class Worker:
             error_message=failed.message,
             traceback=failed.traceback[-limits.MAX_TRACEBACK_BYTES :],
             secondary=failed.secondary,
-            out_of_memory=oom or failed.out_of_memory,
-            at_ns=wall_ns,
+            out_of_memory=given.out_of_memory or failed.out_of_memory,
+            at_ns=given.wall_ns,
         )
-        self.ended = True
-        return self.exit
 
 
 @dataclass
 class Stopping:
-    """A stop in progress. Without grace: kill at once, but for workers that end a save. Else:
-    SIGTERM or StopNotice, the grace, SIGKILL."""
+    """A stop in progress. Without grace: kill at once, but for workers that end a save or clean up
+    after an error. Else: SIGTERM or StopNotice, the grace, SIGKILL."""
 
     action_ids: list[int]
     grace_s: float
@@ -303,10 +305,10 @@ class Generation:
         return [*out, *self._signal(others, SIGTERM)]
 
     def _wait_for_saves(self, now_ns: int, stop: Stopping) -> list[Command]:
-        """Kill all but the workers in a declared save, and look what those do."""
+        """Kill all but the workers that end by themselves, and look what those do."""
         if stop.stage == "begin":
             stop.saves_until_ns = now_ns + int(stop.save_grace_s * SECOND_NS)
-        saving = tuple(worker.seat.rank for worker in self.alive if worker.phase == "save")
+        saving = tuple(worker.seat.rank for worker in self.alive if worker.ends_itself)
         if not saving or now_ns >= stop.saves_until_ns:
             return self.kill_all()
         stop.stage = "save"
@@ -315,12 +317,12 @@ class Generation:
         return [*out, commands.InspectWorkers(self.generation, saving)]
 
     def no_longer_saves(self, ranks: Iterable[int] = ()) -> list[Command]:
-        """In a stop that waits for saves: kill workers that are in none, and `ranks`, which wait
-        for their peers."""
+        """In a stop that waits for saves: kill workers that neither save nor clean up, and `ranks`,
+        which wait for their peers."""
         if self.stop is None or self.stop.stage != "save":
             return []
         chosen = frozenset(ranks)
-        over = [w for w in self.alive if w.phase != "save" or w.seat.rank in chosen]
+        over = [w for w in self.alive if not w.ends_itself or w.seat.rank in chosen]
         return self._signal([w for w in over if SIGKILL not in w.signals], SIGKILL)
 
     def kill_all(self) -> list[Command]:

@@ -401,6 +401,8 @@ class AgentMachine:
                 return self.tiers.fetch(group, given.rank, message.shard)
             case worker_protocol.Finished():
                 return self.tiers.finished(group, worker.seat)
+            case worker_protocol.Failed():
+                return self._worker_failed(now_ns, group, worker)
             case worker_protocol.Leaving():
                 return lingers(group, given.rank, message.waits_for)
             case worker_protocol.ImportsReported():  # it trains: standbys can be made ready
@@ -423,20 +425,25 @@ class AgentMachine:
         worker = group.workers.get(given.rank) if group else None
         if group is None or worker is None or worker.ended:
             return []
-        worker.ended_ns = now_ns
-        worker.ended_with(
-            given.code,
-            given.signal,
-            oom=given.out_of_memory,
-            wall_ns=given.wall_ns,
-            after_step=group.after_step,
-            crash=given.crash,
-        )
+        worker.ended, reported = True, worker.exit is not None
+        worker.ended_with(given, group.after_step, now_ns)
         if group.stop is not None:
             return self._settle_stop(now_ns, group)
-        # The next regular heartbeat does not show this worker, so its last steps are sent now.
+        return [] if reported else self._report_exit(now_ns, group, worker)
+
+    def _worker_failed(self, now_ns: int, group: Generation, worker: Worker) -> list[Command]:
+        """The recovery need not wait for what the process still does."""
+        if group.stop is not None:
+            return group.no_longer_saves()
+        at_ns = worker.failed.at_ns if worker.failed else 0
+        ended = inputs.WorkerEnded(group.generation, worker.seat.rank, 1, None, wall_ns=at_ns)
+        worker.ended_with(ended, group.after_step, now_ns)
+        return self._report_exit(now_ns, group, worker)
+
+    def _report_exit(self, now_ns: int, group: Generation, worker: Worker) -> list[Command]:
+        # Its last steps come first: no regular heartbeat shows a process that has ended.
         last = [self._beat([worker.beat(now_ns, stopped=False)])] if self._connected else []
-        return [*last, *map(commands.Send, exit_reports(group, given.rank))]
+        return [*last, *map(commands.Send, exit_reports(group, worker.seat.rank))]
 
     # -- a requested step ---------------------------------------------------------------------
     def _request_stage(self, group: Generation | None, message: m.Stage) -> list[Command]:

@@ -8,6 +8,7 @@ a user.
 from __future__ import annotations
 
 import atexit
+import signal
 import sys
 import threading
 import traceback
@@ -19,13 +20,38 @@ LINGER_S = 60.0
 """A process that has not ended so long after its script is named."""
 
 
+def silence_signals() -> None:
+    """Take away the script's signal handlers: the program is over, and a handler that raises would
+    end the report of why. They run in the main thread, whichever thread the kernel chooses."""
+    while True:
+        try:
+            for number in signal.valid_signals():
+                if callable(signal.getsignal(number)):
+                    usual = number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM)
+                    signal.signal(number, signal.SIG_DFL if usual else signal.SIG_IGN)
+            return
+        except BaseException:
+            continue  # a handler raised just now
+
+
+def call_excepthook(error: BaseException) -> None:
+    """Call the hook that the script has put in the place of Python's, which prints the traceback:
+    that was done."""
+    if sys.excepthook is not sys.__excepthook__:
+        _attempt(lambda: sys.excepthook(type(error), error, error.__traceback__))
+
+
 def leave() -> None:
     """Wait for threads and run the exit functions."""
     for act in (_end_threads, atexit._run_exitfuncs):
-        try:
-            act()
-        except BaseException:
-            traceback.print_exc()
+        _attempt(act)
+
+
+def _attempt(act: Callable[[], object]) -> None:
+    try:
+        act()
+    except BaseException:
+        traceback.print_exc()
 
 
 def _end_threads() -> None:

@@ -28,6 +28,7 @@ def main(order: dict[str, Any]) -> int:
     """`order`: script (absolute) or module, argv, accelerate (words of the launcher, or null),
     wire, stack and asked (descriptors), bytes (bound of a traceback), audit (whether to report
     checkpoints)."""
+    leaving = _load("leaving")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=order["stack"], all_threads=True)
     if importlib.util.find_spec("holdfast") is not None:
@@ -46,13 +47,19 @@ def main(order: dict[str, Any]) -> int:
             sys.path[0] = str(Path.cwd())
             runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
         _leave(order)
-    except SystemExit:
-        _leave(order)
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            _leave(order)
+        else:
+            error.__traceback__ = _of_user(error.__traceback__)
+            _report(order, error)
         raise
     except BaseException as error:
+        leaving.silence_signals()
         error.__traceback__ = _of_user(error.__traceback__)
         traceback.print_exception(type(error), error, error.__traceback__)
         _report(order, error)
+        leaving.call_excepthook(error)
         return 1
     return 0
 

@@ -1,7 +1,7 @@
 """Main program of a forked worker: wait for Assign, set up the process, run the entrypoint.
 
-Every path ends in os._exit: the teardown of an interpreter with torch loaded takes tenths of a
-second and can only fail.
+Every path ends in os._exit, after what Python promises (leaving.py): the teardown of an interpreter
+with torch loaded takes tenths of a second and can only fail.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ def run(
         _run_entrypoint(job, program)
         code = _leave(link, 0)
     except SystemExit as error:
-        code = _leave(link, _exit_code(error))
+        code = _leave(link, _exit_code(link, error))
     except BaseException as error:
+        leaving.silence_signals()
         reserve.clear()
         error.__traceback__ = _without_launcher(error.__traceback__)
         if isinstance(error, (SyntaxError, UserError)) and _is_ours(error.__traceback__):
@@ -83,7 +84,10 @@ def run(
         elif isinstance(error, UserError):
             error.__traceback__ = script_part(error.__traceback__)
         _print_traceback(error)  # first: the log keeps it even if the report fails
-        _report_failure(link, error)
+        _report_failure(link, error)  # before what may take long: the peers do not wait for it
+        leaving.call_excepthook(error)
+        leaving.leave()
+        streams.flush()
     finally:
         os._exit(code)
 
@@ -214,13 +218,15 @@ def _run_entrypoint(job: TrainingJob, program: Program) -> None:
 
 
 # -- the end ----------------------------------------------------------------------------------
-def _exit_code(error: SystemExit) -> int:
-    """The exit code that the interpreter would use."""
+def _exit_code(link: socket.socket, error: SystemExit) -> int:
+    """The exit code that the interpreter would use. A text in its place is a failure's message."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):
         return error.code & 0xFF
     print(error.code, file=sys.stderr)
+    error.__traceback__ = _without_launcher(error.__traceback__)
+    _report_failure(link, error)
     return 1
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from holdfast.orchestrator.protocol import cgroup, python_command
 from holdfast.orchestrator.protocol.facts import CRASH_SIGNALS
@@ -32,6 +34,9 @@ from .stack_activity import Inspection
 
 OOM_KILLS_S = 2.0
 """For the exits of other workers that the kernel killed for the same lack of memory."""
+
+_CHILD_KILLED = re.compile("killed by signal: Killed|terminated abruptly")
+"""What torch's DataLoader and concurrent.futures raise about a process of theirs."""
 
 Seat = tuple[int, int]
 """(generation, rank)."""
@@ -370,6 +375,8 @@ class WorkerPool:
             elif isinstance(message, worker_protocol.CheckpointWritten):
                 if process.seat is not None:
                     self.wrote(process.seat[0], message.path)
+            elif isinstance(message, worker_protocol.Failed) and process.seat is not None:
+                self._give(inputs.FromRank(*process.seat, self._received(message)))
             elif isinstance(message, worker_protocol.TraceWritten):
                 if process.trace is not None and not process.trace.done():
                     process.trace.set_result(message)
@@ -379,6 +386,15 @@ class WorkerPool:
                     self._give(inputs.FromRank(*process.seat, message))
             elif process.seat is not None and isinstance(message, worker_protocol.FromWorker):
                 self._give(inputs.FromRank(*process.seat, message))
+
+    def _received(self, failed: worker_protocol.Failed) -> worker_protocol.Failed:
+        failed = structs.replace(failed, at_ns=time.time_ns())
+        killed = cgroup.memory_kills(self._memory) > self._memory_kills
+        if not (killed and _CHILD_KILLED.search(failed.message)):
+            return failed
+        self._forget_memory_kills()
+        why = f"{failed.message} (the kernel killed it, because memory ran out)"
+        return structs.replace(failed, message=why, out_of_memory=True)
 
     def _send(
         self, process: WorkerProcess, message: worker_protocol.ToWorker, fd: int | None

@@ -146,8 +146,7 @@ def test_a_worker_without_memory_says_so_with_its_exit() -> None:
     failed = worker_protocol.Failed(
         error_type="MemoryError", message="", traceback="", out_of_memory=True
     )
-    harness.from_worker(1, failed)
-    (exited,) = of(m.WorkerExitReport, harness.worker_ends(1, code=1))
+    (exited,) = of(m.WorkerExitReport, harness.from_worker(1, failed))
     assert exited.exit.out_of_memory
 
 
@@ -165,10 +164,10 @@ def test_a_python_error_is_reported_with_the_exit() -> None:
     harness = AgentHarness()
     harness.launch(1)
     harness.from_worker(1, worker_protocol.Progress(step=4))
-    harness.from_worker(
+    out = harness.from_worker(
         1, worker_protocol.Failed(error_type="ValueError", message="bad", traceback="Traceback ...")
     )
-    (exited,) = of(m.WorkerExitReport, harness.worker_ends(1, code=1))
+    (exited,) = of(m.WorkerExitReport, out)
     assert (exited.exit.error_type, exited.exit.step) == ("ValueError", 4)
 
 

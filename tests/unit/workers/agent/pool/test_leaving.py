@@ -71,3 +71,29 @@ def test_a_thread_that_is_waited_for_is_named_with_its_place() -> None:
     finally:
         end.set()
         thread.join()
+
+
+def test_no_signal_handler_interrupts_the_report_of_an_error(tmp_path: Path) -> None:
+    script = """import signal
+def late(*_):
+    raise TimeoutError("again")
+for number in (signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1):
+    signal.signal(number, late)
+signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+try:
+    while True:
+        pass
+except BaseException as error:
+    leaving.silence_signals()
+    for number in (signal.SIGCHLD, signal.SIGUSR1) * 100:
+        signal.raise_signal(number)
+    print(error)"""
+    assert leave_after(script, tmp_path) == (["again", "left"], "")
+
+
+def test_a_hook_that_fails_is_printed_and_the_exit_functions_run(tmp_path: Path) -> None:
+    script = """atexit.register(print, "flushed")
+sys.excepthook = lambda kind, error, trace: print("hook", error) or {}["sent"]
+leaving.call_excepthook(ValueError("bad batch"))"""
+    out, errors = leave_after(script, tmp_path)
+    assert out == ["hook bad batch", "flushed", "left"] and "KeyError: 'sent'" in errors

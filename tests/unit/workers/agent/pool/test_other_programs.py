@@ -86,6 +86,24 @@ def test_an_exit_code_is_kept(tmp_path: Path) -> None:
     assert code == 1 and failed is not None and failed.error_type == "SyntaxError"
 
 
+def test_a_text_in_place_of_an_exit_code_reaches_the_agent(tmp_path: Path) -> None:
+    code, stderr, failed = run(tmp_path, "import sys; sys.exit('no data set')")
+    assert (code, stderr) == (1, "no data set\n") and failed is not None
+    assert (failed.error_type, failed.message) == ("SystemExit", "no data set")
+
+
+def test_hook_and_exit_functions_run_after_an_error_there_too(tmp_path: Path) -> None:
+    text = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print('flushed', file=sys.stderr))\n"
+        "sys.excepthook = lambda kind, error, trace: print('hook', error, file=sys.stderr)\n"
+        "raise ValueError('bad batch')\n"
+    )
+    code, stderr, failed = run(tmp_path, text)
+    assert code == 1 and failed is not None and failed.message == "bad batch"
+    assert stderr.splitlines()[-2:] == ["hook bad batch", "flushed"]
+
+
 def test_a_module_and_its_neighbours_are_found(tmp_path: Path) -> None:
     # A file with the name of one of Holdfast's modules must not be taken for it.
     (tmp_path / "failures.py").write_text("mine = 1")

@@ -9,6 +9,7 @@ import select
 import socket
 
 import msgspec
+import pytest
 
 from holdfast.orchestrator.protocol.facts import GroupProgress, Membership, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
@@ -148,3 +149,21 @@ def test_an_inspection_gets_what_the_pulse_thread_reports_and_no_more_than_came_
     assert absent == Inspection()
     assert first == second == Inspection("Current thread", (group,))
     assert late.groups == ()
+
+
+def test_an_error_about_a_process_that_the_kernel_killed_is_a_lack_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kills = [3]
+    monkeypatch.setattr("holdfast.orchestrator.protocol.cgroup.memory_kills", lambda _: kills[0])
+    text = "DataLoader worker (pid 7) is killed by signal: Killed. "
+    failed = worker_protocol.Failed(error_type="RuntimeError", message=text, traceback="")
+
+    async def scene() -> list[bool]:
+        pool = WorkerPool(asyncio.get_running_loop(), lambda given: None)
+        found = [pool._received(failed).out_of_memory]
+        kills[0] += 1
+        other = msgspec.structs.replace(failed, message="bad shape")
+        return found + [pool._received(one).out_of_memory for one in (other, failed, failed)]
+
+    assert asyncio.run(scene()) == [False, False, True, False]
