@@ -22,6 +22,9 @@ can be started (execve: E2BIG)."""
 MAX_COMMAND_CHARS = 16 * 1024
 """Of entrypoint.command: far above any line that a person writes, and read within milliseconds."""
 
+MAX_RESUME_WORDS = 64
+"""Of entrypoint.resumeArgs."""
+
 MAX_ENVIRONMENT_BYTES = 2**20
 """Of spec.env: half of what Linux passes to a program, arguments included, with the usual stack
 limit of 8 MiB."""

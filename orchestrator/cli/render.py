@@ -171,7 +171,9 @@ def restarts(view: JobView) -> str:
 
 
 def checkpoints(view: JobView) -> str:
-    """The newest one in each tier."""
+    """The newest one in each tier, or the script's own."""
+    if view.own_checkpoint is not None:
+        return view.own_checkpoint or "none seen of the script"
     memory = f"step {view.memory_step} in memory" if view.memory_step >= 0 else "none in memory"
     if not view.checkpoints:
         return f"{memory}, none in storage"

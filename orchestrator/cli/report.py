@@ -188,6 +188,10 @@ def _checkpoints(
         yield Text(storage_problem(view), style="red")
     if view.staging:
         yield f"staged in memory {view.staging}"
+    if view.own_checkpoint is not None:
+        found = view.own_checkpoint
+        yield f"the script last wrote {found}" if found else "no checkpoint of the script was seen"
+        return
     if not view.checkpoints:
         yield f"no checkpoint in storage ({view.checkpoint_path})" if view.checkpoint_path else ""
         return

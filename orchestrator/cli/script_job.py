@@ -58,6 +58,13 @@ PythonOption = Annotated[
         show_default=False, rich_help_panel=PANEL,
     ),
 ]  # fmt: skip
+ResumeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--resume-args", metavar="ARGS", help="Further arguments once there is a checkpoint, such "
+        "as '--resume {checkpoint}'.", show_default=False, rich_help_panel=PANEL,
+    ),
+]  # fmt: skip
 SaveOption = Annotated[
     Path | None,
     typer.Option(
@@ -91,6 +98,8 @@ class ScriptRun:
     """Empty: from the script's."""
     env: dict[str, str] = field(default_factory=dict)
     python: str | None = None
+    resume_args: tuple[str, ...] = ()
+    """In each start that finds a checkpoint."""
     is_local: bool = False
     """Whether it runs on this machine, whose GPUs a launcher would count."""
 
@@ -128,6 +137,8 @@ class ScriptRun:
             name = str(self.file)
             program = f"./{name}" if "/" not in name and self.file.is_file() else name
             entry = {"command": shlex.join([program, *self.words])}
+        if self.resume_args:
+            entry["resumeArgs"] = list(self.resume_args)
         return entry | ({"python": self.python} if self.python else {})
 
     def document(self, name: str, work: str = ".") -> dict[str, Any]:
@@ -203,6 +214,8 @@ class ScriptRun:
         """The words of a command line with which this run is made again, except for FILE."""
         given = {"--nodes": self.nodes, "--workers": self.workers, "--gpus": self.gpus,
                  "--python": self.python, "--name": name}  # fmt: skip
+        if self.resume_args:
+            given["--resume-args"] = shlex.join(self.resume_args)
         words = [f"{key}={value}" for key, value in given.items() if value is not None]
         return words + [f"--env={key}={value}" for key, value in self.env.items()]
 
@@ -221,7 +234,7 @@ def asked(
     if file is not None and not _is_spec(file, words):
         run = ScriptRun(_relative(file), tuple(words or ()))
         return _with(run, given)
-    named = [f"--{name}" for name in given] + (["--save"] if save else [])
+    named = [f"--{name.replace('_', '-')}" for name in given] + (["--save"] if save else [])
     if file is not None and words:
         fix = "write spec.entrypoint.args"
         problem = Problem("ARGS", f"{shlex.join(words)} with {file}", "them with a script", fix)
@@ -250,6 +263,11 @@ def _with(run: ScriptRun, given: dict[str, Any]) -> ScriptRun:
         if not equals or not name:
             raise UserError(str(Problem("--env", text, "NAME=VALUE")))
         variables[name] = value
+    try:
+        given["resume_args"] = tuple(shlex.split(given.get("resume_args", "")))
+    except ValueError as error:
+        got = f"{given['resume_args']} ({error})"
+        raise UserError(str(Problem("--resume-args", got, "words as in a shell"))) from None
     return replace(run, env=variables, **given)
 
 

@@ -97,6 +97,7 @@ class Client:
         gpus: int | None = None,
         env: Mapping[str, str | float] | None = None,
         python: str | None = None,
+        resume_args: Sequence[str] = (),
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> JobHandle:
@@ -105,8 +106,9 @@ class Client:
         `job` is a spec (a TrainingJob, a dict, or the path of a YAML file), the path of a training
         script, or a function. The options are those of `holdfast run train.py`, for a script or a
         function without a spec: `nodes`, `workers` of each node (1), `gpus` of each worker (1 where
-        there are some), `name`, `env` of the workers, another interpreter `python`. `args` are a
-        script's words, or with `kwargs` a function's arguments. A relative path counts from the
+        there are some), `name`, `env` of the workers, another interpreter `python`,
+        `resume_args` of each start that finds a checkpoint of the script. `args` are a script's
+        words, or with `kwargs` a function's arguments. A relative path counts from the
         directory of the YAML file; without a file, from the current directory.
 
         Each worker calls the function once. Its source and what it refers to become a script (see
@@ -118,7 +120,8 @@ class Client:
         """
         variables = {key: number_as_text(value) for key, value in (env or {}).items()}
         given: dict[str, Any] = {"name": name, "nodes": nodes, "workers": workers, "gpus": gpus,
-                   "env": variables or None, "python": python}  # fmt: skip
+                   "env": variables or None, "python": python,
+                   "resume_args": tuple(resume_args) or None}  # fmt: skip
         options = {field: value for field, value in given.items() if value is not None}
         if isinstance(job, (TrainingJob, Mapping)):
             _refuse(options, args, kwargs, "a spec")

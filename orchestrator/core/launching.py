@@ -14,7 +14,14 @@ from ..protocol.fabric import socket_networks
 from ..protocol.facts import Membership, Restore
 from ..protocol.mesh import Mesh
 from ..protocol.networks import describe_networks
-from . import completion, drain, host_memory, provisioning, staging_interval
+from . import (
+    completion,
+    drain,
+    host_memory,
+    own_checkpoints,
+    provisioning,
+    staging_interval,
+)
 from .actions import LaunchGroup, Reason
 from .checkpoints import choose_restore, must_not_begin, why_nothing_usable
 from .context import StepContext, seconds
@@ -221,11 +228,7 @@ def _describe(
     if restore is None and state.job.spec.entrypoint.recipe is None:
         if not before:
             return what
-        own = state.counted_by in ("script", "posted")
-        then = (
-            "the script restores its own checkpoint" if own else "Holdfast has no state to restore"
-        )
-        return f"{what}; {then}"
+        return f"{what}; {own_checkpoints.describe(state)}"
     if restore is None:
         return f"{what}, from the beginning"
     return f"{what}, from {_tier(restore)} after step {restore.step}"

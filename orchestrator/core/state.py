@@ -491,6 +491,11 @@ class JobState(Struct):
         return self.counted_by in ("script", "posted", "collectives")
 
     @property
+    def may_keep_own_checkpoints(self) -> bool:
+        """The same, also before anything is known of its steps."""
+        return self.job.spec.entrypoint.recipe is None and self.counted_by != "session"
+
+    @property
     def incident(self) -> IncidentRecord | None:
         """The interruption that is not over yet."""
         if self.incidents and self.incidents[-1].first_step_ns is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.api.v1alpha1.variables import INEFFECTIVE
 
-from . import collectives, fsdp, training
+from . import collectives, fsdp, resume_flags, training
 from .facts import Facts
 from .report import Report
 from .rules import RULES, Finding
@@ -19,8 +19,11 @@ _FRAMES_PER_LEVEL = 25
 """Of Python's stack, for one level of a syntax tree: ast.unparse needs the most."""
 
 
-def check_script(script: Path, roots: list[Path]) -> tuple[list[Finding], Project]:
+def check_script(
+    script: Path, roots: list[Path], *, resumes: bool = False
+) -> tuple[list[Finding], Project]:
     """The findings of a script and of what it imports below `roots`, sorted by file and line.
+    `resumes`: the job has resumeArgs.
 
     Raises UserError for a script that cannot be read.
     """
@@ -38,6 +41,8 @@ def check_script(script: Path, roots: list[Path]) -> tuple[list[Finding], Projec
         facts = Facts(project)
         for check in (collectives.check, fsdp.check, training.check):
             check(facts, report)
+        if not resumes:
+            resume_flags.check(project, report)
     finally:
         sys.setrecursionlimit(limit)
     return report.sorted(), project

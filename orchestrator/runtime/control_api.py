@@ -145,7 +145,9 @@ class ControlApi:
 
     async def _suspend(self, arguments: dict[str, Any]) -> wire.Reply:
         await self._request(events.SuspendRequested(by=_by(arguments)))
-        return wire.Reply(ok=True, detail="the newest state goes to storage, then nodes are freed")
+        own = self._driver.state.may_keep_own_checkpoints
+        first = "the script is asked to end" if own else "the newest state goes to storage"
+        return wire.Reply(ok=True, detail=f"{first}, then nodes are freed")
 
     async def _resume(self, arguments: dict[str, Any]) -> wire.Reply:
         state = self._driver.state

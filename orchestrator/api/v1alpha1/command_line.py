@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
@@ -47,6 +48,12 @@ class Program:
     def is_foreign(self) -> bool:
         """Whether another program than the forked worker runs: no warm start."""
         return bool(self.words or self.python or self.runner)
+
+    def with_arguments(self, words: Iterable[str]) -> Program:
+        """The same with further arguments at the end."""
+        if self.words:
+            return replace(self, words=(*self.words, *words))
+        return replace(self, args=(*self.args, *words))
 
     def __str__(self) -> str:
         return self.script or self.module or shlex.join(self.words)

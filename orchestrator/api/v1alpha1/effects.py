@@ -130,6 +130,10 @@ def _of_the_guard(job: TrainingJob) -> Iterator[Problem]:
     if is_recipe and checkpoint.guard_directories:
         got = "directories for a recipe"
         yield Problem("spec.checkpoint.guardDirectories", got, expected, fix)
+    elif checkpoint.guard == "never" and job.spec.entrypoint.resume_args:
+        got, fix = "arguments with checkpoint.guard: never", "remove one of the two"
+        expected = "them with guard: auto, which finds the checkpoint"
+        yield Problem("spec.entrypoint.resumeArgs", got, expected, fix)
     elif checkpoint.guard == "never" and checkpoint.guard_directories:
         got = "directories with guard: never"
         fix = "remove one of the two"

@@ -107,6 +107,14 @@ CHECKS = (
         field=".args",
     ),
     Rule(
+        "no-resume-args-beside-a-recipe",
+        "spec.entrypoint",
+        "!has(self.recipe) || !has(self.resumeArgs) || size(self.resumeArgs) == 0",
+        "spec.entrypoint.resumeArgs: got arguments beside a recipe; expected none: Holdfast "
+        "restores it",
+        field=".resumeArgs",
+    ),
+    Rule(
         "no-args-beside-a-command",
         "spec.entrypoint",
         "!has(self.command) || !has(self.args) || size(self.args) == 0",

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from holdfast.orchestrator import limits
 
@@ -21,6 +21,9 @@ LINE_PATTERN = r"^[^\r\n]*$"
 RequirementLine = Annotated[str, Field(min_length=1, max_length=1024, pattern=LINE_PATTERN)]
 MODULE_PATTERN = r"^[^./\s]+(\.[^./\s]+)*$"
 _IN_A_URL = re.compile(r"(?P<scheme>[\w+.-]+)://(?P<user>[^/@\s:]*)(?P<password>:[^/@\s]*)?@")
+CHECKPOINT = "{checkpoint}"
+"""In resumeArgs."""
+_PLACEHOLDER = re.compile(r"(?<!\$)\{\w+\}")
 _VARIABLE = re.compile(r"\$\{\w+\}")
 
 
@@ -74,6 +77,10 @@ class Entrypoint(Part):
     args: tuple[Word, ...] = ()
     """Command line arguments of the script or module. Numbers are taken as they are written, but
     `kubectl apply` needs quotes around them."""
+    resume_args: Annotated[tuple[Word, ...], Field(max_length=limits.MAX_RESUME_WORDS)] = ()
+    """Further arguments in each start that finds a complete checkpoint of the script's own, such as
+    `["--resume", "{checkpoint}"]`; Holdfast replaces `{checkpoint}` by its path. A first start
+    finds none."""
     python: str | None = Field(default=None, min_length=1)
     """Interpreter of the script or module: its path or name, or the directory of a virtual or conda
     environment, relative to workingDirectory. Default: the Python that Holdfast runs in, which is
@@ -88,6 +95,10 @@ class Entrypoint(Part):
             raise ValueError(f"got {names}; expected exactly one of {', '.join(kinds)}")
         if self.recipe and self.args:
             raise ValueError("got args beside a recipe; expected recipe.config instead")
+        if self.recipe and self.resume_args:
+            raise ValueError(
+                "resumeArgs: got arguments beside a recipe; expected none: Holdfast restores it"
+            )
         if self.command and self.args:
             raise ValueError("got args beside a command; expected them in the command")
         if self.recipe and self.python:
@@ -123,6 +134,14 @@ class Entrypoint(Part):
             return Program(script, module, args=self.args, python=self.python or "")
         found = command_line.read(self.command)
         return replace(found, python=self.python) if self.python else found
+
+    @field_validator("resume_args")
+    @classmethod
+    def _check_placeholder(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+        for word in words:
+            for name in _PLACEHOLDER.findall(word.replace(CHECKPOINT, "")):
+                raise ValueError(f"got {name}; expected {CHECKPOINT}, or no word in braces")
+        return words
 
     @property
     def script_field(self) -> str:

@@ -143,7 +143,8 @@ def _findings(file: Path) -> tuple[list[Finding], dict[str, Any], str]:
     if not script.is_file():
         got = f"{job.spec.entrypoint.program.script} ({script} does not exist)"
         raise UserError(str(Problem(job.spec.entrypoint.script_field, got, "a Python file")))
-    more, project = check_script(script, roots)
+    resumes = bool(job.spec.entrypoint.resume_args)
+    more, project = check_script(script, roots, resumes=resumes)
     count = 1 + len(project.modules) + len(project.unreadable)
     return found + more, {"num_files": count}, _of_skipped(project.skipped)
 

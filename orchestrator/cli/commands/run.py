@@ -19,6 +19,7 @@ from ..script_job import (
     NameOption,
     NodesOption,
     PythonOption,
+    ResumeOption,
     SaveOption,
     ScriptRun,
     WordsArgument,
@@ -66,6 +67,7 @@ def run(
     name: NameOption = None,
     env: EnvOption = None,
     python: PythonOption = None,
+    resume_args: ResumeOption = None,
     save: SaveOption = None,
     attach: Annotated[
         str | None,
@@ -116,6 +118,7 @@ def run(
     wanted = asked(
         None if again is not None else file, words, save,
         nodes=nodes, workers=workers, gpus=gpus, name=name, env=env, python=python,
+        resume_args=resume_args,
     )  # fmt: skip
     if again is not None:
         raise typer.Exit(_run_again(target, again, file, attach, as_json, lines))

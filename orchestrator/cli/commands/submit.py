@@ -16,6 +16,7 @@ from ..script_job import (
     NameOption,
     NodesOption,
     PythonOption,
+    ResumeOption,
     WordsArgument,
     WorkersOption,
     asked,
@@ -60,15 +61,14 @@ def submit(
     name: NameOption = None,
     env: EnvOption = None,
     python: PythonOption = None,
+    resume_args: ResumeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Submit a job to a Ray cluster. It appears in `ray job list` and in Ray's dashboard.
 
     If the job runs a script, the directory of FILE is uploaded (Ray's working_dir), without
-    secrets. `ray job stop` cancels the job. With --follow the exit code is that of `holdfast run`;
-    otherwise it is 0 once the job is submitted.
-
-    A script needs no spec: the current directory is uploaded with it.
+    secrets; of a script without a spec, the current one. `ray job stop` cancels the job. With
+    --follow the exit code is that of `holdfast run`; otherwise it is 0 once the job is submitted.
 
     Examples: `holdfast submit examples/stdlib-bytes.yaml --ray http://head:8265`,
     `holdfast submit train.py --nodes 2 --workers 2 -- --lr 3e-4`
@@ -79,6 +79,7 @@ def submit(
     wanted = asked(
         file, words,
         nodes=nodes, workers=workers, gpus=gpus, name=name, env=env, python=python,
+        resume_args=resume_args,
     )  # fmt: skip
     show = partial((stderr() if as_json else stdout()).print, markup=False, soft_wrap=True)
     submitted = submit_job(file, address, runtime_env, show, attach=follow, without_spec=wanted)

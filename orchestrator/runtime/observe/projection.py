@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.catalogue.load import device_as_reported
+from holdfast.orchestrator.core import own_checkpoints
 from holdfast.orchestrator.core.actions import AnyAction, CommitManifest
 from holdfast.orchestrator.core.checkpoints import in_memory
 from holdfast.orchestrator.core.context import SECOND_NS
@@ -252,6 +253,8 @@ class JobProjection:
 
     def _fill_checkpoints(self, view: JobView, state: JobState) -> None:
         catalog = state.catalog
+        if state.may_keep_own_checkpoints and not catalog.committed:
+            view.own_checkpoint = own_checkpoints.newest(state)
         here = [one for one in catalog.committed if one.key not in catalog.deleting]
         view.checkpoints = [
             CheckpointView(

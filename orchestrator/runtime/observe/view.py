@@ -201,6 +201,9 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     checkpoints: list[CheckpointView] = []
     """Committed to storage, oldest first."""
     refused_checkpoints: list[RefusedCheckpoint] = []
+    own_checkpoint: str | None = None
+    """What a script that keeps its own checkpoints wrote last; empty: none was seen. None: Holdfast
+    has the state."""
     hold: str = ""
     """Why the job does not go on without a user's decision; empty: it does."""
     checkpoint_path: str = ""

@@ -88,6 +88,11 @@ WRONG = (
         ("spec.entrypoint: got args beside a recipe; expected recipe.config instead",),
     ),
     Wrong(
+        "no-resume-args-beside-a-recipe",
+        {"entrypoint": {"recipe": {"name": "pretrain"}, "resumeArgs": ["--resume"]}},
+        ("spec.entrypoint.resumeArgs: got arguments beside a recipe; expected none",),
+    ),
+    Wrong(
         "no-args-beside-a-command",
         {"entrypoint": {"command": "torchrun train.py", "args": ["-v"]}},
         ("spec.entrypoint: got args beside a command; expected them in the command",),

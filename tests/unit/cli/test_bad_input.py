@@ -54,6 +54,17 @@ CASES = [
         id="a guard of checkpoints that a recipe does not write",
     ),
     pytest.param(
+        SPEC + "  entrypoint: {script: t.py, resumeArgs: [--resume, '{ckpt}']}\n",
+        ["spec.entrypoint.resumeArgs: got {ckpt}; expected {checkpoint}"],
+        id="another placeholder",
+    ),
+    pytest.param(
+        SPEC
+        + "  entrypoint: {script: t.py, resumeArgs: [--resume]}\n  checkpoint: {guard: never}\n",
+        ["spec.entrypoint.resumeArgs: got arguments with checkpoint.guard: never"],
+        id="arguments to resume without a guard that finds the checkpoint",
+    ),
+    pytest.param(
         SCRIPT + "  checkpoint: {guard: never, guardDirectories: [out]}\n",
         ["spec.checkpoint.guardDirectories: got directories with guard: never"],
         id="directories for a guard that is off",

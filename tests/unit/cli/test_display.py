@@ -15,7 +15,7 @@ from rich.console import Console
 
 from holdfast.orchestrator.cli import output
 from holdfast.orchestrator.cli.display import LineDisplay, LiveDisplay, make_display
-from holdfast.orchestrator.cli.render import status, throughput
+from holdfast.orchestrator.cli.render import checkpoints, status, throughput
 from holdfast.orchestrator.cli.report import main_thread, print_report, report
 from holdfast.orchestrator.runtime.observe.view import CheckpointView, JobView, NodeView
 
@@ -115,6 +115,13 @@ def test_throughput_is_shown_of_the_job_and_of_one_gpu_where_there_are_any() -> 
     on_gpus = make_view(tokens_per_s=12_300.0, world_size=4, gpus_per_worker=1, mfu=0.412)
     assert list(throughput(on_gpus)) == ["12.3k tokens/s", "3.1k per GPU", "MFU 41.2%"]
     assert any("12.3k tokens/s, 3.1k per GPU, MFU 41.2%" in line for line in report_lines(on_gpus))
+
+
+def test_of_a_script_its_own_checkpoint_is_shown() -> None:
+    for path, shown in (("/o/ckpt.pt", "/o/ckpt.pt"), ("", "none seen of the script")):
+        view = make_view(own_checkpoint=path, checkpoints=[])
+        assert checkpoints(view) == shown
+        assert "no checkpoint in storage" not in "\n".join(map(str, report_lines(view)))
 
 
 def test_status_of_a_job_that_has_not_started() -> None:

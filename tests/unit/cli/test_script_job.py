@@ -64,6 +64,16 @@ def test_the_options_become_fields_of_a_spec() -> None:
     assert spec_of("train.py") == {"entrypoint": {"script": "train.py"}}
 
 
+def test_arguments_to_resume_are_one_text_of_the_command_line() -> None:
+    run = script_job.asked(Path("train.py"), ["-v"], resume_args="--resume '{checkpoint}'")
+    assert run is not None and run.resume_args == ("--resume", "{checkpoint}")
+    entry = run.document("a")["spec"]["entrypoint"]
+    assert entry["resumeArgs"] == ["--resume", "{checkpoint}"] and entry["args"] == ["-v"]
+    assert "--resume-args=--resume '{checkpoint}'" in run.options("a")
+    with pytest.raises(UserError, match=r"--resume-args: got it's.*words as in a shell"):
+        script_job.asked(Path("train.py"), [], resume_args="it's")
+
+
 def test_a_launchers_line_gives_the_sizes() -> None:
     line = "torchrun --nnodes=2:4 --nproc_per_node=8 --max-restarts=3 train.py 'a b'"
     assert spec_of(line) == {

@@ -393,7 +393,7 @@ def test_a_script_has_no_state_that_holdfast_restores() -> None:
     assert job.state.reason.text == "all workers run, on 1 node"
     job.exits(0, signal=9)
     job.all_stopped(None)
-    expected = "restart on the same node; Holdfast has no state to restore"
+    expected = "restart on the same node; no checkpoint of the script was seen"
     assert job.one_reason(LaunchGroup) == expected
     assert job.state.phase == "recovering"
     job.succeed(LaunchGroup)

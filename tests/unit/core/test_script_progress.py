@@ -79,7 +79,7 @@ def test_a_script_that_reports_recovers_until_its_next_step_and_counts_what_was_
     assert state.phase == "recovering", "it has reported before, so it is not over yet"
     incident = state.incidents[-1]
     assert incident.resumed_after_step is None and incident.restored_from == ""
-    assert "the script restores its own checkpoint" in incident.decision
+    assert "no checkpoint of the script was seen" in incident.decision
     watch.job.wait(8)
     watch.beats(*[{"step": 60, "began_after": 59, **reported}] * 4, generation=2)
     assert state.phase == "running"

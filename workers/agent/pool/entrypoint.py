@@ -18,8 +18,10 @@ from typing import NoReturn
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.api.v1alpha1.command_line import Program
+from holdfast.orchestrator.api.v1alpha1.workload import CHECKPOINT
 from holdfast.orchestrator.errors import Problem, UserError
 from holdfast.orchestrator.protocol import files
+from holdfast.orchestrator.protocol.environment import RESUME_FROM
 from holdfast.workers import worker_transport
 
 from ..linux import output
@@ -53,6 +55,9 @@ def prepare(job: TrainingJob, descriptors: Descriptors, packages: str = "") -> P
         if not program.words and not package_path.enter(Path(packages)):
             python = Interpreter(str(Path(packages, "bin", "python")))
             _become_python(job, program, python, descriptors)
+    if newest := os.environ.get(RESUME_FROM):
+        words = (one.replace(CHECKPOINT, newest) for one in job.spec.entrypoint.resume_args)
+        program = program.with_arguments(words)
     if program.words:
         if program.python:
             os.environ.update(interpreters.named(program.python, Path.cwd()).environment)

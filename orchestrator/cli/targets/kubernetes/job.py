@@ -147,7 +147,7 @@ class KubernetesJob:
 
     def _suspend(self) -> Response:
         self._patch({"spec": {"suspend": True}})
-        return Response("the newest state goes to storage, then nodes are freed", {})
+        return Response("workers stop, the newest state goes to storage, nodes are freed", {})
 
     def _resume(self) -> Response:
         if not self._document["spec"].get("suspend"):

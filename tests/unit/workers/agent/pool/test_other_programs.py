@@ -199,6 +199,22 @@ def test_the_python_of_a_runner_comes_with_its_variables(tmp_path: Path) -> None
 NOWHERE = Descriptors(-1, -1, -1)
 
 
+@pytest.mark.parametrize(
+    ("entry", "more"),
+    [
+        ({"script": "t.py", "args": ["a"]}, ("a", "--resume", "/o/c-5")),
+        ({"command": "torchrun t.py a"}, ("a", "--resume", "/o/c-5")),
+    ],
+)
+def test_arguments_to_resume_are_added_when_there_is_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, entry: dict[str, Any], more: tuple[str, ...]
+) -> None:
+    given = job(**entry, resumeArgs=["--resume", "{checkpoint}"])
+    assert entrypoint.prepare(given, NOWHERE).args == ("a",)
+    monkeypatch.setenv("HOLDFAST_RESUME_FROM_CHECKPOINT", "/o/c-5")
+    assert entrypoint.prepare(given, NOWHERE).args == more
+
+
 def test_a_script_of_our_python_runs_in_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     found = entrypoint.prepare(job(command="deepspeed train.py --x"), NOWHERE)
