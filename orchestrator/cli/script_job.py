@@ -154,18 +154,18 @@ class ScriptRun:
             sizes = {size.of: size for size in self._program().sizes}
         except ValidationError:
             sizes = {}  # reported with the whole document
-        nodes = self.nodes or (sizes["nodes"].most if "nodes" in sizes else None)
-        least = sizes["nodes"].least if "nodes" in sizes and not self.nodes else 1
-        workers = self.workers
+        nodes, least, workers = self.nodes, 1, self.workers
+        if nodes is None and "nodes" in sizes:
+            nodes, least = sizes["nodes"].most, sizes["nodes"].least
         if workers is None and "workers" in sizes:
             workers = sizes["workers"].most
         elif workers is None and "world" in sizes:
             workers = sizes["world"].most // (nodes or 1)
         elif workers is None:
             workers = self._counted(nodes or 1)
-        if nodes:
+        if nodes is not None:
             spec["nodes"] = {"min": least if least != nodes else 1, "max": nodes}
-        if workers:
+        if workers is not None:
             spec["workersPerNode"] = workers
         if self.gpus is not None:
             spec["resources"] = {"gpu": self.gpus}

@@ -113,6 +113,8 @@ class JobHandle:
         except HoldfastError as error:
             return f"<pre>{html.escape(f'{self.name}: {error}')}</pre>"
         steps = f"{view.step + 1}" + (f" of {view.total_steps}" if view.total_steps else "")
+        if view.step < 0 and not view.total_steps:
+            steps = "-"  # a script that reports none
         facts = {
             "job": self.name,
             "state": view.state,

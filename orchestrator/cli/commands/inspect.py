@@ -61,6 +61,8 @@ def _list(target: Target, as_json: bool) -> None:
     for view in views:
         unattended = not view.controller_alive and view.state not in TERMINAL
         steps = str(view.step + 1) + (f"/{view.total_steps}" if view.total_steps else "")
+        if view.step < 0 and not view.total_steps:
+            steps = "-"  # a script that reports none
         table.add_row(
             view.name,
             state_text("unattended" if unattended else view.state),

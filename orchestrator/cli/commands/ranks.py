@@ -174,12 +174,15 @@ def _flames(
     import base64
     import zlib
 
+    from ..targets.base import expect_not_ended
+
     rank = arguments["rank"]
     file = out or Path(f"{job}-rank-{rank}.svg")
     form = SUFFIXES.get(file.suffix)
     if form is None:
         raise UserError(str(Problem("--output", str(file), "a name that ends with .svg or .json")))
     found = target.find(job)
+    expect_not_ended(found.view(), "profile")
     if not as_json:
         stderr().print(f"recording rank {rank} for {arguments['seconds']:g} s", soft_wrap=True)
     answer = found.request("profile", format=form, **arguments)
@@ -210,12 +213,15 @@ def _trace(
     """Traces of torch.profiler."""
     import base64
 
+    from ..targets.base import expect_not_ended
+
     if out is not None and len(ranks) > 1:
         got = f"{out} with {len(ranks)} ranks"
         raise UserError(str(Problem("--output", got, "one --rank, or the names that are made")))
     if out is not None and not out.name.endswith(".json.gz"):
         raise UserError(str(Problem("--output", str(out), "a name that ends with .json.gz")))
     found = target.find(job)
+    expect_not_ended(found.view(), "profile")
     if not as_json:
         how = plural(steps, "step") if steps else f"{seconds:g} s"
         stderr().print(f"recording {how} of rank {', '.join(map(str, ranks))}", soft_wrap=True)

@@ -11,10 +11,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from holdfast.orchestrator.core.transitions import TERMINAL
+from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol.manifest import Manifest
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..display import Display
+from ..output import date
 
 
 class Response(NamedTuple):
@@ -40,6 +43,25 @@ class RunResult(NamedTuple):
     view: JobView | None
     """None: the job goes on without this process, so there is nothing to report."""
     exit_code: int
+
+
+_NOTHING_TO = {"chaos": "break", "checkpoint": "save", "stacks": "look at", "trace": "profile",
+               "again": "restart"}  # fmt: skip
+"""Verb of a request -> what cannot be done to a job that has ended, where the words differ."""
+
+
+def expect_not_ended(view: JobView, verb: str) -> None:
+    """Raises UserError for a request to a job that has ended."""
+    if view.state in TERMINAL:
+        has = "was" if view.state == "cancelled" else "has"
+        at = f" ({date(view.finished_ns)})" if view.finished_ns else ""
+        what = _NOTHING_TO.get(verb, verb)
+        raise UserError(f"job {view.name}: {has} {view.state}{at}; nothing to {what}")
+
+
+def exit_code(view: JobView) -> int:
+    """Exit code of a command that shows a job until its end."""
+    return 0 if view.state == "succeeded" else 1
 
 
 def first_free(wanted: str, used: Container[str]) -> str:

@@ -17,7 +17,7 @@ from holdfast.orchestrator.runtime.observe.view import JobView
 from ..display import Display
 from ..output import plural, stderr, without_controller
 from ..report import local_command
-from .base import LogSelector, Response, RunResult, first_free
+from .base import LogSelector, Response, RunResult, exit_code, expect_not_ended, first_free
 
 if TYPE_CHECKING:
     from holdfast.orchestrator.api.v1alpha1 import TrainingJob
@@ -61,9 +61,15 @@ class LocalJob:
         ]
 
     def request(self, verb: str, **arguments: Any) -> Response:
-        from ..client import ask
+        from ..client import ControllerGone, ask
 
-        reply = ask(self._directory, verb, **arguments)
+        try:
+            reply = ask(self._directory, verb, **arguments)
+        except ControllerGone:
+            view = self.view()
+            if has_ended(self._directory, view):
+                expect_not_ended(view, verb)
+            raise
         return Response(reply.detail, reply.body)
 
     def again(self, directory: Path | None) -> Response:
@@ -221,6 +227,8 @@ class LocalTarget:
 
         if attach is not None:
             found = self._home.find(attach)
+            if has_ended(found, view := read_view(found)):
+                return RunResult(view, exit_code(view))
             with display, _lines(found.job(), found, display):
                 done = attach_job(found, display.show, display.note)
         else:
@@ -275,7 +283,7 @@ class LocalTarget:
 def _result(done: FinishedRun) -> RunResult:
     if done.interrupted:
         return RunResult(done.view, 130)
-    return RunResult(done.view, 0 if done.view.state == "succeeded" else 1)
+    return RunResult(done.view, exit_code(done.view))
 
 
 def _lines(
@@ -305,6 +313,14 @@ def read_view(directory: JobDirectory) -> JobView:
         view.controller_alive = False
         return view
     return msgspec.convert(body.get("view", body), JobView)
+
+
+def has_ended(directory: JobDirectory, view: JobView) -> bool:
+    """Whether nothing of the job is left to control. A controller may have been killed before it
+    released the nodes."""
+    from holdfast.orchestrator.backends.local import node_registry
+
+    return view.state in TERMINAL and not node_registry.living(directory.nodes_file)
 
 
 def check_code(job: TrainingJob, spec_directory: Path) -> None:

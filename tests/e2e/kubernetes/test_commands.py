@@ -118,7 +118,8 @@ def test_a_finished_job_keeps_its_name_until_it_is_deleted(
     watched = holdfast("run", "--attach", "demo")
     assert watched.code == 1 and "2 incidents" in watched.out
     ended = holdfast("resize", "demo", "1")
-    assert ended.code == 2 and "got failed; expected a job that has not ended" in ended.err
+    assert ended.code == 2 and "job demo: has failed (" in ended.err
+    assert "; nothing to resize" in ended.err
     kept = holdfast("delete", "demo", "--yes", "--keep-checkpoints", "here")
     assert kept.code == 2 and "stay where they are" in kept.err
     assert holdfast("delete", "demo", "--yes").code == 0

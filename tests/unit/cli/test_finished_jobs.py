@@ -13,6 +13,7 @@ import pytest
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping, job_to_mapping
 from holdfast.orchestrator.backends.local.node_registry import LocalNodeRegistry, save
 from holdfast.orchestrator.backends.local.processes import identify
+from holdfast.orchestrator.cli.output import date
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.events import CancelRequested, JobSubmitted
 from holdfast.orchestrator.core.journal import frame
@@ -224,3 +225,62 @@ def test_a_job_that_is_too_big_for_this_machine_is_not_started(
     assert result.code == 2
     assert "spec.nodes.max: got 100000" in result.err and "on this machine" in result.err
     assert holdfast("validate", path).code == 0, "it may be meant for another one"
+
+
+VERBS = {
+    "cancel done": "cancel",
+    "suspend done": "suspend",
+    "resume done": "resume",
+    "resize done 1": "resize",
+    "chaos kill-worker done": "break",
+    "chaos kill-node done": "break",
+    "stacks done": "look at",
+    "profile done": "profile",
+    "profile done --torch": "profile",
+    "checkpoint save done": "save",
+    "checkpoint save done --wait": "save",
+}
+
+
+@pytest.mark.parametrize("line", VERBS)
+def test_a_verb_on_a_job_that_has_ended_says_so(
+    line: str, tmp_path: Path, holdfast: Holdfast
+) -> None:
+    ended_job(tmp_path / "home", "done")
+    before = read_view(Home(tmp_path / "home").find("done"))
+    result = holdfast(*line.split())
+    at = date(10 * SECOND_NS)
+    assert (result.code, result.out) == (2, "")
+    assert result.err == f"error: job done: was cancelled ({at}); nothing to {VERBS[line]}\n"
+    assert read_view(Home(tmp_path / "home").find("done")) == before
+
+
+def test_attaching_to_a_job_that_has_ended_prints_its_report_and_changes_nothing(
+    tmp_path: Path, holdfast: Holdfast
+) -> None:
+    directory = ended_job(tmp_path / "home", "done")
+    before = directory.journal.read_bytes()
+    for _ in range(2):
+        result = holdfast("run", "--attach", "done")
+        assert result.code == 1 and result.out.startswith("done  cancelled\n")
+        assert result.out == holdfast("report", "done").out
+    assert directory.journal.read_bytes() == before
+    assert json.loads(holdfast("run", "--attach", "done", "--json").out)["controller_restarts"] == 0
+
+
+def test_nodes_that_a_killed_controller_has_not_released_can_still_be_controlled(
+    tmp_path: Path, holdfast: Holdfast
+) -> None:
+    directory = ended_job(tmp_path / "home", "done")
+    agent = identify(os.getpid())
+    assert agent is not None
+    save(directory.nodes_file, LocalNodeRegistry(agents={"node-0": agent}))
+    result = holdfast("cancel", "done")
+    assert result.code == 1 and "take the job over with `holdfast run --attach done`" in result.err
+
+
+def test_a_job_that_reports_no_step_has_a_dash_in_the_list(
+    tmp_path: Path, holdfast: Holdfast
+) -> None:
+    ended_job(tmp_path / "home", "done")
+    assert holdfast("status").out.splitlines()[1].split()[:3] == ["done", "cancelled", "-"]

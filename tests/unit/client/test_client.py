@@ -42,6 +42,8 @@ def test_targets_that_exclude_each_other_are_refused(given: dict[str, Any], what
         ("train.py", {"kwargs": {"a": 1}}, "kwargs: got it with train.py"),
         ("missing.yaml", {}, "missing.yaml: cannot be read"),
         ({"kind": "TrainingJob"}, {}, "apiVersion: got nothing"),
+        ("train.py", {"workers": 0}, "spec.workersPerNode: got 0; expected greater than or equal"),
+        ("train.py", {"nodes": 0}, "spec.nodes.max: got 0; expected greater than or equal to 1"),
     ],
 )
 def test_what_cannot_be_submitted_is_refused_before_a_process_starts(

@@ -30,7 +30,7 @@ from holdfast.orchestrator.protocol.manifest import Manifest
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from ..base import LogSelector, Response
+from ..base import LogSelector, Response, expect_not_ended
 from . import code_upload
 from .resource_view import nodes_of, operator_absence, status_written_ns, view_of_object
 from .session import ClusterSession, annotation_of, events_selector, follow_job
@@ -89,15 +89,14 @@ class KubernetesJob:
 
     # -- requests ------------------------------------------------------------------------------
     def request(self, verb: str, **arguments: Any) -> Response:
-        state = self._object_view().state
-        if state in TERMINAL:
-            raise UserError(str(Problem("job", state, "a job that has not ended")))
+        view = self._object_view()
+        expect_not_ended(view, verb)
         match verb:
             case "resize":
                 response = self._resize(int(arguments["nodes"]))
             case "suspend":
                 response = self._suspend()
-            case "resume" if self._document["spec"].get("suspend") or state != "suspended":
+            case "resume" if self._document["spec"].get("suspend") or view.state != "suspended":
                 response = self._resume()
             case "cancel":
                 self._patch({"metadata": {"annotations": {names.CANCEL: user() or "a user"}}})

@@ -36,7 +36,7 @@ from holdfast.orchestrator.kube.errors import (
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from ..base import RunResult, first_free
+from ..base import RunResult, exit_code, first_free
 from . import code_upload
 from .job import KubernetesJob, pods_of
 from .resource_view import is_refused, nodes_of, operator_absence, view_of_object
@@ -142,7 +142,7 @@ class KubernetesTarget:
                         f"{self._session.hint('cancel', name)}"
                     )
                 return RunResult(None, 130)
-        return RunResult(view, 0 if view.state == "succeeded" else 1)
+        return RunResult(view, exit_code(view))
 
     async def _create(
         self,

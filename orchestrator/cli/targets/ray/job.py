@@ -38,7 +38,7 @@ from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.control_api import view_body
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from ..base import LogSelector, Response
+from ..base import LogSelector, Response, expect_not_ended
 from ..tempdir import scratch
 from .jobs_api import requester
 
@@ -113,13 +113,12 @@ class RayJob:
         try:
             answer = self._ask("perform", verb, arguments, extra_s=extra_s(verb, arguments))
         except actors.ControllerActorGone as error:
-            if (ended := self.ended) is None:
-                if verb != "cancel":
-                    raise
-                detail = self._cancel(str(arguments["by"]), str(error))
-                return Response(f"job {self.name}: {detail}", {})
-            state = ended["view"]["state"]
-            raise RequestRefused(f"job {self.name}: has {state} ({error})") from None
+            if (ended := self.ended) is not None:
+                expect_not_ended(_view(ended["view"]), verb)
+            if verb != "cancel":
+                raise
+            detail = self._cancel(str(arguments["by"]), str(error))
+            return Response(f"job {self.name}: {detail}", {})
         if not answer["ok"]:
             raise RequestRefused(f"job {self.name}: {answer['detail']}")
         return Response(answer["detail"], answer["body"])

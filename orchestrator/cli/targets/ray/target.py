@@ -41,7 +41,7 @@ from holdfast.orchestrator.protocol import files
 from holdfast.orchestrator.protocol.certificate import make_keys
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from ..base import RunResult
+from ..base import RunResult, exit_code
 from ..tempdir import on_sigterm
 from .driver import accept_stop, fork_driver
 from .head_monitor import HeadMonitor, WatchAgain
@@ -157,7 +157,7 @@ class RayTarget:
                     f"`{watch_again.command}`; end it with `{self.command('cancel', name)}`"
                 )
                 return RunResult(None, 130)
-        return RunResult(view, 0 if view.state == "succeeded" else 1)
+        return RunResult(view, exit_code(view))
 
     def _start(self, job: TrainingJob, directory: Path, job_id: str, display: Display) -> None:
         """Raises UserError for a script that no node has, or a name that is taken."""
