@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast.orchestrator.api.v1alpha1 import job_from_mapping, load_job
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping, load_job, yaml_text
 from holdfast.orchestrator.api.v1alpha1.crd import NAME, job_from_resource
 from holdfast.orchestrator.kube.definition import definition_text
 from tests.e2e.kubernetes.conftest import fresh
@@ -31,6 +31,7 @@ from tests.unit.api.wrong_jobs import (
     Wrong,
     job,
 )
+from tests.unit.cli.test_written_specs import WORDS
 
 pytestmark = pytest.mark.e2e
 
@@ -188,6 +189,25 @@ def test_untyped_fields_accept_every_form_of_a_file(dry: Kubectl, spec: dict[str
     words = ("create", "--dry-run=server", "--filename=-", "--output=json")
     made = json.loads(dry.run(*words, stdin=yaml.safe_dump(job(spec))))
     assert job_from_resource(made).spec == job_from_mapping(job(spec)).spec
+
+
+def test_kubectl_reads_each_word_that_we_write_as_it_was_given(dry: Kubectl) -> None:
+    entrypoint = {"script": "train.py", "args": list(WORDS)}
+    document = yaml_text(job({**SCRIPT, "entrypoint": entrypoint}))
+    words = ("create", "--dry-run=server", "--filename=-", "--output=json")
+    assert json.loads(dry.run(*words, stdin=document))["spec"]["entrypoint"] == entrypoint
+
+
+def test_kubectl_rejects_a_number_without_quotes_and_names_its_field(dry: Kubectl) -> None:
+    """As in a pod: what was written is lost before the API server sees it."""
+    for field, change in {
+        "spec.entrypoint.args[1]": {"entrypoint": {"script": "t.py", "args": ["--lr", "2e-3"]}},
+        "spec.env.LR": {"env": {"LR": "2e-3"}},
+    }.items():
+        document = yaml.safe_dump(job({**SCRIPT, **change}))
+        assert "2e-3\n" in document and "'2e-3'" not in document
+        text = refusal(dry, "create", "--dry-run=server", "--filename=-", stdin=document)
+        assert field in text and "must be of type string" in text
 
 
 def test_a_misspelt_key_is_refused_by_kubectl_and_dropped_otherwise(jobs: Kubectl) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from holdfast.orchestrator.errors import UserError
+
 from . import cluster_rig
 from .jobs import BOUND_S, Job, holdfast
 from .records import NAME, cleared, order, record
@@ -76,6 +78,9 @@ def test_a_job_whose_controller_fails_again_and_again_is_cancelled(
     assert "no controller answers" in answer.detail
     view = job.view()
     assert view.state == "cancelled" and "cancelled by me without its controller" in view.reason
+    for verb in ("cancel", "suspend", "checkpoint"):
+        with pytest.raises(UserError, match=f"job {NAME}: was cancelled .*; nothing to "):
+            job.request(verb, by="me")
     assert actor.find(NAME) is None and kv.JobKeyValueStore(NAME).exists(kv.ENDED)
 
 
