@@ -28,7 +28,7 @@ from . import (
 )
 from . import events as e
 from .actions import Reason
-from .context import StepContext, stop_timeout_s
+from .context import StepContext, seconds, stop_timeout_s
 from .state import Cause, JobState, TimerName
 
 FINISH_RETRY_S = 5.0
@@ -217,6 +217,8 @@ def _hang(ctx: StepContext, event: e.HangDetected) -> None:
     hang = (event.ranks, event.evidence)
     cause = Cause("failure", reason, stacks=True, hang=hang, hang_basis=event.basis)
     recovery.interrupt(ctx, cause)
+    if (stop := ctx.state.stop) is not None:
+        stop.ended_ns = ctx.now_ns - seconds(event.quiet_s)
 
 
 def _hang_suspected(ctx: StepContext, event: e.HangSuspected) -> None:

@@ -212,9 +212,11 @@ class HangSuspicionEnded(Event, frozen=True, kw_only=True, tag="hang-suspicion-e
 
 class CollectivesBegun(Event, frozen=True, kw_only=True, tag="collectives-begun"):
     """From the progress monitor: all ranks of a script that reports nothing begin collectives, so
-    it probably trains."""
+    it probably trains. A later one of the same generation corrects the time."""
 
     generation: int
+    ago_s: float = 0.0
+    """How long ago the training began."""
 
 
 class GroupInspected(Event, frozen=True, kw_only=True, tag="group-inspected"):

@@ -306,9 +306,9 @@ def collectives_begun(ctx: StepContext, event: CollectivesBegun) -> None:
         return
     state.counted_by = state.counted_by or "collectives"
     state.sizes.began = state.sizes.visible = True
-    incident = state.incident
-    if incident is not None and incident.first_step_ns is None:
-        incident.first_step_ns = ctx.now_ns
+    if (incident := state.led_to(event.generation)) is not None:
+        began_ns = ctx.now_ns - seconds(event.ago_s)
+        incident.first_step_ns = max(incident.first_step_ns or 0, began_ns)
     if state.stop is None and state.phase in ("starting", "recovering"):
         ctx.move("running", state.reason.code, "all ranks begin collectives")
 
@@ -316,10 +316,8 @@ def collectives_begun(ctx: StepContext, event: CollectivesBegun) -> None:
 def _note_resumption(state: JobState, event: StepCompleted) -> None:
     """After which step a script with checkpoints of its own went on, as soon as it is known: that
     may be later than the end of the incident."""
-    if not state.incidents or event.began_after is None:
-        return
-    incident = state.incidents[-1]
-    if incident.generation_after == event.generation:
+    incident = state.led_to(event.generation)
+    if incident is not None and event.began_after is not None:
         incident.resumed_after_step = event.began_after
         incident.resumed_estimated = event.began_estimated
 
@@ -345,7 +343,8 @@ def step_completed(ctx: StepContext, event: StepCompleted) -> None:
     state.sizes.visible = True
     state.sizes.has_worked(state.membership.world_size)
     state.num_store_failures = 0
-    if (incident := state.incident) is not None:
+    # A generation that is being stopped already was interrupted by a later incident.
+    if (incident := state.led_to(event.generation)) is not None:
         first_ns = ctx.now_ns - seconds(event.first_ago_s)
         incident.first_step_ns = max(first_ns, incident.started_ns or incident.at_ns)
     if state.stop is not None:

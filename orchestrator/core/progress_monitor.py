@@ -37,6 +37,7 @@ from .events import (
 from .hang_limits import Condition, InspectedStack, Limit, condition, outside_since_ns
 from .hang_suspects import RankProgress, Suspects
 from .liveness import FailureDetector
+from .script_progress import Began
 from .state import JobState
 from .stragglers import Slow, SlowNodes, StragglerFinder
 
@@ -58,8 +59,7 @@ WORKING = ("build", "restore", "compile", "evaluate", "save", "finish")
 @dataclass(slots=True)
 class _Generation:
     number: int = 0
-    began: bool = False
-    """A CollectivesBegun was given, or is not needed."""
+    began: Began = field(default_factory=Began)
     ranks: dict[int, RankProgress] = field(default_factory=dict)
     done: int = -1
     """Last step finished by all ranks, according to heartbeats."""
@@ -183,8 +183,7 @@ class ProgressMonitor:
         return min((at for at in due if at is not None), default=None)
 
     def _pause_ns(self) -> int:
-        """A check goes over all ranks, and a big job has thousands of heartbeats: those that come
-        shortly after each other are checked together."""
+        """A check goes over all ranks, so heartbeats of a big job are checked together."""
         ranks = len(self._current.ranks)
         return ranks * CHECK_NS_PER_RANK if ranks >= BIG_JOB_RANKS else 0
 
@@ -251,18 +250,18 @@ class ProgressMonitor:
             return []
         done = min(beat.step for beat in counting(rank.beat for rank in current.ranks.values()))
         if done <= current.done:
-            return self._collectives_begun()
+            return self._collectives_begun(now_ns)
         return self._advance(now_ns, done)
 
-    def _collectives_begun(self) -> list[AnyEvent]:
-        current, state = self._current, self._state
-        if current.began or state.counted_by not in ("", "collectives"):
+    def _collectives_begun(self, now_ns: int) -> list[AnyEvent]:
+        began, state = self._current.began, self._state
+        silent = self._silent(self._current.ranks) and state.counted_by in ("", "collectives")
+        # A new controller's journal has it already.
+        if began.known or not silent or (state.sizes.began and not began.at_ns):
             return []
-        begun = min(known.beat.collectives for known in current.ranks.values())
-        if begun < limits.BEGUN_COLLECTIVES or not self._silent(current.ranks):
-            return []
-        current.began = True
-        return [CollectivesBegun(generation=current.number)]
+        begun = min(known.beat.collectives for known in self._current.ranks.values())
+        ago_s = began.observe(begun, now_ns)
+        return [] if ago_s is None else [CollectivesBegun(generation=state.generation, ago_s=ago_s)]
 
     def _advance(self, now_ns: int, done: int) -> list[AnyEvent]:
         current, state = self._current, self._state
@@ -394,12 +393,16 @@ class ProgressMonitor:
         return rank, live[rank].moved_ns
 
     def _collectives_limit(self, live: dict[int, RankProgress]) -> Limit | None:
-        """Of a script whose progress is its collectives: a hang if no rank begins one and one does
-        nothing that its peers wait for. None: what the ranks do is not known, or they work."""
+        """Limit of a script whose progress is its collectives: a rank does nothing that its peers
+        wait for, or while it loads, no rank does. None: what they do is not known, or they work."""
         current, recovery = self._current, self._recovery
-        found = self._quietest(live) if len(live) == len(current.ranks) > 1 else None
-        if found is None:
+        if not len(live) == len(current.ranks) > 1:
             return None
+        if (found := self._quietest(live)) is None:
+            idle_ns = max(known.seen_ns - seconds(known.beat.idle_s) for known in live.values())
+            limit_s, idle_ns = recovery.startup_timeout_s, max(idle_ns, self._state.launched_ns)
+            limit = Limit(self._due_after(idle_ns, limit_s), limit_s, "start-up", idle_ns)
+            return limit if self._current_at(limit.due_ns) else None
         begun_ns = found[1]
         if recovery.hang_timeout_s == "auto":
             if self._condition(live) != "idle":
@@ -472,8 +475,7 @@ class ProgressMonitor:
         """Since when a rank does nothing that its peers wait for. It does not wait for a CPU, so
         a starved machine is no excuse for it. Without such a rank: now."""
         now_ns = max(known.seen_ns for known in live.values())
-        beats = (known.beat for known in live.values())
-        return outside_since_ns(now_ns, beats, self._current.inspected)
+        return outside_since_ns(now_ns, (r.beat for r in live.values()), self._current.inspected)
 
     def _starved(self, now_ns: int) -> bool:
         at_ns = self._starved_ns

@@ -8,6 +8,7 @@ sign of progress.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from .. import limits
@@ -22,6 +23,44 @@ MIN_COLLECTIVES = 100
 SUSPECT_AFTER_S = 4.0
 """Without a new collective for so long, workers are asked what they do. The answers name the rank
 that its peers wait for."""
+
+
+PACE_COLLECTIVES = 64
+"""Until then a pause between collectives may show that a script was still loading."""
+LOADING_PAUSE_S = 1.0
+"""Shorter pauses are not taken for loading."""
+
+
+@dataclass(slots=True)
+class Began:
+    """Since when the ranks of a script that reports nothing train. They begin some collectives
+    while they load, such as a barrier before the model is built: a pause before the last ones that
+    is twice as long as the next one was loading."""
+
+    begun: int = 0
+    """Collectives that every rank had begun by the last check."""
+    at_ns: int = 0
+    """When these were seen first; 0: none yet."""
+    pause_ns: int = 0
+    """How long no rank had begun any before that."""
+
+    @property
+    def known(self) -> bool:
+        return self.begun >= PACE_COLLECTIVES
+
+    def observe(self, begun: int, now_ns: int) -> float | None:
+        """How many seconds ago the training began, if these collectives show it better than the
+        last ones; else None."""
+        if begun <= self.begun:
+            return None
+        last_ns, pause_ns, now_pause_ns = self.at_ns, self.pause_ns, now_ns - self.at_ns
+        first = self.begun < limits.BEGUN_COLLECTIVES <= begun
+        loaded = pause_ns >= max(seconds(LOADING_PAUSE_S), 2 * now_pause_ns)
+        self.begun, self.at_ns = begun, now_ns
+        self.pause_ns = now_pause_ns if last_ns else 0
+        if first:
+            return 0.0
+        return now_pause_ns / SECOND_NS if loaded and begun >= limits.BEGUN_COLLECTIVES else None
 
 
 class Beginning(NamedTuple):

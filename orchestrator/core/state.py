@@ -490,6 +490,11 @@ class JobState(Struct):
         """The script does, or nothing is known of its steps: Holdfast stages and restores none."""
         return self.counted_by in ("script", "posted", "collectives")
 
+    def led_to(self, generation: int) -> IncidentRecord | None:
+        """The newest incident, if this generation was launched after it and no later one began."""
+        last = self.incidents[-1] if self.incidents else None
+        return last if last is not None and last.generation_after == generation else None
+
     @property
     def may_keep_own_checkpoints(self) -> bool:
         """The same, also before anything is known of its steps."""

@@ -75,7 +75,7 @@ class TimeAccounting:
                 self._conclude(state)
             self._begin(state)
         if isinstance(event, CollectivesBegun) and event.generation == state.generation:
-            self._not_training(state, 0)
+            self._not_training(state, int(event.ago_s * SECOND_NS))
         if isinstance(event, HangDetected) and event.generation == state.generation:
             self._hang(event)
         if isinstance(event, StepCompleted):
@@ -136,8 +136,11 @@ class TimeAccounting:
             return  # the generation has ended: `_assign` divides its time
         if of_script:
             self._not_training(state, int((event.first_ago_s + event.step_s) * SECOND_NS))
-        elif totals.step_s and event.step > totals.step:
-            usual_ns = int((event.step - totals.step) * totals.step_s * SECOND_NS)
+        elif event.step > totals.step:
+            # The time of a first step alone includes the start-up.
+            steps = event.step - totals.step
+            step_s = totals.step_s or (event.step_s if steps > 1 else 0.0)
+            usual_ns = int(steps * step_s * SECOND_NS)
             self._not_training(state, min(usual_ns, totals.open_ns))
 
     def _assign_saved(self, step: int) -> None:

@@ -180,7 +180,7 @@ def test_what_a_first_step_takes_longer_than_others_belongs_to_the_recovery() ->
     job.at(8, phase="running")
     job.step(12, 3)
     job.step(14, 5)
-    assert job.seconds(14) == {"starting": 1, "productive": 5 + 1 + 2, "recovering": 2 + 3}
+    assert job.seconds(14) == {"starting": 4, "productive": 2 + 1 + 2, "recovering": 2 + 3}
 
 
 def test_after_the_end_no_time_passes() -> None:
