@@ -83,9 +83,11 @@ def place(ctx: StepContext) -> None:
 def _wait(ctx: StepContext) -> None:
     state, limit = ctx.state, ctx.state.job.spec.recovery.capacity_timeout_s
     here, wanted = len(usable(state)), state.min_nodes
+    # A request that is made again after a refusal promises nothing.
+    pending = len(state.pending_nodes) if state.capacity_denied else state.expected_nodes
     denied = f"; {state.capacity_detail or 'the backend has no capacity'}"
     what = (
-        f"{here} usable, at least {wanted} needed, {state.expected_nodes} pending"
+        f"{here} usable, at least {wanted} needed, {pending} pending"
         f"{denied if state.capacity_denied else ''}{provisioning.why_none_joins(state)}"
         f"{describe_elasticity(state.job)}{state.sizes.describe()}"
     )
@@ -279,8 +281,7 @@ def check_launched(ctx: StepContext) -> None:
     alone = state.counted_by == "collectives" and state.membership.world_size == 1
     unknown = state.job.spec.entrypoint.recipe is None and not state.counted_by
     if (unknown or alone) and state.phase in ("starting", "recovering"):
-        where = _nodes(len(state.members))
-        ctx.move("running", state.reason.code, f"all workers run, on {where}")
+        show_running(ctx)
 
 
 def _launch_timeout_s(state: JobState) -> float:
@@ -310,7 +311,7 @@ def collectives_begun(ctx: StepContext, event: CollectivesBegun) -> None:
         began_ns = ctx.now_ns - seconds(event.ago_s)
         incident.first_step_ns = max(incident.first_step_ns or 0, began_ns)
     if state.stop is None and state.phase in ("starting", "recovering"):
-        ctx.move("running", state.reason.code, "all ranks begin collectives")
+        show_running(ctx)
 
 
 def _note_resumption(state: JobState, event: StepCompleted) -> None:
@@ -353,6 +354,18 @@ def step_completed(ctx: StepContext, event: StepCompleted) -> None:
     if every_s is not None:
         ctx.arm("cadence", every_s)
     if state.phase in ("starting", "recovering"):
-        assert state.membership is not None
-        text = f"all {state.membership.world_size} ranks have finished step {event.step}"
-        ctx.move("running", state.reason.code, text)
+        show_running(ctx)
+
+
+def show_running(ctx: StepContext) -> None:
+    """Move to phase running, or stay there, with a reason that holds while workers run."""
+    state = ctx.state
+    assert state.membership is not None
+    size = state.membership.world_size
+    if state.first_step_done:
+        text = f"all {size} ranks train" if size != 1 else "its rank trains"
+    elif state.sizes.began:
+        text = "all ranks begin collectives"
+    else:
+        text = f"all workers run, on {_nodes(len(state.members))}"
+    ctx.move("running", state.reason.code, text)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from .. import limits
 from ..api.v1alpha1 import Budget
 from ..protocol.facts import Exit, Stack
-from . import hang_limits, nodes, provisioning, quiesce, sizes
+from . import hang_limits, launching, nodes, provisioning, quiesce, sizes
 from .actions import InspectGroup, Reason, ReasonCode, StopGroup
 from .checkpoints import DISTRUST_AFTER, in_memory, refuse
 from .context import MAX_INCIDENTS, SECOND_NS, StepContext, seconds, stop_timeout_s
@@ -216,7 +216,7 @@ def heartbeats_lost(ctx: StepContext, event: HeartbeatsLost) -> None:
 
 
 def heartbeats_restored(ctx: StepContext, event: HeartbeatsRestored) -> None:
-    _show(ctx, f"heartbeats arrive again, after {event.seconds:.1f} s without any")
+    _show_over(ctx, f"heartbeats arrive again, after {event.seconds:.1f} s without any")
 
 
 def inspect(ctx: StepContext, event: HangSuspected) -> None:
@@ -240,12 +240,19 @@ def inspected(ctx: StepContext, event: GroupInspected) -> None:
 def suspicion_ended(ctx: StepContext, event: HangSuspicionEnded) -> None:
     """A hang that ends by itself is not charged."""
     ctx.state.inspected.clear()
-    _show(ctx, f"progress again, after {event.seconds:.1f} s without any")
+    _show_over(ctx, f"progress again, after {event.seconds:.1f} s without any")
 
 
 def remarked(ctx: StepContext, event: NodeRemarked) -> None:
     show = _show if event.shown else StepContext.note
     show(ctx, f"{event.node}: {event.text}")
+
+
+def _show_over(ctx: StepContext, text: str) -> None:
+    """What was shown is over."""
+    ctx.note(text)
+    if ctx.state.phase == "running":
+        launching.show_running(ctx)
 
 
 def _show(ctx: StepContext, text: str) -> None:

@@ -104,6 +104,10 @@ _NOT_STARTED = {
 _UV_TEMPORARY = ("-w", "--with", "--with-editable", "--with-requirements", "--isolated", "-s",
                  "--script", "--gui-script")  # fmt: skip
 """With these uv makes an environment for one command, so uv itself is started."""
+_SHELL_TEXT = re.compile(
+    r'(?:(?<=\s)|^)(?:\S*/)?(?:ba|da|z|k)?sh(?:\s+(?:-\S+|pipefail))*?\s+-\w*c\s+"(?:\\.|[^"\\])*"'
+)
+"""A shell and the text that it reads, such as `sh -c "train $P"`: it replaces variables."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _HARMLESS = ("-u",)
 """Options of Python without effect here: a worker's output is written line by line."""
@@ -151,7 +155,7 @@ def _split(line: str) -> list[str]:
         words = list(lexer)
     except ValueError as error:
         raise CommandRefused(f"a line with {str(error).lower()}", "quotes in pairs") from None
-    bare = re.sub(r"'[^']*'", "''", text)
+    bare = _SHELL_TEXT.sub('""', re.sub(r"'[^']*'", "''", text))
     if found := re.search(r"\$\(|`|\$[\w{]+\}?", bare):
         raise CommandRefused(
             f"{found[0]}, which a shell would replace",

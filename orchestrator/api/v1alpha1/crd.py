@@ -65,10 +65,18 @@ _COLUMNS = (
         "Share of the time in which new steps were trained.",
         0,
     ),
+    (
+        "Reason",
+        "string",
+        '.status.conditions[?(@.type=="Ready")].reason',
+        "Why the job is in this phase, in one word.",
+        0,
+    ),
+    ("Seen", "date", ".status.seen", "How long ago the operator looked at the job.", 0),
     ("Age", "date", ".metadata.creationTimestamp", "", 0),
     ("Strategy", "string", ".status.strategy", "DDP, FSDP2 or HSDP; empty: a script's own.", 1),
     ("Checkpoint", "integer", ".status.lastCheckpoint.step", "Newest step in storage.", 1),
-    ("Reason", "string", ".status.reason", "Why the job is in this phase.", 1),
+    ("Message", "string", ".status.reason", "Why the job is in this phase.", 1),
 )
 
 

@@ -134,7 +134,11 @@ class TrainingJobStatus(_Written):
     """Phase of the job, for people: pending, starting, running, recovering, finishing, suspending,
     suspended, succeeded, failed or cancelled. Programs should read the conditions."""
     reason: str | None = None
-    """Why the job is in this phase, with the numbers."""
+    """Why the job is in this phase now, with the numbers. For a job that waits: what its pods
+    lack."""
+    seen: datetime | None = None
+    """When the operator last looked at the job: 30 s ago at most, unless the job has ended or no
+    operator runs. The other fields hold for that time."""
     job_id: str | None = None
     """Identifies this job among earlier ones of the same name."""
     nodes: NodesStatus | None = None

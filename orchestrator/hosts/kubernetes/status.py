@@ -43,6 +43,9 @@ HOLD_REASON = "CheckpointsUnusable"
 """Of a suspended job that waits for a user's decision about its checkpoints."""
 
 
+NOT_SEEN = "the operator has not looked at this job yet"
+
+
 class ConditionState(NamedTuple):
     """Phase, reason and message of all conditions. A job without a controller has one, too: its
     spec is invalid, or it is suspended, for example."""
@@ -75,11 +78,12 @@ def status_of(view: JobView, context: StatusContext, before: Sequence[Document] 
     ready = sum(node.state == "member" for node in view.nodes)
     finished = view.state in TERMINAL
     desired = 0 if finished or view.state in ("suspended", "suspending") else context.desired
+    state = _condition_state(view, context)
     status = TrainingJobStatus(
-        conditions=conditions(_condition_state(view, context), context, before),
+        conditions=conditions(state, context, before),
         observed_generation=context.generation,
         state=view.state,
-        reason=view.reason,
+        reason=state.message,
         job_id=view.job_id or None,
         nodes=NodesStatus(
             ready=ready,
@@ -290,7 +294,7 @@ def view_of(document: Document, now_ns: int) -> JobView:
         name=metadata["name"],
         job_id=status.job_id or metadata.get("uid", ""),
         state=_state(status.state),
-        reason=status.reason or "the operator has not looked at this job yet",
+        reason=(status.reason or "") if status.state else NOT_SEEN,
         submitted_ns=_ns(status.start_time) or _ns_of_text(metadata.get("creationTimestamp")),
         finished_ns=_ns(status.completion_time) or None,
         now_ns=now_ns,

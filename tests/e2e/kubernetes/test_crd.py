@@ -319,6 +319,7 @@ def test_get_shows_the_main_columns(jobs: Kubectl) -> None:
         "step": 119,
         "restarts": 1,
         "goodput": "98.2%",
+        "seen": "2026-01-01T00:00:00Z",
         "conditions": [condition("Ready", "True", "Running")],
         "incidents": [
             {
@@ -333,8 +334,10 @@ def test_get_shows_the_main_columns(jobs: Kubectl) -> None:
     patch = json.dumps({"status": status})
     jobs.run("patch", "tj", "right", "--subresource=status", "--type=merge", "--patch", patch)
     head, line = jobs.run("get", "tj", "right").splitlines()
-    assert head.split() == ["NAME", "STATE", "NODES", "WORLD", "STEP", "RESTARTS", "GOODPUT", "AGE"]
-    assert line.split()[:-1] == ["right", "running", "2/4", "8", "119", "1", "98.2%"]
+    columns = "NAME STATE NODES WORLD STEP RESTARTS GOODPUT REASON SEEN AGE"
+    assert head.split() == columns.split()
+    assert line.split()[:8] == ["right", "running", "2/4", "8", "119", "1", "98.2%", "Running"]
+    assert line.split()[8].endswith("d"), "seen in January"
     jobs.run("wait", "--for=condition=Ready", "tj/right", "--timeout=10s")
     scale = jobs.json("get", "tj", "right", "--subresource=scale")
     assert scale["status"] == {"replicas": 2, "selector": "holdfast.dev/job=right"}

@@ -408,7 +408,7 @@ def test_the_first_step_of_all_ranks_makes_a_job_run() -> None:
     assert job.state.step_s == 0.5
     job.wait(2)
     job.apply(StepCompleted(generation=1, step=3))
-    assert job.state.reason.text == "all 4 ranks have finished step 3"
+    assert job.state.reason.text == "all 4 ranks train"
     assert (job.state.phase, job.state.step, job.state.step_s) == ("running", 3, 0.5)
     assert job.state.first_step_ns == job.now_ns
     job.wait(2)

@@ -17,7 +17,7 @@ from holdfast.orchestrator.runtime.observe.view import JobView, NodeState, NodeV
 RESPONSE_S = 15.0
 """An operator acts on a new or changed object within this time, however busy it is."""
 STATUS_TIMEOUT_S = 60.0
-"""While workers run, the status changes every few seconds."""
+"""Twice the time after which an operator writes that it has seen a job (status_writer.SEEN_S)."""
 
 
 class OperatorAbsence(NamedTuple):
@@ -29,11 +29,8 @@ class OperatorAbsence(NamedTuple):
 
 def view_of_object(document: Document, now_ns: int) -> JobView:
     """The view of a job's object. Fields that only a newer operator knows are left out."""
-    status = document.get("status") or {}
     view = view_of(document, now_ns)
     view.num_incidents = max((one.number for one in view.incidents), default=0)
-    if status.get("state"):
-        view.reason = _longest(str(status.get("reason") or ""), status)
     view.controller_alive = operator_absence(document, now_ns) is None
     return view
 
@@ -54,8 +51,11 @@ def operator_absence(document: Document, now_ns: int) -> OperatorAbsence | None:
     if behind and now_ns - changed_ns > RESPONSE_S * SECOND_NS:
         what = "the operator has not acted on the last change of the spec"
         return OperatorAbsence(what, changed_ns)
-    if state in BUSY and written_ns and now_ns - written_ns > STATUS_TIMEOUT_S * SECOND_NS:
-        return OperatorAbsence("the operator has not written anything", written_ns)
+    seen_ns = time_ns(status.get("seen"))
+    if state in BUSY or seen_ns:
+        written_ns = max(written_ns, seen_ns)
+        if written_ns and now_ns - written_ns > STATUS_TIMEOUT_S * SECOND_NS:
+            return OperatorAbsence("no operator has looked at this job", written_ns)
     return None
 
 
@@ -131,9 +131,3 @@ def _node_state(pod: Document, status: Document, first_rank: int | None) -> Node
 def time_ns(text: str | None) -> int:
     """A time of the API in nanoseconds; 0 for none."""
     return int(datetime.datetime.fromisoformat(text).timestamp() * SECOND_NS) if text else 0
-
-
-def _longest(reason: str, status: Document) -> str:
-    """The message of Ready is the reason, followed by problems of pods."""
-    messages = [str(condition({"status": status}, "Ready").get("message", ""))]
-    return max((m for m in messages if m.startswith(reason)), key=len, default=reason)

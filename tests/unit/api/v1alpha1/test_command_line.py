@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import Any
 
 import pytest
@@ -145,6 +146,9 @@ REFUSED = {
     "pip install x\npython train.py": ("several lines", "bash run.sh"),
     "python train.py --data $DATA": ("$DATA, which a shell would replace", "no shell reads"),
     'python train.py "$(date)"': ("$(, which a shell would replace", "no shell reads"),
+    'bash run.sh "$DATA"': ("$DATA, which a shell would replace", "no shell reads"),
+    'bash -c "exec train" $DATA': ("$DATA, which a shell would replace", "no shell reads"),
+    "bash -c $DATA": ("$DATA, which a shell would replace", "no shell reads"),
     "python train.py *.txt": ("*, which a shell would replace", "names in full"),
     "python train.py ~/data": ("~, which a shell would replace", "names in full"),
     "python train.py 'abc": ("a line with no closing quotation", "quotes in pairs"),
@@ -159,6 +163,20 @@ REFUSED = {
     "uv run python3.12 train.py": ("uv run before python3.12", "one of both"),
     "A=B": ("no program", "the program and its arguments"),
 }
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'sh -c "exec python train.py --data $P"',
+        '/bin/bash -euo pipefail -c "echo $(hostname) \\"${RANK}\\"; exec ./train `nproc` > $LOG"',
+        'A=1 bash -lc "exec ./train $A"',
+        "sh -c 'exec ./train $P'",
+    ],
+)
+def test_a_shell_in_the_line_replaces_variables_in_its_own_text(line: str) -> None:
+    program = read(line)
+    assert program.words[-1] == shlex.split(line)[-1] and "$" in program.words[-1]
 
 
 @pytest.mark.parametrize("line", REFUSED)

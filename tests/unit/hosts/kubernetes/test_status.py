@@ -38,7 +38,7 @@ def view() -> JobView:
         name="llm",
         job_id="0b1c",
         state="running",
-        reason="all 4 ranks have finished step 7",
+        reason="all 4 ranks train",
         submitted_ns=NOW - 60 * SECOND_NS,
         now_ns=NOW,
         generation=2,

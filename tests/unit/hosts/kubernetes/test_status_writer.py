@@ -1,5 +1,5 @@
-"""Cancellation of the status writer. What it writes is tested against a real API server in
-tests/e2e/kubernetes/test_operator.py.
+"""When the status writer ends, and when it writes. What it writes is tested against a real API
+server in tests/e2e/kubernetes/test_operator.py.
 """
 
 from __future__ import annotations
@@ -8,9 +8,13 @@ import asyncio
 
 from kubernetes.aio import client as library
 
-from holdfast.orchestrator.hosts.kubernetes.status_writer import StatusWriter
+from holdfast.orchestrator.hosts.kubernetes.status_writer import SEEN_S, StatusWriter
 from holdfast.orchestrator.kube.client import KubeClient
+from holdfast.orchestrator.kube.errors import JOBS
 from holdfast.orchestrator.kube.names import Owner
+from tests.unit.kube.fake_api import cluster_of
+
+from .operator_harness import StatefulFakeApi, training_job
 
 BOUND_S = 20
 
@@ -30,5 +34,24 @@ def test_the_writer_ends_when_it_is_cancelled_together_with_an_urgent_change() -
             running.cancel()
             done, _pending = await asyncio.wait([running], timeout=BOUND_S)
             assert running in done and running.cancelled()
+
+    asyncio.run(scenario())
+
+
+def test_a_status_that_does_not_change_is_written_again_to_show_that_an_operator_runs() -> None:
+    async def scenario() -> None:
+        api = StatefulFakeApi()
+        path = JOBS.path("team", "llm")
+        api.keep(path, training_job("llm"))
+        async with cluster_of(api) as cluster:
+            owner, problems = Owner("team", "llm", "uid"), list[str]()
+            build = {"state": "suspended"}
+            writer = StatusWriter(cluster, owner, {}, lambda before: {**build}, problems.append)
+            for due, expected in ((False, 1), (False, 1), (True, 2)):
+                if due:
+                    writer._seen_at -= SEEN_S
+                await writer.write()
+                assert len([verb for verb, _path in api.requests if verb == "PATCH"]) == expected
+            assert api.objects[path]["status"]["seen"].endswith("Z")
 
     asyncio.run(scenario())

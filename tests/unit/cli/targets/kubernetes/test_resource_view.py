@@ -14,6 +14,7 @@ from holdfast.orchestrator.cli.targets.kubernetes.resource_view import (
     operator_absence,
     spec_changed_ns,
     status_written_ns,
+    time_ns,
     view_of_object,
 )
 from holdfast.orchestrator.cli.targets.kubernetes.session import ClusterSession
@@ -96,8 +97,9 @@ def test_the_number_of_incidents_counts_those_that_the_status_left_out() -> None
     ("state", "seconds", "absence"),
     [
         ("running", 10, ""),
-        ("running", 200, "not written anything"),
+        ("running", 200, "no operator has looked"),
         ("pending", 200, ""),
+        ("pending", 40, ""),
         ("suspended", 200, ""),
         ("succeeded", 200, ""),
     ],
@@ -107,9 +109,20 @@ def test_an_outdated_status_is_reported_as_absence_of_the_operator(
 ) -> None:
     document = make_object(make_view(state=state))
     missing = operator_absence(document, status_written_ns(document) + seconds * NS)
-    assert (missing.what if missing else "") == (f"the operator has {absence}" if absence else "")
+    assert (absence in missing.what) if missing and absence else missing is None and not absence
     view = view_of_object(document, status_written_ns(document) + seconds * NS)
     assert view.controller_alive == (not absence)
+
+
+@pytest.mark.parametrize("state", ["pending", "suspended", "running"])
+def test_a_job_that_no_operator_has_seen_for_a_minute_has_none(state: str) -> None:
+    document = make_object(make_view(state=state))
+    document["status"]["seen"] = "2023-11-14T22:15:00Z"
+    seen_ns = time_ns("2023-11-14T22:15:00Z")
+    assert operator_absence(document, seen_ns + 59 * NS) is None
+    missing = operator_absence(document, seen_ns + 61 * NS)
+    assert missing is not None
+    assert (missing.what, missing.since_ns) == ("no operator has looked at this job", seen_ns)
 
 
 def test_the_operator_has_time_to_look_at_a_new_job() -> None:
@@ -157,5 +170,5 @@ def test_a_remark_says_since_when_no_operator_handles_a_job() -> None:
     assert job.remarks(view) == []
     view = view_of_object(document, status_written_ns(document) + 125 * NS)
     [remark] = job.remarks(view)
-    assert remark.startswith("For 2 min 05 s the operator has not written anything (its last sta")
+    assert remark.startswith("For 2 min 05 s no operator has looked at this job (its last status")
     assert "`kubectl describe trainingjob demo -n team`" in remark
