@@ -12,6 +12,7 @@ from holdfast.orchestrator.client import commands
 from holdfast.orchestrator.client.access import LocalAccess
 from holdfast.orchestrator.errors import HoldfastError, SpecError, UserError
 from holdfast.orchestrator.hosts.local.job_directory import Home
+from tests.unit.cli.test_finished_jobs import ended_job
 
 SPEC = {
     "apiVersion": "holdfast.dev/v1alpha1",
@@ -99,3 +100,9 @@ def test_commands_run_in_a_process_of_their_own(tmp_path: Path) -> None:
     assert run.run("status", "--json") == "[]\n"
     with pytest.raises(UserError, match="job: got gone"):
         list(run.lines("logs", "gone", "--follow"))
+
+
+def test_changes_of_a_job_that_has_ended_are_rejected_with_its_end(tmp_path: Path) -> None:
+    ended_job(tmp_path, "done")
+    with pytest.raises(UserError, match=r"^job done: was cancelled \(.*\); nothing to suspend$"):
+        Client(home=tmp_path).job("done").suspend()
