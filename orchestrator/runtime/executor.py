@@ -31,6 +31,7 @@ from ..protocol import messages as wire
 from ..protocol.facts import LaunchIncident, OwnCheckpoint
 from .agent_server import AgentConnection
 from .checkpoint_store.async_store import AsyncCheckpointStore
+from .checkpoint_store.options import answer_of
 from .checkpoint_store.store import NotCovered
 from .translate import Answer, AwaitedAnswers, NodeAction, Order, to_message
 
@@ -139,7 +140,8 @@ class Executor:
         # result event the core would wait without end, so every exception becomes one.
         except Exception as error:
             final = isinstance(error, NotCovered)
-            self._failed(action, str(error) or type(error).__name__, final=final)
+            text = answer_of(error) or str(error) or type(error).__name__
+            self._failed(action, text, final=final)
         else:
             self._succeeded(action, result)
 

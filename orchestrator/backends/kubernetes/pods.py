@@ -65,8 +65,9 @@ class PodSettings:
     checkpoint_prefixes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Namespace, or * for all -> further directories and URLs below which the operator opens the
     paths of jobs with its own credentials (hosts/kubernetes/storage_access.py)."""
-    user_credentials: bool = True
-    """Jobs may use other stores with credentials of their own."""
+    user_credentials: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Namespace, or * for all, whose jobs may use other S3 buckets with credentials of their own ->
+    endpoints that these may name beside AWS, or * for any."""
     cache_volume: Mapping[str, Any] = field(default_factory=dict)
     """A volume source: each pod keeps what compilers produce in the directory of its namespace."""
 

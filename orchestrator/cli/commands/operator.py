@@ -86,10 +86,12 @@ PrefixesOption = Annotated[
     ),
 ]
 CredentialsOption = Annotated[
-    bool,
+    str,
     typer.Option(
-        "--user-credentials/--no-user-credentials",
-        help="Jobs may use other stores with credentials of their own.",
+        "--user-credentials",
+        metavar="JSON",
+        help="Namespace (or *) whose jobs may use other S3 buckets with credentials of their own "
+        "-> endpoints that these may name beside AWS (or *).",
     ),
 ]
 LeaseNamespaceOption = Annotated[
@@ -147,7 +149,7 @@ def operator(
     checkpoint_root: RootOption = "",
     checkpoint_volume: VolumeOption = "",
     checkpoint_prefixes: PrefixesOption = "",
-    user_credentials: CredentialsOption = True,
+    user_credentials: CredentialsOption = "",
     cache_volume: CacheOption = "",
     lease_namespace: LeaseNamespaceOption = "",
     lease_name: LeaseNameOption = "holdfast-operator",
@@ -182,8 +184,8 @@ def operator(
         requests=_requests(worker_requests),
         checkpoint_volume=_checkpoint_volume(checkpoint_volume, checkpoint_root),
         checkpoint_root=checkpoint_root,
-        checkpoint_prefixes=_prefixes(checkpoint_prefixes),
-        user_credentials=user_credentials,
+        checkpoint_prefixes=_lists("--checkpoint-prefixes", checkpoint_prefixes),
+        user_credentials=_lists("--user-credentials", user_credentials),
         cache_volume=_cache_volume(cache_volume, checkpoint_volume),
     )
     process = run.OperatorProcess(
@@ -227,19 +229,21 @@ def _address(listen: str) -> tuple[str, int]:
     return address.strip("[]"), int(port)
 
 
-def _prefixes(text: str) -> dict[str, list[str]]:
-    """Raises UserError."""
-    expected = 'JSON such as {"team-a": ["s3://bucket/team-a"], "*": ["/data"]}'
+def _lists(option: str, text: str) -> dict[str, list[str]]:
+    """Namespace (or *) -> URLs. Raises UserError."""
+    expected = 'JSON such as {"team-a": ["s3://bucket/team-a"], "*": []}'
+    if option == "--user-credentials":
+        expected = expected.replace("s3://bucket/team-a", "https://minio.example.com")
     try:
         found = json.loads(text or "{}")
     except ValueError as error:
         got = f"{text} ({error})"
-        raise UserError(str(Problem("--checkpoint-prefixes", got, expected))) from None
+        raise UserError(str(Problem(option, got, expected))) from None
     lists = found.values() if isinstance(found, dict) else [None]
     if not all(
         isinstance(one, list) and all(isinstance(p, str) and p for p in one) for one in lists
     ):
-        raise UserError(str(Problem("--checkpoint-prefixes", text, expected)))
+        raise UserError(str(Problem(option, text, expected)))
     return dict(found)
 
 

@@ -248,6 +248,7 @@ class JobReconciler:
             )
             self._check_path(job, path)
             store_job = await with_secret(job, self.owner, self._context.cluster)
+            self._check_path(store_job, path)  # the Secret may name an endpoint
             runtime = self._create_runtime(job, store_job, path)
         try:
             # The backend needs the pods; waiting here keeps the storage from being blamed for it.

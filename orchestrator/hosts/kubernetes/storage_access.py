@@ -8,13 +8,14 @@ all of them. So it uses these only for
 * and only where the job has no setting that could send them elsewhere, such as an endpoint.
 
 Everything else needs credentials of the job itself: a Secret of its namespace
-(spec.checkpoint.secretName) or spec.env.
+(spec.checkpoint.secretName) or spec.env. The chart says which namespaces may bring some, and which
+endpoints they may name: the operator reaches servers that their pods may not.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
@@ -33,8 +34,12 @@ HARMLESS_CONFIG = {
 """Settings of botocore that do not change where a request goes, or with which credentials."""
 HARMLESS = ("client_kwargs", "config_kwargs", "timeout", "anon", "default_block_size")
 """The same of options of a driver; the two with further options in them are looked through."""
+OWN = ("key", "secret", "token")
+"""Credentials."""
+ENDPOINTS = ("endpoint_url", "client_kwargs.endpoint_url")
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 ALL = "*"
+LISTED = "checkpoints.userCredentials of the chart"
 
 
 def problems(job: TrainingJob, settings: PodSettings, known_path: str = "") -> list[Problem]:
@@ -48,22 +53,28 @@ def problems(job: TrainingJob, settings: PodSettings, known_path: str = "") -> l
         options = access(path, job.spec.env).options
     except SpecError as error:
         return list(error.problems)
-    is_allowed = _is_allowed(job, settings, path)
-    redirected = _redirecting(options)
-    has_own = job.spec.checkpoint.secret_name is not None or _has_credentials(options)
-    if is_allowed and not redirected and job.spec.checkpoint.secret_name is None:
-        return []
+    is_allowed, secret = _is_allowed(job, settings, path), job.spec.checkpoint.secret_name
     if is_allowed and _is_directory(path):
         return []  # of the operator's own file system: no credentials are used
-    if not settings.user_credentials or not _is_s3(path):
-        if is_allowed:
-            return [_redirect_problem(name, settings) for name in redirected]
+    endpoints = _own_endpoints(job, settings) if _is_s3(path) else None
+    if endpoints is not None and (secret is not None or _has_credentials(options)):
+        return [_endpoint_problem(job, one) for one in _redirecting(options, endpoints)]
+    if not is_allowed:
         return [_path_problem(job, settings, path)]
-    if has_own:
-        return []
-    if is_allowed:
-        return [_redirect_problem(name, settings) for name in redirected]
-    return [_path_problem(job, settings, path)]
+    if secret is not None:
+        expected = f"nothing, as jobs of namespace {job.metadata.namespace} use no credentials of "
+        fix = f"remove it, or have the namespace added to {LISTED}"
+        return [Problem("spec.checkpoint.secretName", secret, f"{expected}their own", fix)]
+    may_have_own = endpoints is not None
+    return [_redirect_problem(one, may_have_own) for one in _redirecting(options)]
+
+
+def _own_endpoints(job: TrainingJob, settings: PodSettings) -> list[str] | None:
+    """Endpoints that the job may name, with credentials of its own; None: it may have none."""
+    lists = [settings.user_credentials.get(one) for one in (job.metadata.namespace, ALL)]
+    if lists == [None, None]:
+        return None
+    return [one for some in lists for one in some or ()]
 
 
 def _is_directory(path: str) -> bool:
@@ -117,14 +128,21 @@ def _is_below(path: str, prefix: str) -> bool:
     return path == prefix or path.startswith(f"{prefix.rstrip('/')}/")
 
 
-def _redirecting(options: Mapping[str, Any]) -> list[str]:
-    """Options of the job that are not known to be harmless."""
-    found = [name for name in options if name not in HARMLESS]
+def _redirecting(options: Mapping[str, Any], endpoints: Sequence[str] | None = None) -> list[str]:
+    """Options of the job that are not known to be harmless. `endpoints`: the job has credentials of
+    its own, and may send them there."""
+    known = {*HARMLESS, *(OWN if endpoints is not None else ())}
+    found = {name: value for name, value in options.items() if name not in known}
     for part, harmless in (("client_kwargs", {"region_name"}), ("config_kwargs", HARMLESS_CONFIG)):
         inner = options.get(part) or {}
-        names = set(inner) if isinstance(inner, Mapping) else {str(inner)}
-        found += [f"{part}.{name}" for name in sorted(names - harmless)]
-    return found
+        values = inner if isinstance(inner, Mapping) else {str(inner): None}
+        found |= {f"{part}.{name}": values[name] for name in sorted(set(values) - harmless)}
+    return [name for name, value in found.items()
+            if name not in ENDPOINTS or not _is_listed(str(value), endpoints or ())]  # fmt: skip
+
+
+def _is_listed(endpoint: str, endpoints: Sequence[str]) -> bool:
+    return ALL in endpoints or endpoint.rstrip("/") in (one.rstrip("/") for one in endpoints)
 
 
 def _has_credentials(options: Mapping[str, Any]) -> bool:
@@ -136,15 +154,24 @@ def _path_problem(job: TrainingJob, settings: PodSettings, path: str) -> Problem
     ours = f"{root}/{namespace}" + f"/{job.name}" * _is_directory(root)
     below = ", ".join([*([ours] if root else []), *_prefixes(job, settings)]) or "none"
     fix = "choose such a path, or have it added to checkpoints.allowedPrefixes of the chart"
-    if _is_s3(path) and settings.user_credentials:
+    if _is_s3(path) and _own_endpoints(job, settings) is not None:
         fix += "; or name a Secret with credentials of your own in spec.checkpoint.secretName"
     expected = f"a path that the operator may open for namespace {job.metadata.namespace} ({below})"
     return Problem(FIELD, path, expected, fix)
 
 
-def _redirect_problem(option: str, settings: PodSettings) -> Problem:
+def _endpoint_problem(job: TrainingJob, option: str) -> Problem:
+    """Without its value, which may come from a Secret, and without other namespaces' endpoints."""
+    expected = f"no setting of the store but credentials, region and an endpoint that {LISTED}"
+    expected += f" allows namespace {job.metadata.namespace}"
+    got, fix = f"a variable that sets {option} of the store", f"remove it, or have {LISTED} changed"
+    where = "spec.env" if job.spec.checkpoint.secret_name is None else "spec.env or its Secret"
+    return Problem(where, got, expected, fix)
+
+
+def _redirect_problem(option: str, may_have_own: bool) -> Problem:
     fix = "remove it"
-    if settings.user_credentials:
+    if may_have_own:
         fix += (
             f", or add credentials of your own ({' and '.join(CREDENTIALS)}): name their Secret "
             f"in spec.checkpoint.secretName"

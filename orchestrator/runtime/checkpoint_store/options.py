@@ -93,6 +93,8 @@ S3_OPTIONS: dict[str, tuple[str, ...]] = {
 """Variable -> key of its value in the driver's options; a later one wins."""
 S3_IGNORED = ("AWS_REGION", "AWS_EC2_METADATA_DISABLED", "AWS_PAGER", "AWS_DEFAULT_OUTPUT")
 """Variables that this driver ignores."""
+CLIENTS = ("botocore", "aiobotocore", "aiohttp")
+"""Their exceptions quote an answer, except for those of botocore whose `fmt` has no other error."""
 NUMBERS = ("AWS_MAX_ATTEMPTS",)
 MOST_ATTEMPTS = 5
 MOST_WAIT_S = 20.0
@@ -152,6 +154,23 @@ def own_options(job: TrainingJob, path: str) -> dict[str, Any] | None:
     if is_url and (left or SCHEMES.get(scheme) != "s3"):
         return None
     return options
+
+
+def answer_of(error: Exception) -> str:
+    """What a server answered, by known codes and numbers only; empty if the error is not about an
+    answer. The text of an answer may be secret: a job can make the operator ask a server that the
+    job itself cannot reach."""
+    response = getattr(error.__cause__ or error, "response", None)
+    if isinstance(response, Mapping):  # of botocore.exceptions.ClientError
+        from s3fs.errors import ERROR_CODE_TO_EXCEPTION
+
+        code = str((response.get("Error") or {}).get("Code"))
+        status = (response.get("ResponseMetadata") or {}).get("HTTPStatusCode")
+        known = code in ERROR_CODE_TO_EXCEPTION and not code.isdecimal()
+        return code if known else f"HTTP status {status}"
+    if type(error).__module__.partition(".")[0] not in CLIENTS:
+        return ""
+    return type(error).__name__ if "{error}" in getattr(error, "fmt", "{error}") else str(error)
 
 
 def connects_at_once(path: str) -> bool:

@@ -36,7 +36,7 @@ from holdfast.orchestrator.protocol.manifest import (
 from holdfast.orchestrator.protocol.mesh import Mesh
 
 from .beneath import FilesBeneath
-from .options import CHECKPOINT_FIELD, missing_driver, options_of_one_job
+from .options import CHECKPOINT_FIELD, answer_of, missing_driver, options_of_one_job
 from .shard_headers import gaps, read_boxes
 
 
@@ -294,7 +294,8 @@ def _name(path: str) -> str:
 
 
 def _why(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    text = answer_of(error) or getattr(error, "strerror", None) or str(error)
+    return text or type(error).__name__
 
 
 def storage_of(job: TrainingJob, path: str, key: str, beneath: str = "") -> CheckpointStore:

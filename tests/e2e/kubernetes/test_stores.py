@@ -3,6 +3,7 @@ operator."""
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,11 +30,13 @@ def silent() -> Iterator[socket.socket]:
 def test_a_store_that_does_not_answer_delays_only_its_own_jobs(
     plane: Plane, tmp_path: Path, namespace: Kubectl, silent: socket.socket
 ) -> None:
-    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
+    endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+    listed = f"--user-credentials={json.dumps({namespace.namespace: [endpoint]})}"
+    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,), listed)
     replica.start()
     replica.wait_leading()
     environment = {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}",
+        "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "AKIADUMMYDUMMYDUMMY1",
         "AWS_SECRET_ACCESS_KEY": "dummy",
         "AWS_DEFAULT_REGION": "us-east-1",

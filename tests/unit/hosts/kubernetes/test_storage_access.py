@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ SETTINGS = PodSettings(
     "e:1",
     checkpoint_root="/checkpoints",
     checkpoint_prefixes={"team-a": ["s3://bucket-a"], "team-b": ["s3://secret-b"], "*": ["/data/"]},
+    user_credentials={"team-a": ["http://10.0.0.1:9000/"], "team-b": ["http://secret-b"]},
 )
 
 
@@ -82,6 +84,7 @@ def test_a_path_of_another_bucket_needs_credentials_of_the_job() -> None:
     assert refused("s3://mine/x", env={**KEYS, **ENDPOINT}) == []
     assert refused("s3://mine/x", secret="store") == []
     assert refused("gs://mine/x", secret="store") != []
+    assert refused("s3://mine/x", env={**KEYS, "FSSPEC_S3_TOKEN": "t"}) == []
 
 
 @pytest.mark.parametrize(
@@ -96,14 +99,30 @@ def test_an_endpoint_of_the_user_never_goes_with_the_operators_credentials(
 ) -> None:
     (text,) = refused("s3://bucket-a/x", env=env)
     assert text.startswith("spec.env: got a variable that sets ") and "secretName" in text
-    assert refused("s3://bucket-a/x", env={**env, **KEYS}) == []
-    assert refused("s3://bucket-a/x", env=env, secret="store") == []
+    mine = {**env, **KEYS}
+    if env == ENDPOINT:
+        assert refused("s3://bucket-a/x", env=mine) == []
+        assert refused("s3://bucket-a/x", env=env, secret="store") == []
+    else:  # an endpoint that the chart does not list for this namespace, or a proxy
+        (text,) = refused("s3://mine/x", env=mine)
+        assert text.startswith("spec.env: got a variable that sets ")
+        assert "checkpoints.userCredentials" in text and "http://x" not in text
+        assert "secret-b" not in text
+        (text,) = refused("s3://mine/x", env=env, secret="store")
+        assert text.startswith("spec.env or its Secret: got a variable that sets ")
 
 
-def test_an_administrator_can_refuse_stores_of_users() -> None:
-    closed = PodSettings("e:1", checkpoint_root="/checkpoints", user_credentials=False)
+def test_by_default_no_job_brings_credentials() -> None:
+    closed = replace(SETTINGS, user_credentials={})
     assert refused(None, settings=closed) == []
-    assert refused("s3://mine/x", env=KEYS, settings=closed) != []
+    (text,) = refused("s3://mine/x", env={**KEYS, **ENDPOINT}, settings=closed)
+    assert text.startswith("spec.checkpoint.path: got s3://mine/x") and "secretName" not in text
+    (text,) = refused("s3://bucket-a/x", secret="store", settings=closed)
+    assert text.startswith("spec.checkpoint.secretName: got store; expected nothing")
+    assert len(refused("s3://bucket-a/x", env=KEYS, settings=closed)) == 2
+    everywhere = replace(SETTINGS, user_credentials={"*": ["*"]})
+    assert refused("s3://mine/x", env={**KEYS, "AWS_ENDPOINT_URL": "http://x"},
+                   settings=everywhere) == []  # fmt: skip
 
 
 def test_a_started_job_keeps_the_path_that_an_earlier_root_gave_it() -> None:

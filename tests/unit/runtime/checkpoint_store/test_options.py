@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import socketserver
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.orchestrator.errors import SpecError
+from holdfast.orchestrator.errors import HoldfastError, SpecError
 from holdfast.orchestrator.protocol.facts import ShardFile
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.orchestrator.runtime.checkpoint_store.options import (
     MOST_ATTEMPTS,
     MOST_WAIT_S,
     access,
+    answer_of,
     own_options,
 )
 from holdfast.orchestrator.runtime.checkpoint_store.store import storage_of
@@ -120,6 +123,50 @@ def test_two_jobs_in_one_process_use_their_own_credentials(s3: S3, tmp_path: Pat
     commit(first)
     assert [one.job for one in first.manifests()] == ["space/one"] and second.manifests() == []
     assert dict(os.environ) == before
+
+
+SECRET_TEXT = "INTERNAL-SECRET"
+XML = "<?xml version='1.0'?><Error><Code>{}</Code><Message>{}</Message></Error>"
+ANSWERS = {
+    "message": ("404 Not Found", XML.format("NoSuchBucket", SECRET_TEXT), "NoSuchBucket"),
+    "code": ("403 Forbidden", XML.format(SECRET_TEXT, SECRET_TEXT), "HTTP status 403"),
+    "no-xml": ("400 Bad Request", f"password={SECRET_TEXT}", "HTTP status 400"),
+    "success": ("200 OK", f"password={SECRET_TEXT}", ""),
+    "reason": (f"401 {SECRET_TEXT}", "", "HTTP status 401"),
+    "no-http": ("", SECRET_TEXT, "HTTPClientError"),
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_what_a_server_answers_is_not_in_a_message(kind: str) -> None:
+    status, body, expected = ANSWERS[kind]
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    answer = (head if status else "") + body
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while self.rfile.readline().strip():
+                pass
+            self.wfile.write(answer.encode())
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        env = {**S3_ENV, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_address[1]}"}
+        storage = storage_of(make_job(env=env), "s3://bucket/x", "space/x")
+        storage.fs.retries = 1
+        texts = []
+        file = ShardFile(5, 1, 0, 1, "shard", 5, "00")
+        for call in (storage.prepare, storage.manifests, lambda: storage.commit(5, Mesh(), (file,)),
+                     lambda: storage.delete(5, 1)):  # fmt: skip
+            try:
+                call()
+            except HoldfastError as error:
+                texts.append(str(error))
+            except Exception as error:  # as in the executor
+                texts.append(answer_of(error) or str(error))
+        server.shutdown()
+    assert texts and SECRET_TEXT not in str(texts)
+    assert expected in str(texts)
 
 
 def commit(storage: Any) -> None:
