@@ -108,8 +108,8 @@ async def serve(
         return "nothing is taken here"
 
     port = peer_transfer.DataPort(credentials, on_get, on_put)
-    ready.sendall(port.port.to_bytes(4, "big"))
-    await port.run()
+    ready.sendall(port.open("127.0.0.1").to_bytes(4, "big"))
+    await asyncio.Event().wait()
 
 
 def make_certificate(directory: Path) -> None:

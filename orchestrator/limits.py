@@ -79,6 +79,17 @@ inventory of 1,000 shards, or a request of the command line."""
 MAX_UNAUTHENTICATED_BYTES = 16 * 2**20
 """All such messages that a controller holds at a time; the connection that exceeds it is closed."""
 
+GREETING_TIMEOUT_S = 10.0
+"""For all of a greeting at any port: TLS handshake and first message or HTTP request. It takes
+milliseconds; a machine that is short of processors needs seconds."""
+
+MAX_STRANGERS = 1024
+"""Connections of a port that have not authenticated; with few descriptors, a quarter of them."""
+
+MAX_DESCRIPTORS = 2**20
+"""Open files that agents, controllers and workers allow themselves where the system sets no lower
+limit: some programs close every possible one when they start."""
+
 TOKEN_BYTES = 32
 """Entropy of a job's token: 256 bits, beyond guessing."""
 

@@ -15,13 +15,15 @@ import math
 import msgspec
 
 from .context import SECOND_NS
-from .events import NodeCopiedStep
+from .events import NodeCopiedStep, NodeRemarked
 from .state import JobState
 
 MIN_ROUND_S = 0.1
 """Rounds of jobs with short steps begin so far apart at least: each costs a message per node."""
 RETRY_S = 1.0
 """A push that failed is tried again with a step about this much later."""
+LATE_S = 10.0
+"""Time without a copied step after which a failure becomes an event, not only the status."""
 MAX_MARGIN = 64
 STEADY_ROUNDS = 32
 """Rounds in a row that were not missed, after which the margin is halved."""
@@ -52,6 +54,10 @@ class CopyScheduler:
         round, so one must not look at those of all others."""
         self.status = ""
         """How often all buddies get a copy, and why, as a sentence."""
+        self._copied_ns = 0
+        """When a step was last copied by all nodes, or the generation began."""
+        self._reported = False
+        self._remarks: list[NodeRemarked] = []
 
     def observe(self, now_ns: int, event: NodeCopiedStep, state: JobState) -> list[CopyOrder]:
         """A node's report; returns what is to be copied next, once that is known."""
@@ -73,13 +79,18 @@ class CopyScheduler:
         self._copied.add(event.node)
         return self._complete(now_ns, state) if len(self._copied) == len(state.members) else []
 
+    def take_remarks(self) -> list[NodeRemarked]:
+        """Events since the last call: no step is copied any more, or one is again."""
+        remarks, self._remarks = self._remarks, []
+        return remarks
+
     def _follow(self, now_ns: int, state: JobState) -> None:
         if self._generation == state.generation:
             return
         assert state.membership is not None
         restore = state.membership.restore
         self._generation, self._reports, self._began_ns = state.generation, {}, now_ns
-        self._copied = set()
+        self._copied, self._copied_ns = set(), now_ns
         # Agents begin with the first step that they stage.
         self._wanted, self.confirmed = (restore.step if restore else -1) + 1, -1
         self.status = ""
@@ -87,6 +98,15 @@ class CopyScheduler:
     def _again(self, now_ns: int, event: NodeCopiedStep, state: JobState) -> list[CopyOrder]:
         """The step was missed, or a push has failed: another one, for all nodes."""
         self._steady = 0
+        late_s = (now_ns - self._copied_ns) / SECOND_NS
+        if late_s >= LATE_S and not self._reported:
+            self._reported = True
+            last = f"; the last one is {self.confirmed}" if self.confirmed >= 0 else ""
+            text = (
+                f"could not copy step {event.step} to its buddy ({event.detail}): for {late_s:.0f} "
+                f"s no step has been copied by all nodes{last}. Losing a node costs all steps since"
+            )
+            self._remarks.append(NodeRemarked(node=event.node, text=text))
         if event.missed:
             self._margin = min(2 * self._margin + 1, MAX_MARGIN)
             return self._begin(now_ns, state, 0.0)
@@ -98,6 +118,11 @@ class CopyScheduler:
         if len({one.step for one in known}) > 1:
             return self._begin(now_ns, state, 0.0)
         before, self.confirmed = self.confirmed, known[0].step
+        self._copied_ns = now_ns
+        if self._reported:
+            self._reported = False
+            text = f"all nodes copy to their buddies again: step {self.confirmed}"
+            self._remarks.append(NodeRemarked(node=known[0].node, text=text))
         self._describe(known, before)
         self._steady += 1
         if self._steady >= STEADY_ROUNDS:

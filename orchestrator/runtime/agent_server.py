@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import hmac
+import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from .. import limits
@@ -19,10 +21,8 @@ from ..errors import HoldfastError, Problem, UserError
 from ..protocol import messages as wire
 from ..protocol.facts import NodeFacts
 from ..protocol.framing import FrameReader
+from ..protocol.strangers import ConnectionLimit, listen
 from ..protocol.tls import choosing_context
-
-GREETING_TIMEOUT_S = 10.0
-"""A connection without a first message by then is closed."""
 
 
 class AgentSink(Protocol):
@@ -107,26 +107,26 @@ class AgentServer:
         self._by_tls_name: dict[str, JobRoute] = {}
         self._unidentified: dict[Connection, int] = {}
         """Connections without a first message, and how many bytes of it have come."""
-        self._server: asyncio.Server | None = None
+        self._strangers = ConnectionLimit()
+        self._serving: asyncio.Task[None] | None = None
         self._closed = False
 
     async def open(self, address: str = "127.0.0.1", port: int = 0, *, tls: bool = False) -> None:
         """Listen; with `tls`, only for clients that hold the key of a registered job. Raises
         UserError when the port cannot be opened."""
-        loop = asyncio.get_running_loop()
         context = choosing_context(self._context) if tls else None
         try:
-            self._server = await loop.create_server(
-                lambda: Connection(self),
-                address,
-                port,
-                ssl=context,
-                ssl_handshake_timeout=GREETING_TIMEOUT_S if tls else None,
-                backlog=4096,
-            )
+            listener = listen(address, port)
         except OSError as error:
             raise cannot_listen("the agents' port", address, port, error) from None
-        self.address, self.port = self._server.sockets[0].getsockname()[:2]
+        self.address, self.port = listener.getsockname()[:2]
+        serving = self._strangers.serve(listener, partial(self._connect, context))
+        self._serving = asyncio.get_running_loop().create_task(serving)
+
+    async def _connect(self, context: ssl.SSLContext | None, sock: socket.socket) -> None:
+        """Give a new connection its handshake."""
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(lambda: Connection(self, sock), sock, ssl=context)
 
     def register(
         self,
@@ -165,14 +165,13 @@ class AgentServer:
 
     async def close(self) -> None:
         self._closed = True
-        if self._server is not None:
-            self._server.close()
+        if self._serving is not None:
+            self._serving.cancel()
         for job in list(self._routes):
             self.unregister(job)
-        for connection in list(self._unidentified):
-            connection.close()
-        if self._server is not None:
-            await self._server.wait_closed()
+        self._strangers.end_all()
+        if self._serving is not None:
+            await asyncio.wait([self._serving])
 
     def _context(self, tls_name: str) -> ssl.SSLContext | None:
         route = self._by_tls_name.get(tls_name)
@@ -194,6 +193,7 @@ class AgentServer:
 
     def lost(self, connection: Connection) -> None:
         self._unidentified.pop(connection, None)
+        self._strangers.leave(connection.sock)
         route, link = connection.route, connection.link
         if route is None:
             return
@@ -213,6 +213,7 @@ class AgentServer:
 
     def _admit(self, connection: Connection, route: JobRoute) -> None:
         self._unidentified.pop(connection, None)
+        self._strangers.leave(connection.sock)
         connection.admitted(route)
         route.connections.add(connection)
 
@@ -284,8 +285,8 @@ class AgentServer:
 class Connection(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, server: AgentServer) -> None:
-        self._server = server
+    def __init__(self, server: AgentServer, sock: socket.socket) -> None:
+        self._server, self.sock = server, sock
         self._reader = FrameReader(limits.MAX_GREETING_BYTES)
         self._transport: asyncio.Transport | None = None
         self._greeted = False
@@ -294,7 +295,6 @@ class Connection(asyncio.Protocol):
         self.link: AgentConnection | None = None
         self.context: ssl.SSLContext | None = None
         """Of the job that the handshake named; None: no TLS."""
-        self._timeout: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called after the handshake."""
@@ -302,8 +302,6 @@ class Connection(asyncio.Protocol):
         self._transport = transport
         tls = transport.get_extra_info("ssl_object")
         self.context = tls.context if tls is not None else None
-        loop = asyncio.get_running_loop()
-        self._timeout = loop.call_later(GREETING_TIMEOUT_S, self.close)
         self._server.opened(self)
 
     def data_received(self, data: bytes) -> None:
@@ -325,7 +323,6 @@ class Connection(asyncio.Protocol):
             return
         if not self._greeted:
             self._greeted = True
-            self._stop_timeout()
             self._server.greeted(self, message)
         elif (
             self.route
@@ -338,12 +335,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed = True
-        self._stop_timeout()
         self._server.lost(self)
-
-    def _stop_timeout(self) -> None:
-        if self._timeout is not None:
-            self._timeout.cancel()
 
     def send(self, message: wire.Message) -> None:
         if self._transport is not None and not self.closed:

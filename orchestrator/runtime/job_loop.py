@@ -206,6 +206,7 @@ class JobLoop:
                     self._orders += orders(self.controller.state, [event])
             elif isinstance(event, NodeCopiedStep):
                 self._orders += self._rounds.observe(now_ns, event, self.controller.state)
+                pending.extend(self._rounds.take_remarks())
                 continue
             else:
                 decided = self.controller.step(now_ns, event)

@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         help="the job's tls.crt and tls.key; needed for everything beyond loopback",
     )
     parser.add_argument("--tls-name", default="", help="the name in that certificate")
-    parser.add_argument("--bind", default="", help="address of the data port; default: all")
+    parser.add_argument("--bind", default="", help="address of the data port; default: --address")
     parser.add_argument(
         "--address",
         default=os.environ.get("POD_IP", ""),

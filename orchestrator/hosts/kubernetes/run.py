@@ -20,6 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from holdfast.orchestrator.kube.client import KubeClient
 from holdfast.orchestrator.kube.leader_election import LEASE_S, LeaderElection, LeaseName
+from holdfast.orchestrator.protocol.strangers import ConnectionLimit, listen, raise_descriptor_limit
 from holdfast.orchestrator.runtime.agent_server import cannot_listen
 from holdfast.orchestrator.runtime.observe.view import JobPhase, JobView
 
@@ -51,6 +52,7 @@ class OperatorProcess:
 
 async def run_operator(process: OperatorProcess, options: Options) -> None:
     """Until SIGTERM or SIGINT. Raises UserError for invalid options."""
+    raise_descriptor_limit()
     operator = Operator(process, options)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -162,22 +164,33 @@ class HttpServer:
         """`not_ready`: why not; empty when ready. `metrics`: the text of a scrape."""
         self._not_ready, self._metrics = not_ready, metrics
         self._runner: web.AppRunner | None = None
+        self._serving: asyncio.Task[None] | None = None
 
     async def open(self, address: str, port: int) -> None:
         """Raises UserError when the port cannot be opened."""
         application = web.Application()
+        application.on_response_prepare.append(one_request)
         application.router.add_get("/healthz", self._health)
         application.router.add_get("/readyz", self._ready)
         application.router.add_get("/metrics", self._scrape)
         self._runner = web.AppRunner(application, access_log=None)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, address or None, port).start()
+            listener = listen(address, port)
         except OSError as error:
             await self._runner.cleanup()
             raise cannot_listen("--metrics-port", address, port, error) from None
+        self.port = int(listener.getsockname()[1])
+        loop, server = asyncio.get_running_loop(), self._runner.server
+        assert server is not None
+        serving = ConnectionLimit().serve(
+            listener, lambda sock: loop.connect_accepted_socket(server, sock)
+        )
+        self._serving = loop.create_task(serving)
 
     async def close(self) -> None:
+        if self._serving is not None:
+            self._serving.cancel()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -191,6 +204,11 @@ class HttpServer:
     async def _scrape(self, request: web.Request) -> web.Response:
         body = await self._metrics()
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def one_request(request: web.Request, response: web.StreamResponse) -> None:
+    """Close the connection after this answer; each connection has a limited time."""
+    response.force_close()
 
 
 class JsonLines(logging.Formatter):

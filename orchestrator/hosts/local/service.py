@@ -26,6 +26,7 @@ from holdfast.orchestrator.backends.base import Backend
 from holdfast.orchestrator.backends.local import LocalBackend, LocalPaths
 from holdfast.orchestrator.core.events import CancelRequested
 from holdfast.orchestrator.errors import HoldfastError
+from holdfast.orchestrator.protocol.strangers import raise_descriptor_limit
 from holdfast.orchestrator.runtime.agent_server import AgentServer
 from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
     SerialExecutor,
@@ -109,6 +110,7 @@ def _run(
     on_view: Callable[[JobView], None] | None,
     on_note: Callable[[str], None] | None,
 ) -> FinishedRun:
+    raise_descriptor_limit()
     # The storage driver may read more variables of spec.env than it has options for.
     needs_environment = own_options(job, directory.checkpoint_path(job)) is None
     with job_environment(job) if needs_environment else nullcontext():

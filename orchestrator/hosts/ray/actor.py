@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from holdfast.orchestrator.backends.ray import actors, names, ray_nodes
+from holdfast.orchestrator.protocol.strangers import raise_descriptor_limit
 
 ON_THE_HEAD = {"node:__internal_head__": 0.001}
 """A resource that only the head has, enough for a thousand actors. Without its head a cluster
@@ -60,6 +61,7 @@ class ControllerActor:
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, order: ControllerOrder, make_host: Callable[[ControllerOrder], JobHost]
     ) -> None:
+        raise_descriptor_limit()
         self._order = order
         self._host = make_host(order)
         self._life = asyncio.get_running_loop().create_task(self._live())

@@ -148,8 +148,8 @@ class RayHost:
         self._fresh = not journal.records and journal.snapshot is None
         try:
             await self.runtime.prepare(fresh=self._fresh)
-            await self._endpoint.open("0.0.0.0", tls=True)
             address = ray_nodes.own_node()["address"]
+            await self._endpoint.open(address, tls=True)
             self._backend.set_endpoint(address, self._endpoint.port)
             await self.runtime.begin(journal)
             self._fresh = False

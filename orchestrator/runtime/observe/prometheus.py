@@ -9,29 +9,27 @@ few and bounded; series per rank only when spec.metrics.perRank asks for them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
-import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
-from wsgiref.simple_server import WSGIRequestHandler
+from typing import Literal, get_args
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     Metric,
     SummaryMetricFamily,
 )
-from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.exposition import MetricsHandler
 from prometheus_client.registry import Collector
 
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.protocol.strangers import GuardedHttpServer, GuardedRequest
 
 from ..agent_server import cannot_listen
 from .incidents import KINDS
@@ -39,10 +37,6 @@ from .view import JobPhase, JobView, NodeState, PhaseTotal
 
 NS = 1e9
 ADDRESS = "127.0.0.1"
-CONNECTION_LIMIT_S = 10.0
-"""A scrape takes milliseconds; Prometheus waits 10 s for one."""
-MAX_CONNECTIONS = 64
-"""Further ones are closed at once."""
 Kind = Literal["gauge", "counter", "summary"]
 Sample = tuple[Mapping[str, str], float]
 """Labels and value."""
@@ -295,67 +289,32 @@ def metric_of_jobs(
     return family
 
 
-class _Handler(WSGIRequestHandler):
-    """Logs nothing."""
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-class _ScrapeServer(ThreadingWSGIServer):
-    """A thread per connection, a limited number of connections, and each for a limited time,
-    whatever its client sends or does not send."""
-
-    def __init__(self, address: tuple[str, int], limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._began: dict[socket.socket, float] = {}
-        self._lock = threading.Lock()
-        super().__init__(address, _Handler)
-
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        with self._lock:
-            room = len(self._began) < MAX_CONNECTIONS
-            if room:
-                self._began[request] = time.monotonic()
-        return room
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._began.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """Called twice a second. The thread of a connection that is shut down ends it."""
-        with self._lock:
-            due = time.monotonic() - self._limit_s
-            for request in [one for one, began in self._began.items() if began <= due]:
-                with contextlib.suppress(OSError):  # its client has closed it
-                    request.shutdown(socket.SHUT_RDWR)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing is printed: an error is a client that has gone, or was closed here."""
-
-
 class MetricsServer:
     """Serves /metrics of one job on this machine."""
 
     def __init__(
-        self, job: TrainingJob, view: Callable[[], JobView], limit_s: float = CONNECTION_LIMIT_S
+        self,
+        job: TrainingJob,
+        view: Callable[[], JobView],
+        limit_s: float = limits.GREETING_TIMEOUT_S,
     ) -> None:
-        """A connection is closed after `limit_s`."""
+        """A request and its answer may each take `limit_s`."""
         self._registry = CollectorRegistry()
         self._registry.register(JobCollector(job, view))
         self._limit_s = limit_s
 
     def open(self, port: int) -> int:
         """Listen; returns the port. Raises UserError when it cannot be opened."""
+
+        class Scrape(GuardedRequest, MetricsHandler):
+            registry = self._registry
+
         try:
-            self._server = _ScrapeServer((ADDRESS, port), self._limit_s)
+            self._server = GuardedHttpServer((ADDRESS, port), Scrape, self._limit_s)
         except OSError as error:
             raise cannot_listen("spec.metrics.port", ADDRESS, port, error) from None
-        self._server.set_app(make_wsgi_app(self._registry))
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return int(self._server.server_port)
+        self._server.serve_in_thread("holdfast-metrics")
+        return self._server.port
 
     def close(self) -> None:
         """Stop, without waiting for the server's thread, which polls twice a second."""

@@ -97,6 +97,29 @@ def test_a_failed_push_is_followed_by_a_step_about_a_second_later() -> None:
     assert one.rounds.confirmed == 25
 
 
+def test_copies_that_stop_are_one_event_and_so_is_their_return() -> None:
+    one = Rounds()
+    one.both()
+    for second in range(30):
+        one.job.now_ns += SECOND
+        one.report("b", detail="a: timed out")
+        remarks = one.rounds.take_remarks()
+        assert bool(remarks) == (second == 9)
+        if remarks:
+            assert remarks[0].node == "b"
+            assert remarks[0].text.startswith(
+                "could not copy step 10 to its buddy (a: timed out): "
+            )
+            assert "for 10 s no step has been copied by all nodes; the last one is 0" in (
+                remarks[0].text
+            )
+    one.both()
+    (remark,) = one.rounds.take_remarks()
+    assert remark.text == f"all nodes copy to their buddies again: step {one.rounds.confirmed}"
+    one.report("b", detail="a: timed out")
+    assert one.rounds.take_remarks() == []
+
+
 def test_orders_lie_further_ahead_after_each_missed_step_and_nearer_after_steady_rounds() -> None:
     one, margins = Rounds(), []
     for _ in range(8):

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
-from holdfast.orchestrator.protocol import hardware
+from holdfast.orchestrator.protocol import hardware, strangers
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.environment import PROGRESS_URL, worker_environment
 from holdfast.orchestrator.protocol.facts import NodeFacts, StagedShard
@@ -82,7 +82,7 @@ class NodeOptions:
     tls_name: str = ""
     """The name in that certificate."""
     bind_address: str = ""
-    """Address of the data port; empty: all interfaces."""
+    """Address of the data port; empty: the one at which other nodes reach this one."""
     address: str = ""
     """Where other nodes reach this one; empty: the local address of the controller connection."""
     failure_domain: str = ""
@@ -141,9 +141,7 @@ class AgentProcess:
         self._workers = WorkerPool(self._loop, self._give)
         self._workers.attach(server)
         self._workers.noted, self._workers.wrote = self._noted, self._wrote
-        self._data = peer_transfer.DataPort(
-            self._credentials, self._on_get, self._on_put, address=options.bind_address
-        )
+        self._data = peer_transfer.DataPort(self._credentials, self._on_get, self._on_put)
         file = options.endpoint_file
         where = endpoint_in(file) if file is not None else lambda: options.endpoints
         self._link = ControllerLink(
@@ -174,7 +172,6 @@ class AgentProcess:
     async def run(self) -> str:
         """Run until the machine ends the node; returns the reason."""
         self._loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
-        self._spawn(self._data.run())
         self._spawn(self._link.run())
         self._spawn(self._keep_house())
         try:
@@ -264,14 +261,15 @@ class AgentProcess:
 
     def _on_link(self, own_address: str) -> None:
         address = self._options.address or own_address
+        data_port = self._data.open(self._options.bind_address or address)
         if self._facts is None:
             self._facts = inventory.node_facts(
                 slots=self._options.slots,
                 address=address,
-                data_port=self._data.port,
+                data_port=data_port,
                 failure_domain=self._options.failure_domain or self._options.node,
             )
-        self._facts = replace(self._facts, address=address)
+        self._facts = replace(self._facts, address=address, data_port=data_port)
         self._give(inputs.LinkUp(self._facts, self._ports.take()))
 
     # -- commands -----------------------------------------------------------------------------
@@ -558,6 +556,7 @@ def run_node(options: NodeOptions) -> NoReturn:
     """Become an agent: fork the forkserver while this process has no threads, then run. Never
     returns; the forkserver, the workers and the memory end with this process."""
     output.never_fail()
+    strangers.raise_descriptor_limit()
     processes.adopt_orphans()
     processes.name_process(options.node)
     _, server = forkserver.start()

@@ -16,10 +16,7 @@ import hmac
 import math
 import os
 import secrets
-import sys
-import threading
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 
@@ -28,10 +25,10 @@ from holdfast.orchestrator.protocol.environment import (
     PROGRESS_TOKEN,
     PROGRESS_URL,
 )
+from holdfast.orchestrator.protocol.strangers import GuardedHttpServer, GuardedRequest
 from holdfast.workers.worker_protocol import Reported
 
 MAX_BODY_BYTES = 64 * 2**10
-REQUEST_TIMEOUT_S = 5.0
 
 HOST = "127.0.0.1"
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
@@ -73,10 +70,9 @@ class ProgressServer:
         """Rank -> its seat in the newest generation, and its token."""
         self._files: dict[int, int] = {}
         """Rank -> descriptor of the file that holds its token."""
-        server = ThreadingHTTPServer((HOST, 0), self._handler())
-        server.daemon_threads = True
-        self._url = f"http://{HOST}:{server.server_address[1]}/"
-        threading.Thread(target=server.serve_forever, name="holdfast-progress", daemon=True).start()
+        server = GuardedHttpServer((HOST, 0), self._handler())
+        server.serve_in_thread("holdfast-progress")
+        self._url = f"http://{HOST}:{server.port}/"
 
     def environment(self, generation: int, rank: int) -> dict[str, str]:
         """The variables with which a worker finds the server. The token is in memory: other users
@@ -106,13 +102,11 @@ class ProgressServer:
                 f"the script posts its progress without steps, so none are shown: {STEPS}"
             )
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
+    def _handler(self) -> type[GuardedRequest]:
         server = self
 
-        class Handler(BaseHTTPRequestHandler):
-            timeout = REQUEST_TIMEOUT_S
-
-            def do_POST(self) -> None:
+        class Handler(GuardedRequest):
+            def do_POST(self) -> None:  # noqa: N802 (the base class calls it)
                 status, text = self._take()
                 data = text.encode()
                 self.send_response(status)
@@ -136,12 +130,6 @@ class ProgressServer:
                 else:
                     server._on_report(seat, report)
                 return 200, ""
-
-            def log_message(self, format: str, *args: object) -> None:
-                return
-
-            def log_error(self, format: str, *args: object) -> None:
-                print(f"progress server: {format % args}", file=sys.stderr)
 
         return Handler
 

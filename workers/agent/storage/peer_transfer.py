@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,11 +39,12 @@ from holdfast.orchestrator.protocol.framing import (
     frame,
     frame_length,
 )
+from holdfast.orchestrator.protocol.strangers import ConnectionLimit, listen
 
 R = TypeVar("R")
 
-GREETING_TIMEOUT_S = 5.0
-"""For the handshake and the request of an accepted connection."""
+LOOPBACK = "127.0.0.1"
+
 TIMEOUT_S = 30.0
 """Between two parts of a transfer, so that a dead peer does not hold a buffer."""
 
@@ -130,7 +132,7 @@ Answer = TransferBuffer | str
 class DataPort:
     """The listener. `on_get` and `on_put` decide about requests.
 
-    `address`: where to listen; empty: on all interfaces (IPv4 and IPv6), in clear on loopback.
+    Handshake and request are awaited in the event loop, so that strangers hold no thread.
     """
 
     def __init__(
@@ -138,59 +140,57 @@ class DataPort:
         credentials: PeerCredentials,
         on_get: Callable[[Get], Answer],
         on_put: Callable[[Put], Answer],
-        *,
-        address: str = "",
     ) -> None:
         self._credentials = credentials
         self._on_get, self._on_put = on_get, on_put
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers = ConnectionLimit()
         # Separate threads: slow uploads and name lookups must not delay the serving of memory.
         self._threads = ThreadPoolExecutor(TRANSFERS, thread_name_prefix="holdfast-port")
-        if not address and credentials.server is None:
-            address = "127.0.0.1"
-        self._listener = _listen(address)
-        self._listener.setblocking(False)
-        self.port = int(self._listener.getsockname()[1])
+        self._serving: asyncio.Task[None] | None = None
+        self._address, self.port = "", 0
 
-    async def run(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            sock, _ = await loop.sock_accept(self._listener)
-            task = loop.create_task(self._serve(sock))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _serve(self, bare: socket.socket) -> None:
-        with contextlib.suppress(OSError, PeerError):
-            sock, request = await self._in_thread(self._greet, bare)
-            with sock:
-                await self._answer(sock, request)
-
-    def _greet(self, bare: socket.socket) -> tuple[socket.socket, PeerMessage]:
-        """The handshake and the request, in a thread."""
-        sock = bare
+    def open(self, address: str) -> int:
+        """Listen at an address of this node, at all if it is none; returns the port. Listening at
+        another address before ends; transfers go on."""
+        if self._serving is not None and address == self._address:
+            return self.port
+        self.close()
+        in_clear = self._credentials.server is None
         try:
-            bare.setblocking(True)
-            bare.settimeout(GREETING_TIMEOUT_S)
-            if self._credentials.server is not None:
-                sock = self._credentials.server.wrap_socket(bare, server_side=True)
-            request = _receive(sock)
-            sock.settimeout(TIMEOUT_S)
-        except BaseException:
-            sock.close()
-            bare.close()
-            raise
-        return sock, request
+            listener = listen(LOOPBACK if in_clear and not is_loopback(address) else address)
+        except OSError:  # a name, or the address of a gateway
+            listener = listen(LOOPBACK if in_clear else "")
+        self._address, self.port = address, int(listener.getsockname()[1])
+        serving = self._strangers.serve(listener, self._serve, self._credentials.server)
+        self._serving = asyncio.get_running_loop().create_task(serving)
+        return self.port
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        if self._serving is not None:
+            self._serving.cancel()
+
+    async def _serve(self, sock: socket.socket) -> None:
+        """Raises OSError for a stranger, and for a peer that has gone and tries again."""
+        with contextlib.suppress(PeerError), sock:
+            if isinstance(sock, ssl.SSLSocket):
+                await _when_ready(sock, sock.do_handshake)
+            request = await _request(sock)
+            if self._authentic(request):
+                self._strangers.leave(sock)
+                sock.settimeout(TIMEOUT_S)
+                await self._answer(sock, request)
+            else:
+                sock.send(frame(_ENCODER.encode(No(detail="wrong token"))))
+        self._strangers.leave(sock)
+
+    def _authentic(self, request: Get | Put) -> bool:
+        return hmac.compare_digest(request.token.encode(), self._credentials.token.encode())
 
     async def _in_thread(self, work: Callable[..., R], *arguments: object) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
-    async def _answer(self, sock: socket.socket, request: PeerMessage) -> None:
-        if not isinstance(request, Get | Put):
-            return
-        if not hmac.compare_digest(request.token.encode(), self._credentials.token.encode()):
-            await self._in_thread(_send, sock, No(detail="wrong token"))
-            return
+    async def _answer(self, sock: socket.socket, request: Get | Put) -> None:
         if isinstance(request, Get):
             answer = self._on_get(request)
             work = _send_bytes
@@ -285,18 +285,6 @@ def push(
 
 
 # -- connections ------------------------------------------------------------------------------
-def _listen(address: str) -> socket.socket:
-    """Listen on one address, or on all addresses of both families if the kernel has IPv6."""
-    if address:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, 0), family=family, backlog=128)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True
-        )
-    return socket.create_server(("", 0), backlog=128)
-
-
 def _connect(address: str, port: int, credentials: PeerCredentials) -> socket.socket:
     """Raises OSError (a wrong certificate too) or PeerError."""
     if credentials.client is None and not is_loopback(address):
@@ -376,18 +364,66 @@ def _send(sock: socket.socket, message: PeerMessage) -> None:
 
 
 def _receive(sock: socket.socket) -> PeerMessage:
-    try:
-        length = frame_length(_exactly(sock, HEADER_BYTES), MAX_REQUEST_BYTES)
-        return _DECODER.decode(_exactly(sock, length))
-    except (BadFrame, *UNDECODABLE) as error:
-        raise PeerError(f"not the data port's protocol: {error}") from None
+    length = _length(_exactly(sock, HEADER_BYTES))
+    return _decoded(_exactly(sock, length))
 
 
 def _exactly(sock: socket.socket, length: int) -> bytes:
     data = b""
     while len(data) < length:
-        part = sock.recv(length - len(data))
-        if not part:
-            raise PeerError("the connection ended")
-        data += part
+        data += _part(sock, length - len(data))
     return data
+
+
+async def _request(sock: socket.socket) -> Get | Put:
+    """The first message of a non-blocking connection. Raises OSError or PeerError."""
+
+    async def exactly(length: int) -> bytes:
+        data = b""
+        while len(data) < length:
+            data += await _when_ready(sock, partial(_part, sock, length - len(data)))
+        return data
+
+    message = _decoded(await exactly(_length(await exactly(HEADER_BYTES))))
+    if isinstance(message, Get | Put):
+        return message
+    raise PeerError(f"got {message!r}")
+
+
+def _length(header: bytes) -> int:
+    try:
+        return frame_length(header, MAX_REQUEST_BYTES)
+    except BadFrame as error:
+        raise PeerError(f"not the data port's protocol: {error}") from None
+
+
+def _decoded(body: bytes) -> PeerMessage:
+    try:
+        return _DECODER.decode(body)
+    except UNDECODABLE as error:
+        raise PeerError(f"not the data port's protocol: {error}") from None
+
+
+def _part(sock: socket.socket, length: int) -> bytes:
+    part = sock.recv(length)
+    if not part:
+        raise PeerError("the connection ended")
+    return part
+
+
+async def _when_ready(sock: socket.socket, attempt: Callable[[], R]) -> R:
+    """The result of `attempt` as soon as the non-blocking socket permits it."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            return attempt()
+        except (BlockingIOError, ssl.SSLWantReadError):
+            add, remove = loop.add_reader, loop.remove_reader
+        except ssl.SSLWantWriteError:
+            add, remove = loop.add_writer, loop.remove_writer
+        ready = asyncio.Event()
+        add(sock, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            remove(sock)

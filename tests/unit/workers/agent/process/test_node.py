@@ -80,8 +80,8 @@ def test_uploads_that_wait_for_storage_delay_no_push_and_no_fetch(tmp_path: Path
         ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         node = make_node(tmp_path, ours)
         received = ReceivedInputs(node)
-        peer = Agent(node._credentials, "127.0.0.1")
-        serving = asyncio.create_task(peer.port.run())
+        peer = Agent(node._credentials)
+        peer.port.open("127.0.0.1")
         for number in range(SLOTS + 1):
             os.write(node._memory.make(number, len(DATA)), DATA)
         for number in range(SLOTS):
@@ -119,7 +119,7 @@ def test_uploads_that_wait_for_storage_delay_no_push_and_no_fetch(tmp_path: Path
         for _ in range(SLOTS):
             done = await received.wait()
             assert isinstance(done, inputs.WriteDone) and done.checksum and not done.detail
-        serving.cancel()
+        peer.port.close()
         server.close()
 
     asyncio.run(scene())

@@ -31,10 +31,10 @@ def memory_of(data: bytes) -> int:
 class Agent:
     """The serving side: it has one shard and accepts any."""
 
-    def __init__(self, credentials: peer_transfer.PeerCredentials, address: str = "") -> None:
+    def __init__(self, credentials: peer_transfer.PeerCredentials) -> None:
         self.received = b""
         self.ended: list[bool] = []
-        self.port = peer_transfer.DataPort(credentials, self._get, self._put, address=address)
+        self.port = peer_transfer.DataPort(credentials, self._get, self._put)
 
     def _get(self, get: peer_transfer.Get) -> peer_transfer.Answer:
         if get.shard != SHARD.shard:
@@ -59,15 +59,15 @@ class Agent:
 def with_agent(
     agent_credentials: peer_transfer.PeerCredentials,
     scene: Callable[[Agent], Awaitable[Any]],
-    address: str = "",
+    address: str = "127.0.0.1",
 ) -> Any:
     async def run() -> Any:
-        agent = Agent(agent_credentials, address)
-        serving = asyncio.create_task(agent.port.run())
+        agent = Agent(agent_credentials)
+        agent.port.open(address)
         try:
             return await asyncio.wait_for(scene(agent), BOUND_S)
         finally:
-            serving.cancel()
+            agent.port.close()
 
     return asyncio.run(run())
 
@@ -149,17 +149,18 @@ def test_the_token_alone_is_not_enough(tmp_path: Path) -> None:
 def test_without_tls_the_data_port_uses_loopback_only() -> None:
     plain = peer_transfer.credentials("secret", None, "")
 
-    async def scene(agent: Agent) -> tuple[str, int]:
-        listener: socket.socket = agent.port._listener
-        return listener.getsockname()[0], agent.port.port
+    async def scene(agent: Agent) -> None:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", agent.port.port))
 
-    assert with_agent(plain, scene)[0] == "127.0.0.1"
+    for address in ("127.0.0.1", "192.0.2.1", ""):
+        with_agent(plain, scene, address)
     with pytest.raises(peer_transfer.PeerError, match="no connection without TLS"):
         peer_transfer.fetch("192.0.2.1", 1, plain, SHARD)
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this kernel has no IPv6")
-def test_with_tls_both_families_are_served(tmp_path: Path) -> None:
+def test_an_address_of_another_machine_means_all_interfaces(tmp_path: Path) -> None:
     make(tmp_path, NAME)
     ours = peer_transfer.credentials("secret", tmp_path, NAME)
 
@@ -170,4 +171,20 @@ def test_with_tls_both_families_are_served(tmp_path: Path) -> None:
             )
             os.close(fd)
 
-    with_agent(ours, scene)
+    with_agent(ours, scene, "192.0.2.1")
+
+
+def test_the_port_listens_where_peers_reach_it_and_follows_a_new_address(tmp_path: Path) -> None:
+    make(tmp_path, NAME)
+    ours = peer_transfer.credentials("secret", tmp_path, NAME)
+
+    async def scene(agent: Agent) -> None:
+        for address, other in (("127.0.0.2", "127.0.0.1"), ("127.0.0.1", "127.0.0.2")):
+            port = agent.port.open(address)
+            assert agent.port.open(address) == port
+            fetched = await asyncio.to_thread(peer_transfer.fetch, address, port, ours, SHARD)
+            os.close(fetched[0])
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((other, port))
+
+    with_agent(ours, scene, "127.0.0.2")
