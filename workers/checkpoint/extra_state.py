@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, MutableMapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
 
-import torch.distributed as dist
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.orchestrator.errors import UserError
 
-from .layout import unpack
-from .optimizer_state import packed
+from . import rank_values
+from .layout import UnsupportedValue, unpack
+from .optimizer_state import changes, packed
 
 
 @runtime_checkable
@@ -25,29 +27,61 @@ class Stateful(Protocol):
 Extra = MutableMapping[str, Any] | Stateful | None
 """One object, or a dict of values and of objects by name."""
 
-_USER, _OBJECTS = "user", "objects"
+_USER, _OBJECTS, _IN_SCRIPT = "user", "objects", "in_script"
+_POSITION = ("last_epoch", "_step_count", "_last_lr")
+"""What a schedule has that is not a setting."""
+_FIX = (
+    "give a module with tensors, such as an averaged model, with the model: "
+    's.restore(nn.ModuleDict({"model": model, "ema": ema}), optimizer); register other tensors as '
+    "buffers of the model"
+)
 
 
-def export_user(extra: Extra) -> dict[str, Any]:
+def export_user(extra: Extra, in_script: Mapping[str, Any]) -> dict[str, Any]:
     """JSON values for a header. Raises UserError for an unsupported value, with its name."""
-    fix = "register tensors as buffers of the model"
+    settings = {_IN_SCRIPT: in_script} if in_script else {}
     if extra is None:
         return {_USER: {}}
     if isinstance(extra, Stateful):
-        return {_USER: packed(extra.state_dict(), "extra", fix)}
+        return {_USER: _packed(extra.state_dict()), **settings}
     names = _objects(extra)
     values = {name: extra[name].state_dict() if name in names else extra[name] for name in extra}
-    stored = {_USER: packed(values, "extra", fix)}
+    stored = {_USER: _packed(values), **settings}
     return {**stored, _OBJECTS: sorted(names)} if names else stored
 
 
-def import_user(extra: Extra, header: Mapping[str, Any]) -> None:
-    """Fills `extra` from what was exported, and prints what has no counterpart. Raises UserError if
+def settings_of(extra: Extra) -> dict[str, Any]:
+    """The settings of the schedules in `extra`, as JSON values; one without a name is ""."""
+    given = {"": extra} if isinstance(extra, Stateful) else extra or {}
+    found = {}
+    for name, one in given.items():
+        with contextlib.suppress(UserError):  # raised where it matters, when it is staged
+            if isinstance(one, LRScheduler):
+                state = _packed(one.state_dict())
+                found[name] = {k: v for k, v in state.items() if k not in _POSITION}
+    return found
+
+
+def changed_settings(in_script: Mapping[str, Any], header: Mapping[str, Any]) -> Iterator[str]:
+    """What the script sets otherwise than the one that wrote a header with this extra state."""
+    for name, now in in_script.items():
+        before = header.get(_IN_SCRIPT, {}).get(name, {})
+        stored = header.get(_USER, {})
+        yield from changes(
+            f"extra[{name!r}]" if name else "extra", before, now, stored[name] if name else stored
+        )
+
+
+def import_user(extra: Extra, header: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Fills `extra` from what was exported, and says what has no counterpart. Raises UserError if
     one object was stored and several are given, or the other way round."""
-    if extra is None:
-        return
-    user: dict[str, Any] = unpack(header.get(_USER, {}))
+    user: dict[str, Any] = unpack(header.get(_USER, {}), rank_values.from_json)
     stored = header.get(_OBJECTS, [])
+    if extra is None:
+        if user:
+            say(f"extra: the checkpoint has {_listed(user)}, and the script gives no extra: it is "
+                "not restored, and later checkpoints are without it")  # fmt: skip
+        return
     if isinstance(extra, Stateful):
         if stored:
             raise UserError(
@@ -56,6 +90,9 @@ def import_user(extra: Extra, header: Mapping[str, Any]) -> None:
             )
         if user:
             extra.load_state_dict(user)
+        else:
+            say(f"extra: the checkpoint has none; the {type(extra).__name__} stays as the script "
+                "made it")  # fmt: skip
         return
     given = _objects(extra)
     if given and not stored and not user.keys() <= extra.keys():
@@ -66,12 +103,24 @@ def import_user(extra: Extra, header: Mapping[str, Any]) -> None:
     for name in given:
         if name in stored:
             extra[name].load_state_dict(user[name])
-        else:
-            _say(f"the checkpoint has no state of {name!r}; it stays as the script made it")
+    for name in extra:
+        if name not in (stored if name in given else user):
+            say(f"extra: the checkpoint has no state of {name!r}; it stays as the script made it")
     for name in stored:
         if name not in given:
-            _say(f"the checkpoint has state of {name!r}, which the script does not give")
+            say(f"extra: the checkpoint has state of {name!r}, which the script does not give")
     extra.update({n: v for n, v in user.items() if n not in stored and n not in given})
+
+
+def _packed(values: Mapping[str, Any]) -> Any:
+    return packed(values, "extra", _FIX, _one_number)
+
+
+def _one_number(value: Any) -> Any:
+    """A tensor of one number, such as a learning rate, as JSON values."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise UnsupportedValue(type(value).__name__)
+    return rank_values.to_json(value)
 
 
 def _objects(extra: Mapping[str, Any]) -> list[str]:
@@ -81,8 +130,3 @@ def _objects(extra: Mapping[str, Any]) -> list[str]:
 
 def _listed(names: Any) -> str:
     return ", ".join(map(repr, names))
-
-
-def _say(what: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"holdfast: extra: {what}", file=sys.stderr)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +21,7 @@ from .layout import (
     DTYPE_BYTES,
     INTEGER_DTYPES,
     MODEL,
+    MODULES,
     RANK,
     Box,
     Bytes,
@@ -149,6 +152,8 @@ class _WholeTensor:
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[tuple[ShardSource, Entry], ...]
+    data: bytes = b""
+    """Its bytes, if no entry has them."""
 
     @property
     def num_bytes(self) -> int:
@@ -166,34 +171,57 @@ def export(
     """Writes whole tensors as plain safetensors: `model.safetensors`, or several files and an
     index.
 
-    Weights only, under their own names; with `optimizer`, all tensors, as `model.*` and `optim.*`.
-    State of single ranks (`per_rank`) is no tensor and stays behind. One tensor is in memory at a
-    time. Checks every byte; raises DamagedCheckpoint.
+    The model under its own names, with what modules returned from get_extra_state: a tensor under
+    the name that state_dict gives it, another value in the metadata. With `optimizer` its state
+    too, as `optim.*`. State of single ranks (`per_rank`) stays behind. One tensor is in memory at a
+    time. Checks every byte; raises DamagedCheckpoint, and UserError for a name that two have.
     """
     store = CheckpointFiles(path)
     sources = [store.open(manifest.directory, file) for file in manifest.files]
-    tensors = _collect(sources, optimizer)
+    of_modules: dict[str, Any] = {}
+    for source in reversed(sources):  # of ranks with one module, the first one's
+        of_modules |= source.header().extra.get(MODULES, {})
+    tensors = _collect(sources, of_modules, optimizer)
     files = _split(tensors, max_file_bytes)
+    values = {name: held for name, held in of_modules.items() if _tensor_of(name, held) is None}
+    about = {"format": "pt", "job": manifest.job, "step": str(manifest.step)}
+    about |= {MODULES: json.dumps(values)} if values else {}
     target.mkdir(parents=True, exist_ok=True)
     names = _file_names(len(files))
     for name, content in zip(names, files, strict=True):
-        _write_file(target / name, content, manifest)
+        _write_file(target / name, content, about)
     if len(files) > 1:
         _write_index(target, names, files)
     return [target / name for name in names]
 
 
-def _collect(sources: Sequence[ShardSource], optimizer: bool) -> list[_WholeTensor]:
+def _tensor_of(name: str, held: Any) -> _WholeTensor | None:
+    """State of a module (module_state.py) that is a tensor."""
+    match held:
+        case [{"__blob__": ["tensor", dtype, shape, _, _]}, data]:
+            return _WholeTensor(name, dtype, tuple(shape), (), base64.b64decode(data))
+    return None
+
+
+def _collect(
+    sources: Sequence[ShardSource], of_modules: Mapping[str, Any], optimizer: bool
+) -> list[_WholeTensor]:
     found: dict[str, list[tuple[ShardSource, Entry]]] = {}
     for source in sources:
         for name, entry in source.header().entries.items():
             if name.startswith(MODEL) or (optimizer and not name.startswith(RANK)):
                 found.setdefault(name, []).append((source, entry))
-    tensors = []
+    made = (_tensor_of(name, held) for name, held in of_modules.items())
+    tensors = [tensor for tensor in made if tensor is not None]
     for name, parts in sorted(found.items()):
         entry = parts[0][1]
-        short = name if optimizer else name.removeprefix(MODEL)
+        short = name.removeprefix(MODEL)
         tensors.append(_WholeTensor(short, entry.dtype, entry.box.global_shape, tuple(parts)))
+    if twice := [name for name, num in Counter(one.name for one in tensors).items() if num > 1]:
+        raise UserError(
+            f"checkpoint export: got {twice[0]} in the model and in the optimizer's state; "
+            "expected different names; leave out --optimizer"
+        )
     # safetensors allows no gaps; with the widest elements first each tensor is aligned.
     return sorted(tensors, key=lambda t: -DTYPE_BYTES[t.dtype])
 
@@ -216,8 +244,7 @@ def _file_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def _write_file(path: Path, tensors: list[_WholeTensor], manifest: Manifest) -> None:
-    about = {"format": "pt", "job": manifest.job, "step": str(manifest.step)}
+def _write_file(path: Path, tensors: list[_WholeTensor], about: Mapping[str, str]) -> None:
     header: dict[str, Any] = {"__metadata__": about}
     at = 0
     for tensor in tensors:
@@ -240,6 +267,9 @@ def _write_file(path: Path, tensors: list[_WholeTensor], manifest: Manifest) -> 
 
 
 def _write_tensor(stream: BinaryIO, tensor: _WholeTensor) -> None:
+    if not tensor.parts:
+        stream.write(tensor.data)
+        return
     integers = INTEGER_DTYPES[DTYPE_BYTES[tensor.dtype]]
     whole = np.empty(tensor.shape, integers)
     filled, seen = 0, set()

@@ -31,6 +31,8 @@ import xxhash
 from holdfast.orchestrator.errors import HoldfastError
 
 MODEL, OPTIMIZER, RANK = "model.", "optim.", "rank."
+MODULES = "modules"
+"""Key in `extra`: what modules return from get_extra_state."""
 METADATA_KEY = "holdfast"
 HEADER_CHECKSUM_KEY = "holdfast-header"
 _CHECKSUM_FIELD = b'"%s":"' % HEADER_CHECKSUM_KEY.encode()
@@ -43,6 +45,7 @@ DTYPE_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4,
     "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+    "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1,
 }  # fmt: skip
 
 INTEGER_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -409,11 +412,11 @@ class UnsupportedValue(TypeError):
     """A value that a checkpoint cannot hold; the text is the name of its type."""
 
 
-def _unsupported(value: Any) -> Any:
+def unsupported(value: Any) -> Any:
     raise UnsupportedValue(type(value).__name__)
 
 
-def pack(value: Any, blob: Callable[[Any], Any] = _unsupported) -> Any:
+def pack(value: Any, blob: Callable[[Any], Any] = unsupported) -> Any:
     """The value as JSON values. `blob` returns JSON values for one that has no form here, such as
     an array, and `unpack` needs its counterpart. Raises UnsupportedValue if `unpack` could not
     return an equal one."""
@@ -443,7 +446,7 @@ def _pack_mapping(value: Mapping[Any, Any], blob: Callable[[Any], Any]) -> Any:
     return {mark: [[pack(key), pack(item, blob)] for key, item in value.items()]}
 
 
-def unpack(value: Any, blob: Callable[[Any], Any] = _unsupported) -> Any:
+def unpack(value: Any, blob: Callable[[Any], Any] = unsupported) -> Any:
     """The value that was packed, from decoded JSON."""
     if isinstance(value, list):
         return [unpack(item, blob) for item in value]
@@ -459,6 +462,6 @@ def unpack(value: Any, blob: Callable[[Any], Any] = _unsupported) -> Any:
             return {unpack(key): unpack(item, blob) for key, item in held}
         if mark == _COUNTER:
             return Counter({unpack(key): unpack(item, blob) for key, item in held})
-        if mark == _BLOB and blob is not _unsupported:
+        if mark == _BLOB and blob is not unsupported:
             return blob(held)
     return {key: unpack(item, blob) for key, item in value.items()}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from torch.optim import Optimizer
 
 from holdfast.orchestrator.errors import UserError
 
+from . import rank_values
 from .given_optimizers import SEPARATOR
-from .layout import OPTIMIZER, Box, Entry, UnsupportedValue, pack, unpack
+from .layout import OPTIMIZER, Box, Entry, UnsupportedValue, pack, unpack, unsupported
 from .tensors import (
-    DTYPES,
     TORCH_DTYPES,
     StateTensor,
     address_of,
@@ -33,6 +34,7 @@ from .tensors import (
     empty_on_mesh,
     local_of,
     refuse_subclass,
+    storage_type,
 )
 
 Form = str | dict[str, dict[str, int]]
@@ -61,6 +63,8 @@ class OptimizerState:
         self.stepped: dict[str, Tensor] = {}
         """The optimizer's tensor for each parameter: itself, or this rank's part (see `whole`)."""
         self._groups: list[list[str]] = []
+        self._in_script = [_numbers(group) for group in optimizer.param_groups]
+        """Settings of each group as the script made it."""
         self._has_stepped = bool(optimizer.state)
         self._find_parameters({id(p): name for name, p in parameters.items()})
         self.total_sizes = self.sizes
@@ -260,7 +264,8 @@ class OptimizerState:
                     boxes, key=lambda b: b[0].num_elements * (b[1] or parameter.dtype).itemsize
                 )
                 entry = f"{self.prefix}{name}.{key}"
-                out.append(Entry(entry, DTYPES[dtype or parameter.dtype], box))
+                kind = storage_type(entry, dtype or parameter.dtype)
+                out.append(Entry(entry, kind, box))
         return out
 
     # -- numbers and groups ---------------------------------------------------------------------
@@ -289,7 +294,8 @@ class OptimizerState:
             scalars |= dict.fromkeys(self._waiting(), longest)
         out = {
             "class": type(self.optimizer).__name__,
-            "groups": [self._export_group(index) for index in range(len(self._groups))],
+            "groups": [self._export_group(i, g) for i, g in enumerate(self._current_groups())],
+            "in_script": self._settings,
             "sizes": self.total_sizes,
             "scalars": scalars,
             "without": "all" if len(without) == len(self.stepped) else without,
@@ -297,19 +303,29 @@ class OptimizerState:
         forms = self._current_forms(num_values)
         return out | ({"forms": forms} if forms else {})
 
-    def _export_group(self, index: int) -> Any:
-        group = self.optimizer.param_groups[index]
+    def _current_groups(self) -> list[dict[str, Any]]:
+        return [_numbers(group) for group in self.optimizer.param_groups[: len(self._groups)]]
+
+    def _export_group(self, index: int, group: Mapping[str, Any]) -> Any:
         where = f"{self._label}.param_groups[{index}]"
-        numbers = {}
         for key, value in group.items():
-            if isinstance(value, Tensor) and value.numel() != 1:
+            if isinstance(value, Tensor):
                 raise UserError(
                     f"{where}[{key!r}]: got a tensor of shape {tuple(value.shape)}; expected a "
                     "number; keep tensors in the state of a parameter"
                 )
-            if key not in _NAMES_OF_PARAMETERS:
-                numbers[key] = value.item() if isinstance(value, Tensor) else value
-        return packed(numbers, where, "give plain numbers")
+        return packed(group, where, "give plain numbers")
+
+    @cached_property
+    def _settings(self) -> list[Any]:
+        return [self._export_group(index, group) for index, group in enumerate(self._in_script)]
+
+    def changed_settings(self, saved: Mapping[str, Any]) -> Iterator[str]:
+        """What the script sets otherwise than the one that wrote `saved`, a result of `export`."""
+        groups = zip(saved.get("in_script", ()), saved.get("groups", ()), strict=False)
+        for index, (before, stored) in enumerate(groups):
+            where = f"{self._label}.param_groups[{index}]"
+            yield from changes(where, before, self._settings[index], stored)
 
     def expect_stored(self, saved: Mapping[str, Any]) -> None:
         """Raises WrongOptimizer if `saved`, a result of `export`, is of another optimizer; gets the
@@ -457,14 +473,35 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def packed(values: Any, where: str, fix: str) -> Any:
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group; a tensor of one number is that number."""
+    return {
+        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in group.items()
+        if key not in _NAMES_OF_PARAMETERS
+    }
+
+
+def changes(
+    where: str, before: Mapping[str, Any], now: Mapping[str, Any], stored: Mapping[str, Any]
+) -> Iterator[str]:
+    """The settings that have another value in the script `now` than `before`, with both values that
+    it could have. All are packed."""
+    for key, value in now.items():
+        known = key in before and key != "initial_lr"  # a schedule's copy of lr
+        if known and before[key] != value and stored.get(key) != value:
+            mine, kept = (unpack(one, rank_values.from_json) for one in (value, stored.get(key)))
+            yield f"{where}[{key!r}] ({mine} in the script, {kept} in the checkpoint)"
+
+
+def packed(values: Any, where: str, fix: str, blob: Callable[[Any], Any] = unsupported) -> Any:
     """The values as JSON values. Raises UserError for an unsupported one, with its key."""
     try:
-        return pack(values)
+        return pack(values, blob)
     except (UnsupportedValue, RecursionError):
         for key, value in values.items():
             try:
-                pack(value)
+                pack(value, blob)
             except (UnsupportedValue, RecursionError) as error:
                 got = (
                     error if isinstance(error, UnsupportedValue) else "a value that contains itself"

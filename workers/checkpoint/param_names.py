@@ -11,6 +11,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from holdfast.orchestrator.errors import UserError
 
+from . import module_state
+
 _MARKS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
 """Children that torch.compile, activation checkpointing and FSDP1 add. The child of DDP is called
 `module`, like a child that a model may have itself: there the parent's type decides."""
@@ -31,8 +33,12 @@ class ParamNames:
         self.buffers: dict[str, tuple[nn.Module, str]] = {}
         """Name -> (module, key); the tensors are not kept, because modules replace their
         buffers."""
+        self.modules: dict[str, nn.Module] = {}
+        """Name -> module with state that is not in its tensors."""
         seen: set[int] = set()
         for prefix, module in _modules(model):
+            if module_state.has_state(module):
+                self.modules[prefix + module_state.NAME] = module
             for key, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))

@@ -6,6 +6,7 @@ the JSON has for each what it is, its dtype, shape, and place.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
@@ -67,7 +68,24 @@ def encode(values: dict[str, Any]) -> bytes:
 def decode(data: bytes) -> dict[str, Any]:
     """The result of what `encode` was given. Raises ValueError for other bytes."""
     at = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
-    blobs = memoryview(data)[at:]
+    packed, value_of = json.loads(data[_LENGTH_BYTES:at]), _reader(data[at:])
+    return {name: unpack(value, value_of) for name, value in packed.items()}
+
+
+def to_json(value: Any) -> list[Any]:
+    """One value as JSON values: itself, and the bytes that it refers to. Raises UnsupportedValue
+    for one without a form here."""
+    blobs = _Blobs()
+    return [pack(value, blobs.add), base64.b64encode(blobs.data).decode()]
+
+
+def from_json(held: list[Any]) -> Any:
+    """The value that `to_json` was given."""
+    return unpack(held[0], _reader(base64.b64decode(held[1])))
+
+
+def _reader(data: bytes) -> Callable[[Any], Any]:
+    blobs = memoryview(data)
 
     def value_of(held: Any) -> Any:
         what, dtype, shape, begin, end = held
@@ -81,8 +99,7 @@ def decode(data: bytes) -> dict[str, Any]:
         array = np.frombuffer(part, dtype=dtype).reshape(shape)
         return array if what == "array" else array[()]
 
-    packed = json.loads(data[_LENGTH_BYTES:at])
-    return {name: unpack(value, value_of) for name, value in packed.items()}
+    return value_of
 
 
 class Access(NamedTuple):

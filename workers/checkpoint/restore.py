@@ -36,7 +36,8 @@ from .optimizer_state import WrongOptimizer
 from .shard_order import ShardOrder
 from .shard_sources import ShardSource, UnreadableCheckpoint
 from .stage import flat_bytes
-from .state import DTYPES, StateTensor, TrainingState, combined_extra
+from .state import StateTensor, TrainingState, combined_extra
+from .tensors import storage_type
 from .upload import Uploader
 
 _MAX_NAMED = 5
@@ -221,12 +222,12 @@ def _check_shapes(model: dict[str, _Target], header: Header, file: str) -> None:
         target = model.get(name)
         if target is None:
             continue
-        want = (target.held.box.global_shape, DTYPES[target.held.local.dtype])
+        want = (target.held.box.global_shape, storage_type(name, target.held.local.dtype))
         got = (entry.box.global_shape, entry.dtype)
         if got != want:
             wrong.append(f"{_short(name)}: got {_show(got)}; expected {_show(want)}")
     if wrong:
-        raise WrongModel(_message(file, {"of another shape": wrong}))
+        raise WrongModel(_message(file, {"of another shape or format": wrong}))
 
 
 class _Names:

@@ -38,7 +38,8 @@ from .layout import (
     hash_bytes,
     make_layout,
 )
-from .state import DTYPES, TrainingState
+from .state import TrainingState
+from .tensors import storage_type
 from .twin_parts import SAMPLE_ROOM, WritableBuffer, divide, sample
 
 _MAX_NAMED = 3
@@ -320,7 +321,7 @@ class Stager:
     def _plan(self, extra: bytes) -> None:
         """Makes the layout of the file, and requests buffers the first time."""
         held = {h.name: h for h in self._state.tensors()}
-        entries = [Entry(h.name, DTYPES[h.local.dtype], h.box) for h in held.values()]
+        entries = [Entry(h.name, storage_type(h.name, h.local.dtype), h.box) for h in held.values()]
         layout = make_layout(entries, extra=extra, **self._identity)
         self._reserve(layout, entries)
         self._layout = layout

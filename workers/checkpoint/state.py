@@ -4,37 +4,46 @@ tensors, and the values that are not tensors.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from holdfast.orchestrator.errors import UserError
 
-from . import given_optimizers
+from . import extra_state, given_optimizers, module_state
 from .extra_state import Extra as Extra
-from .extra_state import export_user, import_user
 from .given_optimizers import Given
-from .layout import MODEL, OPTIMIZER, RANK, Box, Entry
+from .layout import MODEL, MODULES, OPTIMIZER, RANK, Box, Entry
 from .optimizer_state import OptimizerState, WrongOptimizer, prefix_of
 from .param_names import ParamNames
 from .param_names import plain_name as plain_name
 from .placement import refuse_fsdp1
 from .rank_state import EXTRA_KEY, RankState
-from .tensors import DTYPES as DTYPES
 from .tensors import StateTensor as StateTensor
-from .tensors import address_of, memory_of
+from .tensors import address_of, memory_of, storage_type
 from .tensors import box_of as box_of
 from .tensors import empty_like as empty_like
 from .tensors import local_of as local_of
+
+_MAX_NAMED = 5
+"""Settings in one message."""
+
+
+def say_once(what: str) -> None:
+    """Prints it on rank 0."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"holdfast: {what}", file=sys.stderr)
 
 
 class StagePart(NamedTuple):
     """What the ranks of a pipeline tell each other of their stages before a restore."""
 
     names: list[str]
-    """Of parameters and buffers."""
+    """Of parameters, buffers and modules with state."""
     sizes: dict[str, list[int]]
     """Optimizer -> number of parameters in each of its groups."""
 
@@ -52,8 +61,12 @@ class TrainingState:
         optimizer: Given,
         extra: Extra,
         rank_state: RankState | None = None,
+        say: Callable[[str], None] = say_once,
     ) -> None:
+        """`say` gets what is not restored, and what is without a counterpart."""
         self.given, self.extra, self.rank_state = optimizer, extra, rank_state
+        self._say = say
+        self._in_script = extra_state.settings_of(extra)
         # FSDP2 replaces a module's parameters while they are gathered; these objects are the
         # sharded ones.
         self._names = ParamNames(model)
@@ -78,7 +91,8 @@ class TrainingState:
     # -- stages of a pipeline -------------------------------------------------------------------
     def stage_part(self) -> StagePart:
         sizes = {one.name: one.sizes for one in self.optimizers}
-        return StagePart([*self.parameters, *self._names.buffers], sizes)
+        names = [*self.parameters, *self._names.buffers, *self._names.modules]
+        return StagePart(names, sizes)
 
     def join_stages(self, parts: Sequence[StagePart]) -> None:
         """Take the parts of all stages, this one included. The groups of an optimizer are compared
@@ -115,6 +129,13 @@ class TrainingState:
             if buffer is not None:
                 local = memory_of(MODEL + name, buffer)
                 yield StateTensor(MODEL + name, local, box_of(buffer), buffer)
+
+    def expect_storable(self) -> None:
+        """Raises UserError for what is in the model or `extra` now and cannot be stored."""
+        for held in self.model_tensors():
+            storage_type(held.name, held.local.dtype)
+        module_state.export(self._names.modules)
+        extra_state.export_user(self.extra, {})
 
     def buffers(self) -> frozenset[str]:
         """Names of the tensors that a forward may write, such as batch norm statistics."""
@@ -185,7 +206,8 @@ class TrainingState:
         single = exported.get("")  # as all files were before there could be several
         of_optimizers = {"optimizers": exported} if single is None else {"optimizer": single}
         own = {} if self.rank_state is None else {EXTRA_KEY: self.rank_state.describe()}
-        return {**of_optimizers, **export_user(self.extra), **own}
+        user = extra_state.export_user(self.extra, self._in_script)
+        return {**of_optimizers, **user, **module_state.export(self._names.modules), **own}
 
     # -- import ---------------------------------------------------------------------------------
     def expect_optimizers(self, extra: Mapping[str, Any]) -> None:
@@ -219,13 +241,31 @@ class TrainingState:
         """Restores the result of export_extra."""
         self.expect_optimizers(extra)
         stored = _stored_optimizers(extra)
+        self._say_what_changed(extra)
         for one in self.optimizers:
             saved = stored.get(one.name, {})
             renamed = self._names.renamed(saved.get("scalars", {}))
             one.restore_numbers(saved, renamed, self._elsewhere)
-        import_user(self.extra, extra)
+        extra_state.import_user(self.extra, extra, self._say)
+        module_state.load(self._names.modules, extra, self._elsewhere, self._say)
         if self.rank_state is not None:
             self.rank_state.load(extra)
+
+    def _say_what_changed(self, extra: Mapping[str, Any]) -> None:
+        """Settings of the script that have changed and do not apply, as the checkpoint has them."""
+        stored = _stored_optimizers(extra)
+        changed = [
+            *(text for one in self.optimizers
+              for text in one.changed_settings(stored.get(one.name, {}))),
+            *extra_state.changed_settings(self._in_script, extra),
+        ]  # fmt: skip
+        if changed:
+            more = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
+            self._say(
+                "settings that were changed in the script are those of the checkpoint: "
+                f"{', '.join(changed[:_MAX_NAMED])}{more}; to change one, set it after s.restore, "
+                "such as optimizer.param_groups[0]['lr'] and base_lrs of its schedule"
+            )
 
     def entries_by_name(
         self, stored: Mapping[str, Entry], extra: Mapping[str, Any]
@@ -278,7 +318,9 @@ def combined_extra(
             one["without"] = list(dict.fromkeys([*before["without"], *one["without"]]))
         both[name] = {**before, **one}
     of_optimizers = {"optimizer": both[""]} if "optimizer" in more else {"optimizers": both}
-    return {**more, **extra, **of_optimizers}
+    modules = {**more.get(MODULES, {}), **extra.get(MODULES, {})}
+    of_modules = {MODULES: modules} if modules else {}
+    return {**more, **extra, **of_optimizers, **of_modules}
 
 
 def _stored_optimizers(extra: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -22,6 +22,9 @@ DTYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
 }  # fmt: skip
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -46,6 +49,18 @@ class StateTensor:
         return self.local if self.whole is None else self.whole
 
 
+def storage_type(name: str, dtype: torch.dtype) -> str:
+    """The name of a format in files. Raises UserError for one that they cannot hold."""
+    if dtype not in DTYPES:
+        known = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
+        raise UserError(
+            f"{name}: got a tensor of {dtype}; expected one of {known}; keep it in one of these, "
+            "such as torch.view_as_real of complex numbers, or register a buffer that a checkpoint "
+            "need not have with persistent=False"
+        )
+    return DTYPES[dtype]
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part, without the dispatch of autograd and DTensor (to_local takes 20 us)."""
     if isinstance(tensor, DTensor):
@@ -65,8 +80,9 @@ def memory_of(name: str, tensor: Tensor) -> Tensor:
         if inner is None:
             raise UserError(
                 f"{name}: got a {type(local).__name__}, a subclass of torch.Tensor that keeps its "
-                "values in other tensors; expected a plain tensor; restore the model first, then "
-                "convert its parameters"
+                "values in other tensors; expected a plain tensor; give s.restore a module of the "
+                "other parameters, such as the adapters, and load this one in the script at each "
+                "start"
             )
         local = inner.detach()
     return local

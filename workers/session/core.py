@@ -215,12 +215,13 @@ class Session:
         expect_on(self.device, ((name, p.device) for name, p in model.named_parameters()))
         self._enter("restore")
         own = RankState(per_rank, self.rank, self.shape) if per_rank else None
-        self._state = TrainingState(model, optimizer, extra, own)
+        self._state = TrainingState(model, optimizer, extra, own, self._say)
         if own is not None and self._channel is not None and self.shape.replicate > 1:
             self._twins = TwinGroup((self.rank, *self.shape.twins(self.rank)))
             own.join(self._twins)
         if self._channel is not None:
             self._expect_mesh(self._state)
+            self._state.expect_storable()
         if self.shape.pipeline > 1:
             self._state.join_stages(self._of_all_stages(self._state.stage_part()))
         source = self._restore
@@ -418,13 +419,19 @@ class Session:
             upload=Uploader(CudaUpload()) if self.device.type == "cuda" else None,
         )
         state.import_extra(extra)
-        if EXTRA_KEY in extra and state.rank_state is None and self.rank == 0:
+        if EXTRA_KEY in extra and state.rank_state is None:
             names = ", ".join(map(repr, extra[EXTRA_KEY]["names"]))
-            print(
-                f"holdfast: the checkpoint has state of single ranks ({names}), and the script "
-                "gives no per_rank: it is not restored",
-                file=sys.stderr,
+            self._say(
+                f"the checkpoint has state of single ranks ({names}), and the script gives no "
+                "per_rank: it is not restored"
             )
+
+    def _say(self, text: str) -> None:
+        """Prints it on rank 0, where the job's events get it too."""
+        if self.rank == 0:
+            print(f"holdfast: {text}", file=sys.stderr)
+            if self._channel is not None:
+                self._channel.send(worker_protocol.Noted(text=text))
 
     def _from_memory(self, shard: int) -> ShardSource:
         assert self._channel is not None

@@ -246,3 +246,83 @@ def test_a_value_without_a_form_is_named_with_its_object() -> None:
     wrong.count = torch.zeros(2)  # type: ignore[assignment]
     with pytest.raises(UserError, match=r"extra\['ema'\]: got Tensor; expected numbers"):
         staged_alone(model, optimizer, {"ema": wrong})
+
+
+# -- what the script no longer gives, or gives otherwise ----------------------------------------
+def test_a_schedule_that_the_script_no_longer_gives_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, optimizer, schedule = made(SCHEDULES["cosine"])
+    file = staged_alone(model, optimizer, {"sch": schedule, "n": 1})
+    restore_alone(file, model, optimizer, None)
+    assert "has 'sch', 'n', and the script gives no extra: it is not restored" in (
+        capsys.readouterr().err
+    )
+
+
+def test_what_only_the_script_has_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer, schedule = made(SCHEDULES["cosine"])
+    extra: dict[str, Any] = {"n": 2, "new": 7}
+    restore_alone(staged_alone(model, optimizer, {"n": 1}), model, optimizer, extra)
+    assert extra == {"n": 1, "new": 7}
+    assert "no state of 'new'; it stays as the script made it" in capsys.readouterr().err
+    restore_alone(staged_alone(model, optimizer), model, optimizer, schedule)
+    assert "has none; the CosineAnnealingLR stays" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, ""),
+        (
+            {"lr": 0.5},
+            "optimizer.param_groups[0]['lr'] (0.5 in the script, 0.25 in the",
+        ),
+        ({"betas": (0.5, 0.6)}, "['betas'] ((0.5, 0.6) in the script, (0.9, 0.999) in the"),
+        ({"amsgrad": True}, "optimizer.param_groups[0]['amsgrad'] (True in the script, False in"),
+        ({"T_max": 50}, "extra['sch']['T_max'] (50 in the script, 100 in the checkpoint)"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_a_changed_setting_of_the_script_is_printed_with_both_values(
+    change: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def script(T_max: int = 100, **settings: Any) -> tuple[nn.Module, Any, dict[str, Any]]:  # noqa: N803
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), **settings)
+        return model, optimizer, {"sch": lr_scheduler.CosineAnnealingLR(optimizer, T_max)}
+
+    model, optimizer, extra = script()
+    state = TrainingState(model, optimizer, extra)
+    optimizer.step()
+    extra["sch"].step()
+    optimizer.param_groups[0]["lr"] = 0.25  # as a schedule of the script does
+    header = state.export_extra()
+    again = script(**change)
+    TrainingState(*again).import_extra(header)
+    shown = capsys.readouterr().err
+    assert said in shown and (said != "" or shown == "")
+    assert (again[1].param_groups[0]["lr"], again[1].param_groups[0]["amsgrad"]) == (0.25, False)
+    assert again[2]["sch"].T_max == 100
+
+
+def test_a_schedule_over_a_tensor_is_restored() -> None:
+    def script() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+        return model, optimizer, lr_scheduler.CosineAnnealingLR(optimizer, 9)
+
+    before, after = script(), script()
+    rates(*before, 3)
+    restore_alone(staged_alone(*before), *after)
+    assert [float(one) for one in rates(*after, 4)] == [float(one) for one in rates(*before, 4)]
+
+
+def test_an_averaged_model_in_extra_is_rejected_with_what_works() -> None:
+    from torch.optim.swa_utils import AveragedModel
+
+    model, optimizer, _ = made(SCHEDULES["step"])
+    state = TrainingState(model, optimizer, {"ema": AveragedModel(model)})
+    with pytest.raises(UserError, match=r"extra\['ema'\]: got Tensor.*nn.ModuleDict\(") as error:
+        state.expect_storable()
+    assert 's.restore(nn.ModuleDict({"model": model, "ema": ema}), optimizer)' in str(error.value)

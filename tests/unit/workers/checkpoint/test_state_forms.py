@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map
 
 from holdfast.orchestrator.errors import UserError
@@ -210,7 +211,59 @@ def test_a_weight_in_a_wrapper_of_one_tensor_is_kept_in_it() -> None:
 def test_a_weight_in_several_tensors_is_refused_by_name() -> None:
     model = with_weight(Halves, 2.0)
     with pytest.raises(UserError, match=r"weight: got a Halves, a subclass of torch.Tensor that"):
-        staged_alone(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        TrainingState(model, torch.optim.SGD(model.parameters()), None).expect_storable()
+
+
+FORMATS = (
+    torch.uint16, torch.uint32, torch.uint64,
+    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_every_format_of_safetensors_is_kept_to_the_bit(dtype: torch.dtype) -> None:
+    """Also by other shards, which copy parts of it."""
+    bits = (torch.arange(64, dtype=torch.uint8) * 4 + 3).view(dtype).reshape(4, -1)
+
+    def sharded(num: int, values: Tensor) -> nn.Module:
+        model = nn.Module()
+        mesh = init_device_mesh("cpu", (num,))
+        local = values.chunk(num)[0].clone()
+        model.odd = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)]), requires_grad=False)
+        model.plain = nn.Parameter(torch.zeros(1))
+        model.register_buffer("whole", values.clone())
+        return model
+
+    files, got = {}, torch.empty(0)
+    for rank in range(2):
+        with as_rank(rank, 2):
+            model = sharded(2, bits if rank == 0 else bits.view(torch.uint8).flip(0).view(dtype))
+            memory = Memory()
+            state = TrainingState(model, torch.optim.SGD([model.plain]), None)
+            Stager(
+                state, memory, generation=1, shard=rank, num_shards=2, device=torch.device("cpu")
+            ).stage(0)
+            files[rank] = memory.file
+    with as_rank(0, 1):
+        again = sharded(1, torch.zeros_like(bits.view(torch.uint8)).view(dtype))
+        restore(
+            TrainingState(again, torch.optim.SGD([again.plain]), None),
+            lambda k: ShardInBytes(files[k], f"shard {k}"),
+            shard=0, num_shards=1, num_stored=2, step=0,
+        )  # fmt: skip
+        got = again.odd.to_local()
+    raw = bits.view(torch.uint8)
+    want = torch.cat([raw[:2], raw.flip(0)[:2]])
+    assert torch.equal(got.view(torch.uint8), want)
+    assert torch.equal(again.whole.view(torch.uint8), raw)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32])
+def test_another_format_is_rejected_at_restore_with_the_name_of_its_tensor(dtype: Any) -> None:
+    model = nn.Linear(1, 1)
+    model.register_buffer("odd", torch.zeros(2, dtype=dtype))
+    with pytest.raises(UserError, match=f"model.odd: got a tensor of {dtype}; expected one of"):
+        TrainingState(model, torch.optim.SGD(model.parameters()), None).expect_storable()
 
 
 @pytest.mark.parametrize("kind", [Wrapped, Halves])
