@@ -306,7 +306,7 @@ def clean(ctx: StepContext) -> None:
         return
     for pending in list(catalog.pending.values()):
         key = (pending.step, pending.generation)
-        if pending.step < newest.step and pending.commit_action is None:
+        if key < newest.key and pending.commit_action is None:
             catalog.pending.pop(key)
             _delete(ctx, key, f"abandoned: step {newest.step} is committed")
     for key in [stray for stray in catalog.late_writes if stray < newest.key]:

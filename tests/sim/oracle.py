@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 NEW_CODE_S = 45.0
 """Training may go on with the old code for so long: while a node that leaves is replaced."""
+FULL_SIZE_S = limits.STANDBYS_WAIT_S + 45.0
+"""A job has its full size again so long after the last fault, if there is room."""
+RELEASED_S = 5.0
+"""A suspended job has released its nodes by then."""
 GROWS_S = limits.STANDBYS_WAIT_S + 30.0
 """A requested step is staged before the job grows."""
 
@@ -64,6 +68,8 @@ class Oracle:
         """Generations that have waited so."""
         self.saved: dict[int, None] = {}
         """Generations that ended with the loss of one node, and such a copy was there."""
+        self._small_since_s: float | None = None
+        self._suspended_since_s: float | None = None
 
     def require(self, holds: bool, text: str) -> None:
         if not holds:
@@ -74,6 +80,8 @@ class Oracle:
         check_timers(state)
         self._new_code(state, event)
         self._growth(state)
+        self._size(state, event)
+        self._suspension(state)
         if isinstance(event, e.ActionSucceeded) and event.action_id in self._stage_actions:
             done = self._stage_actions[event.action_id]
             self.requested.setdefault((done.generation, done.step), {})[done.node] = None
@@ -112,6 +120,38 @@ class Oracle:
         waited_s = self.world.time_s - since_s
         self.require(waited_s < GROWS_S, f"it waits for standbys for {waited_s:.1f} s")
         self.require(generation == state.generation and state.active, "it waits and does not train")
+
+    def _size(self, state: JobState, event: e.AnyEvent) -> None:
+        """A job that trains has a size of its spec, and grows to the largest one."""
+        nodes, members = state.job.spec.nodes, len(state.members)
+        if not (state.active and state.phase == "running" and state.stop is None):
+            self._small_since_s = None
+            return
+        resized = state.quiesce is not None or isinstance(event, e.ResizeRequested)
+        fits = nodes.min <= members <= nodes.max or resized
+        self.require(fits, f"{members} nodes train, not {nodes.min} to {nodes.max}")
+        cordoned = [name for name in self.world.backend_nodes() if name in state.cordoned]
+        room = self.world.capacity - len(cordoned) >= nodes.max + (nodes.spares or 0)
+        # A requested node that lost power is awaited as long as one that starts slowly.
+        if members == nodes.max or not room or self.world.hidden:
+            self._small_since_s = None
+            return
+        since_s = max(self._small_since_s or self.world.time_s, self.world.fault_s)
+        self._small_since_s = since_s
+        short_s = self.world.time_s - since_s
+        self.require(short_s < FULL_SIZE_S, f"{members} of {nodes.max} nodes for {short_s:.0f} s")
+
+    def _suspension(self, state: JobState) -> None:
+        """A suspended job holds no node. Those that lost power are not known to be gone."""
+        if state.phase != "suspended":
+            self._suspended_since_s = None
+            return
+        if self._suspended_since_s is None:
+            self._suspended_since_s = self.world.time_s
+        for_s = self.world.time_s - self._suspended_since_s
+        held = [node.name for node in self.world.nodes.values() if node.alive]
+        released = for_s < RELEASED_S or not held
+        self.require(released, f"suspended for {for_s:.1f} s and holds {held}")
 
     def copied(self, state: JobState, order: CopyOrder) -> None:
         """The controller confirms a step of the buddy tier."""
@@ -274,9 +314,39 @@ class Storage:
         self.manifests[directory] = (mesh, files)
 
     def delete(self, step: int, generation: int) -> None:
+        """The newest checkpoint that can be read is never deleted."""
         directory = directory_name(step, generation)
+        good = [key for key in self._keys() if directory_name(*key) not in self.damaged]
+        self.world.oracle.require(
+            (step, generation) != max(good, default=None),
+            f"{directory} is deleted, the newest that can be read",
+        )
         self.manifests.pop(directory, None)
         self.files.pop(directory, None)
+
+    def _keys(self) -> list[tuple[int, int]]:
+        return [key for key in map(parse_directory_name, self.manifests) if key is not None]
+
+    def check_retention(self) -> None:
+        """What is left of a job that has ended: the newest `keepLast` good ones, the one that the
+        last generation restored, damaged ones that are newer than all good ones."""
+        keys = sorted(self._keys())
+        good = [key for key in keys if directory_name(*key) not in self.damaged]
+        keep = self.world.host.job.spec.checkpoint.retention.keep_last
+        state = self.world.host.state
+        restore = state.membership.restore if state.membership else None
+        allowed = {directory_name(*key) for key in good[-keep:]}
+        allowed |= {directory_name(*key) for key in keys if key > max(good, default=(-1, -1))}
+        allowed |= {restore.directory} if restore is not None else set()
+        # Nothing has read those that the world damaged in silence.
+        refused = {directory_name(*c.key) for c in state.catalog.committed if c.refused}
+        unread = self.damaged.keys() - refused
+        extra = [name for name in self.manifests if name not in allowed and name not in unread]
+        self.world.oracle.require(not extra, f"{extra} are kept; {keep} are wanted")
+        newest = max(keys, default=(-1, -1))
+        old = [name for name in self.files if name not in self.manifests]
+        old = [name for name in old if (parse_directory_name(name) or newest) < newest]
+        self.world.oracle.require(not old, f"{old} have no manifest and are kept")
 
     def incomplete(self, generation: int) -> tuple[tuple[int, int], ...]:
         keys = [parse_directory_name(name) for name in self.files if name not in self.manifests]

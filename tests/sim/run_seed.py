@@ -34,6 +34,7 @@ def play(
     require(not world.backend_nodes(), f"nodes are left: {world.backend_nodes()}")
     left = [w.rank for n in world.nodes.values() for w in n.workers.values() if w.alive]
     require(not left, f"workers are left: {left}")
+    world.storage.check_retention()
     view = host.loop.view(world.now)
     require(view.state == state.phase and view.step == state.step, f"the view has {view.state}")
     took_s = ((view.finished_ns or world.now) - view.submitted_ns) / SECOND_NS

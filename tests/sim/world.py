@@ -67,6 +67,8 @@ class World(VirtualTime):
         self.cpu_pressure = 0.0
         self._measuring = False
         self.num_faults = self.num_codes = 0
+        self.fault_s = 0.0
+        """When the last fault happened."""
         # Of its own random numbers: other draws of the seed stay what they are.
         self.codes = random.Random(f"new code {seed}")
         self.cancelled = False
@@ -218,6 +220,7 @@ class World(VirtualTime):
         text = act()
         if text:
             self.num_faults += 1
+            self.fault_s = self.time_s
             self.log(f"** fault: {text}")
 
     def _live(self) -> SimNode | None:
@@ -385,6 +388,7 @@ class World(VirtualTime):
 
     def _heal(self) -> None:
         self.log("** no faults from here on")
+        self.fault_s = self.time_s
         self.capacity = self.document["spec"]["nodes"]["max"] + 3
         self.fork_failures = self.write_failures = 0.0
         self.host.crash_at = None
