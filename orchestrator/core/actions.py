@@ -7,6 +7,7 @@ idempotent.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -133,3 +134,35 @@ AnyAction = (
     RequestNodes | ReleaseNode | LaunchGroup | StopGroup | InspectGroup | StageStep | PersistStep
     | CommitManifest | DeleteCheckpoint | FinishJob
 )  # fmt: skip
+
+
+class Inflight(dict[int, AnyAction]):
+    """Id -> action without a result. Only `[]`, `pop` and `clear` modify it."""
+
+    def __init__(self, actions: Mapping[int, AnyAction] | None = None) -> None:
+        super().__init__()
+        self.requests: dict[int, RequestNodes] = {}
+        self.releases: dict[str, ReleaseNode] = {}
+        """By node."""
+        for action_id, action in (actions or {}).items():
+            self[action_id] = action
+
+    def __setitem__(self, action_id: int, action: AnyAction) -> None:
+        super().__setitem__(action_id, action)
+        if isinstance(action, RequestNodes):
+            self.requests[action_id] = action
+        elif isinstance(action, ReleaseNode):
+            self.releases[action.node] = action
+
+    def pop(self, action_id: int, default: None = None) -> AnyAction | None:  # type: ignore[override]
+        action = super().pop(action_id, default)
+        if isinstance(action, RequestNodes):
+            del self.requests[action_id]
+        elif isinstance(action, ReleaseNode):
+            del self.releases[action.node]
+        return action
+
+    def clear(self) -> None:
+        super().clear()
+        self.requests.clear()
+        self.releases.clear()

@@ -9,14 +9,8 @@ from ..protocol.manifest import directory_name
 from .actions import CommitManifest, DeleteCheckpoint, Reason
 from .context import StepContext
 from .events import CheckpointRefused, CheckpointsListed, ShardPersisted
-from .state import (
-    CommittedCheckpoint,
-    JobState,
-    NodeRecord,
-    PendingCheckpoint,
-    Refusal,
-    StepKey,
-)
+from .roster import NodeRecord, StepKey
+from .state import CommittedCheckpoint, JobState, PendingCheckpoint, Refusal
 
 MAX_SOURCES_PER_SHARD = 4
 """Nodes named as sources of one shard: enough to survive losses, few enough for one message."""
@@ -29,25 +23,6 @@ DISTRUST_AFTER = 2
 
 
 # -- the memory tier --------------------------------------------------------------------------
-def in_memory(state: JobState, *, leaving_too: bool = True) -> list[tuple[StepKey, int]]:
-    """((step, generation), num_shards) of every state whose shards are all in memory, newest first.
-
-    Without `leaving_too`: in memory of nodes that stay and may be used."""
-    found: dict[tuple[int, int, int], dict[int, None]] = {}
-    for node in state.nodes.values():
-        if not leaving_too and (node.preempting or node.name in state.cordoned):
-            continue
-        for shard in node.staged:
-            key = (shard.step, shard.generation, shard.num_shards)
-            found.setdefault(key, {})[shard.shard] = None
-    complete = [
-        ((step, generation), num_shards)
-        for (step, generation, num_shards), shards in found.items()
-        if len(shards) == num_shards
-    ]
-    return sorted(complete, reverse=True)
-
-
 def sources(state: JobState, key: StepKey, num_shards: int) -> tuple[ShardLocation, ...]:
     """The nodes that can serve each shard of a state from memory."""
     holders: dict[int, list[NodeRecord]] = {}
@@ -74,7 +49,7 @@ def choose_restore(state: JobState) -> Restore | None:
     """What the next generation restores; None: it starts from the beginning. At the same step
     memory is preferred: it is faster."""
     committed = newest_committed(state)
-    for key, num_shards in in_memory(state):
+    for key, num_shards in state.nodes.complete():
         if committed is not None and key[0] < committed.step:
             break
         if state.catalog.distrusted.get(key, 0) < DISTRUST_AFTER:

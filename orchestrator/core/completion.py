@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import drain
 from .actions import FinishJob, Outcome, Reason, ReasonCode
-from .checkpoints import in_memory, newest_committed
+from .checkpoints import newest_committed
 from .context import StepContext
 from .state import PLACEMENT, PLANNED, Drain, DrainKind, Hold, PendingStop
 
@@ -13,7 +13,7 @@ def workers_done(ctx: StepContext, stop: PendingStop) -> None:
     """All workers ended with exit code 0; their nodes have reported what their memory holds."""
     state = ctx.state
     final = min((exit.step for _node, exit in state.exits.values()), default=-1)
-    newest, held = newest_committed(state), next(iter(in_memory(state)), None)
+    newest, held = newest_committed(state), next(iter(state.nodes.complete()), None)
     best = max(newest.step if newest else -1, held[0][0] if held else -1)
     if stop.lost and best < final and (newest or any(n.staged for n in state.nodes.values())):
         _train_again(ctx, f"step {final} was lost with {', '.join(stop.lost)}")

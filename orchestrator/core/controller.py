@@ -71,15 +71,18 @@ class Controller:
         state = self.state
         if isinstance(event, e.ControllerStarted):
             state.last_controller_ns = state.now_ns
-        state.now_ns = now_ns = max(now_ns, state.now_ns)
-        ctx = StepContext(state, now_ns)
+        generation, state.now_ns = state.generation, max(now_ns, state.now_ns)
+        ctx = StepContext(state, state.now_ns)
         if state.terminal:
             _after_the_end(ctx, event)
         else:
             _HANDLERS.get(type(event), _ignore)(ctx, event)
             _fire_timers(ctx)
             _reconcile(ctx)
-        invariants.check(state)
+        if state.generation != generation:
+            invariants.check(state)
+        else:
+            invariants.check_touched(state, getattr(event, "node", ""))
         return tuple(ctx.actions)
 
     def _submit(self, now_ns: int, event: e.JobSubmitted) -> tuple[a.AnyAction, ...]:

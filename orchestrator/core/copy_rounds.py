@@ -63,7 +63,9 @@ class CopyScheduler:
         """A node's report; returns what is to be copied next, once that is known."""
         running = state.active and state.stop is None and state.membership is not None
         running = running and not state.copies_given_up
-        if not running or event.generation != state.generation or event.node not in state.members:
+        if not running or event.generation != state.generation:
+            return []
+        if not state.is_member(event.node):
             return []
         self._follow(now_ns, state)
         self._reports[event.node] = event

@@ -10,11 +10,12 @@ from typing import Literal
 
 from ..protocol.facts import StagedShard
 from .actions import PersistStep, Reason
-from .checkpoints import in_memory, newest_committed
+from .checkpoints import newest_committed
 from .context import SECOND_NS, StepContext
 from .events import PersistFailed
 from .quiesce import step_ahead
-from .state import DRAIN, Drain, DrainKind, JobState, NodeRecord, StepKey
+from .roster import NodeRecord, StepKey
+from .state import DRAIN, Drain, DrainKind, JobState
 
 RETRY_S = 1.0
 REPEAT_S = 10.0
@@ -22,7 +23,7 @@ REPEAT_S = 10.0
 
 def unsaved(state: JobState) -> tuple[StepKey, int] | None:
     """The newest complete state in memory, if storage does not have its step: (key, shards)."""
-    held, newest = next(iter(in_memory(state)), None), newest_committed(state)
+    held, newest = next(iter(state.nodes.complete()), None), newest_committed(state)
     if held is None or (newest is not None and newest.step >= held[0][0]):
         return None
     return held
@@ -69,8 +70,11 @@ def progress(state: JobState, drain: Drain) -> Literal["committed", "lost", "und
 
 def lost_shards(state: JobState, drain: Drain) -> list[int]:
     """Shards that are neither written nor in the memory of any node."""
-    reachable = dict.fromkeys(s for n in state.nodes.values() for s in _held(n.staged, drain))
-    return [shard for shard in _missing(state, drain) if shard not in reachable]
+    key = (drain.step, drain.generation, drain.num_shards)
+    reachable = state.nodes.holders.get(key)
+    if reachable is not None and len(reachable) == drain.num_shards:
+        return []
+    return [shard for shard in _missing(state, drain) if shard not in (reachable or ())]
 
 
 # -- a state at risk --------------------------------------------------------------------------
@@ -82,7 +86,8 @@ def persist_at_risk(ctx: StepContext) -> None:
     if not state.needs_placement or state.intent != "run" or state.drain is not None:
         return
     held = unsaved(state)
-    if held is None or held in in_memory(state, leaving_too=False):
+    away = [*state.nodes.leaving, *state.cordoned]
+    if held is None or held in state.nodes.complete(without=away):
         return
     start(ctx, DrainKind.AT_RISK)
     ctx.note(f"writing step {held[0][0]} to storage: a node that holds a part of it leaves")

@@ -17,11 +17,11 @@ from .state import JobState
 
 def planned(ctx: StepContext, event: NodeMemoryPlanned) -> None:
     """Record it. What is given up takes effect with the next copy, or report of a step."""
-    state, node = ctx.state, ctx.state.nodes.get(event.node)
-    if node is None:
+    state = ctx.state
+    if event.node not in state.nodes:
         return
-    node.host_memory = event.memory
-    if state.active and event.node in state.members and state.mesh is not None:
+    state.nodes.change(event.node, host_memory=event.memory)
+    if state.is_member(event.node) and state.mesh is not None:
         plan = _for_mesh(state, event.memory, state.mesh)
         state.copies_given_up |= plan.grant.given_up != "nothing"
         state.memory_tier_given_up |= plan.grant.buffers <= 1

@@ -1,7 +1,8 @@
-"""What must hold after every step, in tests and in production.
+"""What must hold after every step.
 
 Nothing is repaired. A broken invariant is a bug of Holdfast: the controller stops before it does
-harm, and training goes on without it.
+harm, and training goes on without it. Tests and the simulation check the whole state after each
+step; in production a step checks what its event touched, and the whole state after a launch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,21 @@ class Broken(AssertionError):
 def check(state: JobState) -> None:
     """Raises Broken, naming what does not hold."""
     _membership(state)
+    if not state.nodes.index_is_right():
+        raise Broken("the index of the nodes is not what the nodes are")
+    for name in state.nodes:
+        _node(state, name)
+    for name in state.launching:
+        _launching(state, name)
+    check_touched(state, "")
+
+
+def check_touched(state: JobState, node: str) -> None:
+    """Same for a step that touched one node at most; empty: none."""
+    if node in state.nodes:
+        _node(state, node)
+    if node in state.launching:
+        _launching(state, node)
     _phases(state)
     _checkpoints(state)
 
@@ -31,23 +47,28 @@ def _membership(state: JobState) -> None:
             raise Broken(f"{state.members}: {wanted.num_nodes} nodes wanted")
         if wanted.world_size != wanted.num_nodes * state.job.spec.workers_per_node:
             raise Broken(f"a world of {wanted.world_size} on {wanted.num_nodes} nodes")
+        if members.keys() != state.launch_actions.keys():
+            raise Broken(f"{state.members} are members, {list(state.launch_actions)} were launched")
         ranks = [seat.rank for name in members for seat in state.launch_actions[name].seats]
         if ranks != list(range(wanted.world_size)):
             raise Broken(f"ranks are no bijection: {ranks}")
-    pending = dict.fromkeys(promise.name for promise in state.pending_nodes)
-    for name, node in state.nodes.items():
-        if name in pending:
-            raise Broken(f"{name} has joined and is pending")
-        if name in state.released_nodes:
-            raise Broken(f"{name} has joined and was released")
-        if node.generation > state.generation:
-            raise Broken(f"{name} runs a future generation")
-    for name, action_id in state.launching.items():
-        action = state.inflight.get(action_id)
-        if name not in members:
-            raise Broken(f"{name} is launching and is no member")
-        if action is not None and action.generation != state.generation:
-            raise Broken(f"{name} is being launched for generation {action.generation}")
+
+
+def _node(state: JobState, name: str) -> None:
+    if state.pending_nodes.named(name) is not None:
+        raise Broken(f"{name} has joined and is pending")
+    if name in state.released_nodes:
+        raise Broken(f"{name} has joined and was released")
+    if state.nodes[name].generation > state.generation:
+        raise Broken(f"{name} runs a future generation")
+
+
+def _launching(state: JobState, name: str) -> None:
+    action = state.inflight.get(state.launching[name])
+    if name not in state.launch_actions:
+        raise Broken(f"{name} is launching and is no member")
+    if action is not None and action.generation != state.generation:
+        raise Broken(f"{name} is being launched for generation {action.generation}")
 
 
 def _phases(state: JobState) -> None:

@@ -26,7 +26,7 @@ from .actions import LaunchGroup, Reason
 from .checkpoints import choose_restore, must_not_begin, why_nothing_usable
 from .context import StepContext, seconds
 from .events import CollectivesBegun, StepCompleted
-from .nodes import any_to_be_stopped, possible_size, usable
+from .nodes import any_to_be_stopped, num_usable, possible_size, usable
 from .provisioning import awaiting_rejoin, full_size
 from .rank_assignment import (
     assign,
@@ -82,7 +82,7 @@ def place(ctx: StepContext) -> None:
 
 def _wait(ctx: StepContext) -> None:
     state, limit = ctx.state, ctx.state.job.spec.recovery.capacity_timeout_s
-    here, wanted = len(usable(state)), state.min_nodes
+    here, wanted = num_usable(state), state.min_nodes
     # A request that is made again after a refusal promises nothing.
     pending = len(state.pending_nodes) if state.capacity_denied else state.expected_nodes
     denied = f"; {state.capacity_detail or 'the backend has no capacity'}"
@@ -144,6 +144,7 @@ def _launch(ctx: StepContext, size: int) -> None:
     if state.copies_given_up:
         buddy_of = {}
     hosts = Counter(one.hostname for one in facts.values())
+    own_shards = restore is not None and _same_shards(state, restore, mesh)
     for node_rank, name in enumerate(members):
         action_id = ctx.emit(
             LaunchGroup,
@@ -154,7 +155,7 @@ def _launch(ctx: StepContext, size: int) -> None:
             seats=seats[node_rank],
             buddy=buddy_of.get(name, ""),
             persist_every_steps=persist_cadence(state.job),
-            own_shards=restore is not None and _same_shards(state, restore, mesh),
+            own_shards=own_shards,
             stage_every_steps=staging_interval.at_launch(state),
             code=spec.code or "",
             nodes_on_machine=hosts[facts[name].hostname],
@@ -162,7 +163,7 @@ def _launch(ctx: StepContext, size: int) -> None:
         action = state.inflight[action_id]
         assert isinstance(action, LaunchGroup)
         state.launch_actions[name], state.launching[name] = action, action_id
-        state.nodes[name].generation = state.generation
+        state.nodes.change(name, generation=state.generation)
     phase = "starting" if state.phase == "pending" else state.phase
     ctx.move(phase, reason.code, decision)
     _fill_incident(ctx, state.incident, membership, decision)
@@ -182,7 +183,7 @@ def _begin_generation(ctx: StepContext, membership: Membership, members: tuple[s
     state.num_launches += 1
     state.membership, state.members = membership, members
     state.meshes[state.generation] = membership.mesh
-    held = {shard.generation for node in state.nodes.values() for shard in node.staged}
+    held = {generation for _step, generation, _num_shards in state.nodes.holders}
     for old in [g for g in state.meshes if g <= state.generation - MESHES_KEPT]:
         if old not in held:  # what memory holds may still have to be written
             del state.meshes[old]
@@ -215,8 +216,9 @@ def _describe(
     state: JobState, before: tuple[str, ...], after: tuple[str, ...], restore: Restore | None
 ) -> str:
     """The decision, in one sentence."""
-    new = [name for name in after if name not in before]
-    out = [name for name in before if name not in after]
+    old, now = dict.fromkeys(before), dict.fromkeys(after)
+    new = [name for name in after if name not in old]
+    out = [name for name in before if name not in now]
     if not before:
         what = f"launch on {_nodes(len(after))}"
     elif len(after) < len(before):

@@ -7,12 +7,13 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from . import provisioning
-from .actions import Reason, ReleaseNode, RequestNodes, StopGroup
+from .actions import Reason, StopGroup
 from .context import SECOND_NS, StepContext, seconds, stop_timeout_s
 from .events import GroupStopped, NodeJoined, NodeLost, PreemptionNoticed, StandbysReported
 from .provisioning import release
 from .rank_assignment import best_size
-from .state import Cause, JobState, NodeRecord, PendingNode
+from .roster import NodeRecord, PendingNode, Promises
+from .state import Cause, JobState
 
 MAX_DETAIL = 500
 """Characters kept of what a node says about itself."""
@@ -31,20 +32,34 @@ def usable(state: JobState) -> list[NodeRecord]:
     ]  # fmt: skip
 
 
-def members_here(state: JobState) -> list[NodeRecord]:
-    """Nodes of the current generation that are not lost."""
-    return [state.nodes[name] for name in state.members if name in state.nodes]
+def num_usable(state: JobState) -> int:
+    """How many there are, without a walk over all nodes."""
+    slots = state.job.spec.workers_per_node
+    generations = (0, state.generation) if state.active else (0,)
+    cordoned = sum(
+        node.confirmed and not node.preempting
+        and node.generation in generations and node.facts.slots >= slots
+        for node in state.nodes.in_order(state.cordoned)
+    )  # fmt: skip
+    return state.nodes.num_ready(slots, generations) - cordoned
+
+
+def leaving_members(state: JobState) -> list[NodeRecord]:
+    """Nodes of the running generation that will be preempted, in the order of their ranks."""
+    names = [name for name in state.nodes.leaving if state.is_member(name)]
+    names.sort(key=lambda name: state.launch_actions[name].node_rank)
+    return [state.nodes[name] for name in names]
 
 
 def possible_size(state: JobState) -> int:
     """Nodes of the largest generation that could be launched now; 0: none."""
-    limit = min(state.target_nodes, len(usable(state)))
+    limit = min(state.target_nodes, num_usable(state))
     return best_size(state.job, limit, state.worker_memory, state.sizes.allows)
 
 
 def any_to_be_stopped(state: JobState) -> bool:
     """A node still has to stop the workers of an old generation."""
-    return not state.active and any(node.generation for node in state.nodes.values())
+    return not state.active and state.nodes.num_busy > 0
 
 
 # -- joining ----------------------------------------------------------------------------------
@@ -56,22 +71,27 @@ def joined(ctx: StepContext, event: NodeJoined) -> Cause | None:
         why = state.released_nodes[event.node]
         release(ctx, event.node, "infrastructure", f"{event.node} was released: {why}")
         return None
-    node = state.nodes.get(event.node)
-    if node is None:
+    if event.node not in state.nodes:
         state.num_joined += 1
-        node = NodeRecord(event.node, event.facts, state.num_joined)
-        node.standbys_ready = not event.reports_standbys
-        state.nodes[event.node] = node
+        ready = not event.reports_standbys
+        state.nodes[event.node] = NodeRecord(
+            event.node, event.facts, state.num_joined, standbys_ready=ready
+        )
         provisioning.joined(state, event.node)
         state.capacity_denied = False
-    node.facts, node.staged, node.confirmed = event.facts, event.staged, True
-    node.offered_port = event.offered_port or node.offered_port
-    node.generation = event.generation
+    node = state.nodes.change(
+        event.node,
+        facts=event.facts,
+        staged=event.staged,
+        confirmed=True,
+        offered_port=event.offered_port or state.nodes[event.node].offered_port,
+        generation=event.generation,
+    )
     cause = None
     newest = max([event.generation, *(one.generation for one in event.staged)])
     if newest > state.generation:
         cause = _journal_is_behind(state, newest)
-    if cause is None and state.active and event.node in state.members:
+    if cause is None and state.is_member(event.node):
         cause = _member_rejoined(ctx, node, event)
     elif cause is None and event.generation:
         _stop_stale(ctx, node)
@@ -81,9 +101,8 @@ def joined(ctx: StepContext, event: NodeJoined) -> Cause | None:
 
 def standbys_reported(ctx: StepContext, event: StandbysReported) -> None:
     """requests.interrupt_if_planned waits for it."""
-    node = ctx.state.nodes.get(event.node)
-    if node is not None:
-        node.standbys_ready = event.ready
+    if event.node in ctx.state.nodes:
+        ctx.state.nodes.change(event.node, standbys_ready=event.ready)
 
 
 def _journal_is_behind(state: JobState, newest: int) -> Cause | None:
@@ -110,7 +129,7 @@ def _member_rejoined(ctx: StepContext, node: NodeRecord, event: NodeJoined) -> C
     elif node.name in state.launching:
         reason = Reason("controller-restart", f"{node.name} may not have received its launch")
         state.launching[node.name] = ctx.reemit(state.launch_actions[node.name], reason)
-        node.generation = state.generation
+        state.nodes.change(node.name, generation=state.generation)
     else:
         text = f"{node.name} rejoined without its workers of generation {state.generation}"
         reason = Reason("infrastructure", text)
@@ -139,14 +158,13 @@ def stale_stopped(ctx: StepContext, event: GroupStopped) -> None:
     """A node has stopped the workers of an old generation and can be used again."""
     node = ctx.state.nodes.get(event.node)
     if node is not None and node.generation == event.generation:
-        group_stopped(node, event)
+        group_stopped(ctx.state, event)
 
 
-def group_stopped(node: NodeRecord, event: GroupStopped) -> None:
+def group_stopped(state: JobState, event: GroupStopped) -> None:
     """No workers run on the node any more."""
-    node.generation = 0
-    node.staged = event.staged
-    node.offered_port = event.offered_port or node.offered_port
+    port = event.offered_port or state.nodes[event.node].offered_port
+    state.nodes.change(event.node, generation=0, staged=event.staged, offered_port=port)
 
 
 # -- losing -----------------------------------------------------------------------------------
@@ -167,7 +185,7 @@ def lost(ctx: StepContext, event: NodeLost) -> str:
     detail = event.detail or event.cause
     release(ctx, event.node, "infrastructure", f"lost ({event.cause}): {detail}")
     _check_rejoined(ctx)
-    if event.node in state.members and state.active:
+    if state.is_member(event.node):
         return "preempted" if node.preempting else event.cause
     return ""
 
@@ -178,9 +196,8 @@ def rejoin_expired(ctx: StepContext) -> list[NodeLost]:
     detail = f"did not reconnect within {limit_s:g} s of the controller's start"
     ago_s = _absence_s(ctx)
     return [
-        NodeLost(node=node.name, cause="silent", detail=detail, ago_s=ago_s)
-        for node in ctx.state.nodes.values()
-        if not node.confirmed
+        NodeLost(node=name, cause="silent", detail=detail, ago_s=ago_s)
+        for name in ctx.state.nodes.unconfirmed
     ]
 
 
@@ -190,41 +207,43 @@ def _absence_s(ctx: StepContext) -> float:
 
 
 def _check_rejoined(ctx: StepContext) -> None:
-    if all(node.confirmed for node in ctx.state.nodes.values()):
+    if not ctx.state.nodes.unconfirmed:
         ctx.disarm("rejoin")
 
 
 def preemption_noticed(ctx: StepContext, event: PreemptionNoticed) -> None:
     """Note it; requests.interrupt_if_planned replaces the node."""
-    node = ctx.state.nodes.get(event.node)
+    nodes = ctx.state.nodes
+    node = nodes.get(event.node)
     if node is None:
         return
+    leaves_ns, reason = node.leaves_ns, event.detail[:MAX_DETAIL] or "no detail given"
     if event.grace_s > 0:
-        leaves_ns = ctx.now_ns + seconds(event.grace_s)
-        if node.leaves_ns is None:
+        if leaves_ns is None:
             ctx.disarm("preempt")  # its length depends on when the node leaves
-        node.leaves_ns = min(node.leaves_ns or leaves_ns, leaves_ns)
+        noticed_ns = ctx.now_ns + seconds(event.grace_s)
+        leaves_ns = min(leaves_ns or noticed_ns, noticed_ns)
     if node.preempting:
-        if event.detail and event.detail not in node.leave_reason:
-            node.leave_reason = f"{node.leave_reason}; {event.detail}"[:MAX_DETAIL]
-        return
-    node.preempting, node.leave_reason = True, event.detail[:MAX_DETAIL] or "no detail given"
-    grace = f" in {event.grace_s:.0f} s" if event.grace_s > 0 else ""
-    ctx.note(f"{event.node} will be preempted{grace}: {node.leave_reason}")
+        more = event.detail and event.detail not in node.leave_reason
+        reason = f"{node.leave_reason}; {event.detail}"[:MAX_DETAIL] if more else node.leave_reason
+    else:
+        grace = f" in {event.grace_s:.0f} s" if event.grace_s > 0 else ""
+        ctx.note(f"{event.node} will be preempted{grace}: {reason}")
+    nodes.change(event.node, preempting=True, leave_reason=reason, leaves_ns=leaves_ns)
 
 
 def replace_slow(ctx: StepContext, name: str, evidence: str) -> None:
     """A spare takes the ranks of a slow node, as it does those of one that will be preempted."""
     state = ctx.state
     node = state.nodes.get(name)
-    spares = [one for one in usable(state) if one.name not in state.members]
-    if node is None or name not in state.members or node.preempting:
+    spares = [one for one in usable(state) if not state.is_member(one.name)]
+    if node is None or not state.is_member(name) or node.preempting:
         return
     if not spares:
         ctx.note(f"{name} is not replaced: there is no spare")
         return
-    node.preempting, node.slow = True, True
-    node.leave_reason = f"it is slow: {evidence}"[:MAX_DETAIL]
+    why = f"it is slow: {evidence}"[:MAX_DETAIL]
+    state.nodes.change(name, preempting=True, slow=True, leave_reason=why)
 
 
 # -- a new controller -------------------------------------------------------------------------
@@ -233,16 +252,15 @@ def controller_started(ctx: StepContext, existing: tuple[str, ...] | None) -> li
 
     `existing` are the nodes that the backend has, None where it was not asked."""
     state = ctx.state
-    requested = any(isinstance(action, RequestNodes) for action in state.inflight.values())
-    releases = [a for a in state.inflight.values() if isinstance(a, ReleaseNode)]
+    requested, releases = bool(state.inflight.requests), list(state.inflight.releases.values())
     # Launches and stops are sent again when their nodes reconnect; see joined().
     state.inflight.clear()
     for action in releases:
         release(ctx, action.node, action.reason.code, action.reason.text)
     if existing is None and requested:
         provisioning.request_unknown(ctx)
-    for node in state.nodes.values():
-        node.confirmed = False
+    for name in state.nodes:
+        state.nodes.change(name, confirmed=False)
     rejoin_s = provisioning.rejoin_s(state)
     if state.nodes:
         ctx.arm("rejoin", rejoin_s)
@@ -257,13 +275,13 @@ def controller_started(ctx: StepContext, existing: tuple[str, ...] | None) -> li
 def _compare(ctx: StepContext, existing: tuple[str, ...]) -> list[NodeLost]:
     """What the backend has against what the state says. A promise without a name is void: if its
     node exists, the backend has named it."""
-    state = ctx.state
-    state.pending_nodes = [one for one in state.pending_nodes if one.name in existing]
-    for name in existing:
+    state, here = ctx.state, dict.fromkeys(existing)
+    state.pending_nodes = Promises(one for one in state.pending_nodes if one.name in here)
+    for name in here:
         if name in state.released_nodes:
             why = state.released_nodes[name]
             release(ctx, name, "controller-restart", f"{name} was released: {why}")
-        elif name not in state.nodes and state.pending(name) is None:
+        elif name not in state.nodes and state.pending_nodes.named(name) is None:
             state.pending_nodes.append(PendingNode(name, ctx.now_ns, recovered=True))
     if state.pending_nodes:
         ctx.arm_once("expect", state.start_limit_s)
@@ -271,5 +289,5 @@ def _compare(ctx: StepContext, existing: tuple[str, ...]) -> list[NodeLost]:
     return [
         NodeLost(node=name, cause="gone", detail=detail, ago_s=_absence_s(ctx))
         for name in state.nodes
-        if name not in existing
+        if name not in here
     ]

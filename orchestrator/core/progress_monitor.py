@@ -39,7 +39,7 @@ from .hang_suspects import RankProgress, Suspects
 from .liveness import FailureDetector
 from .script_progress import Began
 from .state import JobState
-from .stragglers import Slow, SlowNodes, StragglerFinder
+from .stragglers import Stragglers
 
 RECENT_STEPS = 32
 """Step times that the median is taken over."""
@@ -80,8 +80,7 @@ class _Generation:
     """When a rank was last seen at work while none had progress: what follows it is no hang yet."""
     starved_ns: int = 0
     """When the machine was last short of CPU time while no rank had progress."""
-    finder: StragglerFinder = field(default_factory=StragglerFinder)
-    slow_nodes: SlowNodes = field(default_factory=SlowNodes)
+    stragglers: Stragglers = field(default_factory=Stragglers)
 
 
 def _works(live: dict[int, RankProgress]) -> bool:
@@ -104,6 +103,9 @@ class ProgressMonitor:
         """When a machine of the job was last short of CPU time."""
         self._unchecked = False
         """Heartbeats of this generation have come since the last check."""
+        self._waiting = False
+        """Events have come since the last check."""
+        self._report_due = False  # An event that ends a generation has come.
         self._checked_ns = 0
         self._due: tuple[int | None] | None = None
         """The deadline as of the last check, in a job so big that computing it costs."""
@@ -125,18 +127,21 @@ class ProgressMonitor:
             self._detector.arrived(now_ns, node, self._recovery)
 
     def observe(self, now_ns: int, event: AnyEvent) -> tuple[AnyEvent, ...]:
-        """Take an event in, after the controller has; returns what follows from it."""
-        self._follow()
-        if isinstance(event, HeartbeatReceived):
-            if event.node in self._state.nodes:
+        """Take an event in, after the controller has; returns what follows from it, and from events
+        that were not checked yet."""
+        out = self._follow(now_ns)
+        self._take(now_ns, event)
+        self._waiting = True
+        if now_ns - self._checked_ns >= self._pause_ns():
+            out += self._check(now_ns)
+        return tuple(out)
+
+    def _take(self, now_ns: int, event: AnyEvent) -> None:
+        match event:
+            case HeartbeatReceived() if event.node in self._state.nodes:
                 self._detector.observed(now_ns, event.node, self._recovery)
                 self._note_pressure(now_ns, event)
                 self._record(now_ns, event)
-            if now_ns - self._checked_ns < self._pause_ns():
-                return ()
-        self._checked_ns, self._due = now_ns, None
-        out = self._progress(now_ns)
-        match event:
             case StepCompleted() if event.generation == self._current.number:
                 # It comes back from the controller, or from a replay.
                 self._current.reported = max(self._current.reported, event.step)
@@ -152,15 +157,22 @@ class ProgressMonitor:
                 self._detector.begin(now_ns)
                 # A replay has no heartbeats, so what it shows of progress does not count.
                 self._current, self._unchecked = _Generation(), False
-                self._follow()
+                self._follow(now_ns)
             case WorkerExited() | HangDetected() | NodeLost():
-                out += self._report_step(now_ns)
+                self._report_due = True
             case _:
                 pass
-        if self._state.terminal:
-            return tuple(out)
-        out += self._detector.judge(now_ns, self._state.nodes, self._recovery)
-        return (*out, *(self._hang(now_ns) or self._suspicion(now_ns)))
+
+    def _check(self, now_ns: int) -> list[AnyEvent]:
+        """Goes over all nodes and ranks."""
+        self._checked_ns, self._due, self._waiting = now_ns, None, False
+        out = self._progress(now_ns)
+        if self._report_due:
+            out += self._report_step(now_ns)
+        if not self._state.terminal:
+            out += self._detector.judge(now_ns, self._state.nodes, self._recovery)
+            out += self._hang(now_ns) or self._suspicion(now_ns)
+        return out
 
     def next_deadline_ns(self) -> int | None:
         """When to observe a Tick at the latest."""
@@ -170,7 +182,7 @@ class ProgressMonitor:
         if self._due is None or not pause_ns:
             self._due = (self._first_due_ns(),)
         due = self._due[0]
-        if self._unchecked:
+        if self._waiting:
             check_ns = self._checked_ns + pause_ns
             due = check_ns if due is None else min(due, check_ns)
         return due
@@ -183,15 +195,17 @@ class ProgressMonitor:
         return min((at for at in due if at is not None), default=None)
 
     def _pause_ns(self) -> int:
-        """A check goes over all ranks, so heartbeats of a big job are checked together."""
-        ranks = len(self._current.ranks)
+        """Events of a big job that come shortly after each other are checked together."""
+        ranks = len(self._state.nodes) * self._state.job.spec.workers_per_node
         return ranks * CHECK_NS_PER_RANK if ranks >= BIG_JOB_RANKS else 0
 
     # -- the generation -----------------------------------------------------------------------
-    def _follow(self) -> None:
+    def _follow(self, now_ns: int) -> list[AnyEvent]:
+        """Returns the last step of the generation before, if it has to be reported."""
         state = self._state
         if self._current.number == state.generation:
-            return
+            return []
+        out = self._report_step(now_ns) if self._report_due else []
         self._unchecked, step = False, state.step
         self._current = _Generation(state.generation, first=step, done=step, reported=step)
         if state.first_step_done and state.membership is not None:
@@ -199,6 +213,7 @@ class ProgressMonitor:
             restore = state.membership.restore
             self._current.num_steps = step - (restore.step if restore else -1)
             self._current.step_s.extend([state.step_s] if state.step_s > 0 else [])
+        return out
 
     def _record(self, now_ns: int, beat: HeartbeatReceived) -> None:
         current, state = self._current, self._state
@@ -233,8 +248,7 @@ class ProgressMonitor:
         if beat.cpu_pressure < limits.STRAGGLER_MAX_PRESSURE:
             return
         nodes = self._state.nodes
-        host = nodes[beat.node].facts.hostname
-        here = [name for name, node in nodes.items() if node.facts.hostname == host]
+        here = nodes.on_host[nodes[beat.node].facts.hostname]
         self._contended |= dict.fromkeys(here, now_ns)
         if beat.cpu_pressure >= limits.STARVED_PRESSURE:
             self._starved_ns = now_ns
@@ -281,8 +295,8 @@ class ProgressMonitor:
 
     def _report_step(self, now_ns: int) -> list[AnyEvent]:
         """Report the last step that all ranks have finished, unless it was reported."""
-        current = self._current
-        if current.done <= current.reported or current.number != self._state.generation:
+        current, self._report_due = self._current, False
+        if current.done <= current.reported:
             return []
         first = current.reported == current.first
         current.reported, current.reported_ns = current.done, now_ns
@@ -461,6 +475,8 @@ class ProgressMonitor:
         return Limit(0, busy_s, "busy-worker")
 
     def _condition(self, live: dict[int, RankProgress]) -> Condition:
+        if self._starved_ns is None and not self._current.inspected:
+            return "unknown"
         now_ns = max(known.seen_ns for known in live.values())
         beats = [known.beat for known in live.values()]
         found = condition(now_ns, beats, self._current.inspected)
@@ -563,38 +579,16 @@ class ProgressMonitor:
             of += f" ({floor_s:g} s + {limits.HANG_STEP_FACTOR:g} x {step_s:.2f} s)"
         return f"{suspects.why}; the {of} is {limit.limit_s:.1f} s; {self._done()}"
 
-    def _straggler(self, slow: Slow) -> StragglerDetected:
-        """A rank that works longer than its peers in every step, or whose GPU does."""
-        evidence = slow.evidence(probed=bool(self._current.ranks[slow.rank].beat.probe_s))
-        node = self._state.node_of(slow.rank)
-        return StragglerDetected(
-            generation=self._current.number, node=node, rank=slow.rank, evidence=evidence
-        )
-
     # -- stragglers ---------------------------------------------------------------------------
     def _stragglers(self) -> list[AnyEvent]:
-        """Ranks that work longer than the others, and nodes whose ranks report much longer step
-        times."""
         current, state = self._current, self._state
-        work_s = {rank: known.beat.work_s for rank, known in current.ranks.items()}
-        probe_s = {rank: known.beat.probe_s for rank, known in current.ranks.items()}
-        node_of = {rank: state.node_of(rank) for rank in work_s}
-        if any(probe_s.values()):
-            models = {rank: state.gpu_model(node) for rank, node in node_of.items()}
-            found = current.finder.observe(current.done, probe_s, models, node_of)
-            return [self._straggler(slow) for slow in found]
-        if any(work_s.values()) and state.mesh is not None:
-            stages = {rank: state.mesh.coordinates(rank)["pipeline"] for rank in work_s}
-            now_ns = max(known.seen_ns for known in current.ranks.values())
-            since_ns = now_ns - seconds(STARVED_MEMORY_S)
-            contended = [node for node, at_ns in self._contended.items() if at_ns >= since_ns]
-            found = current.finder.observe(current.done, work_s, stages, node_of, contended)
-            return [self._straggler(slow) for slow in found]
-        slowest: dict[str, float] = {}
-        for rank, known in current.ranks.items():
-            node = state.node_of(rank)
-            slowest[node] = max(slowest.get(node, 0.0), known.beat.step_s)
+        now_ns = max(known.seen_ns for known in current.ranks.values())
+        since_ns = now_ns - seconds(STARVED_MEMORY_S)
+        contended = {node for node, at_ns in self._contended.items() if at_ns >= since_ns}
+        beats = {rank: known.beat for rank, known in current.ranks.items()}
         return [
-            StragglerDetected(generation=current.number, node=node, evidence=evidence)
-            for node, evidence in current.slow_nodes.observe(slowest)
+            StragglerDetected(generation=current.number, node=node, rank=rank, evidence=evidence)
+            for node, rank, evidence in current.stragglers.observe(
+                state, current.done, beats, contended
+            )
         ]

@@ -8,13 +8,16 @@ be imported, later ones are forked); otherwise the job's own nodes have shown it
 
 from __future__ import annotations
 
+from itertools import islice
+
 from .. import limits
 from .actions import Reason, ReasonCode, ReleaseNode, RequestNodes
-from .checkpoints import in_memory, newest_committed
+from .checkpoints import newest_committed
 from .context import SECOND_NS, StepContext, seconds
 from .events import ActionSucceeded
 from .rank_assignment import best_size
-from .state import JobState, NodeRecord, PendingNode
+from .roster import NodeRecord, PendingNode
+from .state import JobState
 
 REQUEST_RETRY_S = 5.0
 RELEASE_RETRY_S = 5.0
@@ -68,9 +71,8 @@ def _wanted(state: JobState) -> int:
 
 def _held(state: JobState) -> int:
     """Nodes that count towards the wanted size."""
-    return sum(
-        not node.preempting and node.name not in state.cordoned for node in state.nodes.values()
-    )
+    cordoned = (name for name in state.cordoned if name in state.nodes)
+    return len(state.nodes) - len(dict.fromkeys([*state.nodes.leaving, *cordoned]))
 
 
 # -- requests ---------------------------------------------------------------------------------
@@ -96,11 +98,14 @@ def request_granted(ctx: StepContext, action: RequestNodes, event: ActionSucceed
     state.expected_start_ns = None if event.start_s is None else seconds(event.start_s)
     state.start_limit_s = event.start_limit_s
     # Journals written before `nodes` existed have the names in `detail`.
-    names = event.nodes or tuple(event.detail.split())
+    names: tuple[str | None, ...] = event.nodes or tuple(event.detail.split())
     if not names:
-        state.pending_nodes += [PendingNode(None, ctx.now_ns)] * action.count
+        names = (None,) * action.count
     for name in names:
-        if name not in state.nodes and name not in state.released_nodes and not state.pending(name):
+        known = name is not None and (
+            name in state.nodes or name in state.released_nodes or state.pending_nodes.named(name)
+        )
+        if not known:
             state.pending_nodes.append(PendingNode(name, ctx.now_ns))
     ctx.arm_once("expect", state.start_limit_s)
 
@@ -120,7 +125,7 @@ def request_unknown(ctx: StepContext) -> None:
 # -- promised nodes ---------------------------------------------------------------------------
 def joined(state: JobState, name: str) -> None:
     """A promised node has joined."""
-    promise = _fulfil(state, name)
+    promise = state.pending_nodes.take(name)
     if promise is not None and not promise.recovered:
         state.start_durations_ns.append(state.now_ns - promise.since_ns)
         del state.start_durations_ns[:-START_DURATIONS_KEPT]
@@ -131,7 +136,7 @@ def joined(state: JobState, name: str) -> None:
 def ended_early(ctx: StepContext, name: str, detail: str) -> list[str]:
     """A promised node ended before it joined. Returns the nodes to release now."""
     state = ctx.state
-    _fulfil(state, name)
+    state.pending_nodes.take(name)
     state.failed_starts[name] = detail
     if "request" not in state.timers:  # otherwise this failure belongs to a pause that runs already
         state.num_failed_starts += 1
@@ -143,16 +148,6 @@ def ended_early(ctx: StepContext, name: str, detail: str) -> list[str]:
     return surplus
 
 
-def _fulfil(state: JobState, name: str) -> PendingNode | None:
-    """Take a node off the list of promises; a promise without a name stands for any node."""
-    promise = state.pending(name) or next(
-        (one for one in state.pending_nodes if one.name is None), None
-    )
-    if promise is not None:
-        state.pending_nodes.remove(promise)
-    return promise
-
-
 def recall_promised(ctx: StepContext) -> None:
     """Release promised nodes that are not wanted any more: a suspended or smaller job does not wait
     for them, and they would take capacity from others when they start."""
@@ -161,12 +156,11 @@ def recall_promised(ctx: StepContext) -> None:
     wanted = 0 if no_nodes else _wanted(state)
     surplus = len(state.pending_nodes) + _held(state) - wanted
     why = "the job needs no nodes" if no_nodes else f"only {wanted} nodes are wanted now"
-    for promise in reversed([one for one in state.pending_nodes if one.name is not None]):
-        if surplus > 0:
-            state.pending_nodes.remove(promise)
-            code: ReasonCode = "suspend" if no_nodes else "resize"
-            release(ctx, promise.name, code, f"{promise.name} has not joined, and {why}")
-            surplus -= 1
+    code: ReasonCode = "suspend" if no_nodes else "resize"
+    named = (one.name for one in reversed(state.pending_nodes) if one.name is not None)
+    for name in list(islice(named, max(0, surplus))):
+        state.pending_nodes.take(name)
+        release(ctx, name, code, f"{name} has not joined, and {why}")
 
 
 def expectation_expired(ctx: StepContext) -> None:
@@ -177,7 +171,7 @@ def expectation_expired(ctx: StepContext) -> None:
     for promise in list(state.pending_nodes):
         if ctx.now_ns - promise.since_ns < limit:
             continue
-        state.pending_nodes.remove(promise)
+        state.pending_nodes.take(promise.name)
         text = f"{promise.name or 'a node'} did not join within {state.start_limit_s:g} s"
         ctx.note(text)
         release(ctx, promise.name, "capacity", text)
@@ -196,8 +190,7 @@ def worth_a_wait(ctx: StepContext) -> bool:
     is known of start times, every promised node counts."""
     state = ctx.state
     known = _start_times(state)
-    requested = any(isinstance(action, RequestNodes) for action in state.inflight.values())
-    if not may_wait(ctx) or requested or not known:
+    if not may_wait(ctx) or state.inflight.requests or not known:
         return may_wait(ctx)
     wait_ns = seconds(state.job.spec.recovery.replacement_wait_s)
     # A node that is long overdue (an unschedulable pod, for example) is not expected in time.
@@ -229,10 +222,8 @@ def release(ctx: StepContext, name: str | None, code: ReasonCode, text: str) -> 
         return
     ctx.state.nodes.pop(name, None)
     ctx.state.released_nodes.setdefault(name, text)
-    for action in ctx.state.inflight.values():
-        if isinstance(action, ReleaseNode) and action.node == name:
-            return
-    ctx.emit(ReleaseNode, Reason(code, text), node=name)
+    if name not in ctx.state.inflight.releases:
+        ctx.emit(ReleaseNode, Reason(code, text), node=name)
 
 
 def release_failed(ctx: StepContext, action: ReleaseNode, detail: str) -> None:
@@ -255,11 +246,9 @@ def release_surplus(ctx: StepContext) -> None:
         for name in list(state.nodes):
             release(ctx, name, "suspend", "the job is suspended")
         return
-    members = dict.fromkeys(state.members if state.active else ())
-    idle = [n for n in state.nodes.values() if n.name not in members and n.confirmed]
     settled = _settled(state)
-    for node in idle:
-        if not settled and _holds_restore_point(state, node):
+    for node in state.nodes.in_order([*state.nodes.leaving, *state.cordoned]):
+        if not _idle(state, node) or (not settled and _holds_restore_point(state, node)):
             continue
         if node.name in state.cordoned:
             release(ctx, node.name, "bad-node", state.cordoned[node.name])
@@ -270,10 +259,14 @@ def release_surplus(ctx: StepContext) -> None:
         return
     wanted = _wanted(state)
     surplus = len(state.nodes) - wanted
-    for node in reversed(idle):
-        if surplus > 0 and node.name in state.nodes:
+    if surplus > 0:
+        idle = (node for node in reversed(state.nodes.values()) if _idle(state, node))
+        for node in list(islice(idle, surplus)):
             release(ctx, node.name, "capacity", f"{len(state.nodes)} nodes, {wanted} wanted")
-            surplus -= 1
+
+
+def _idle(state: JobState, node: NodeRecord) -> bool:
+    return node.confirmed and not state.is_member(node.name)
 
 
 def _settled(state: JobState) -> bool:
@@ -289,7 +282,7 @@ def _holds_restore_point(state: JobState, node: NodeRecord) -> bool:
     """The next generation may start from this node's memory."""
     if state.active or awaiting_rejoin(state):
         return True
-    newest, committed = next(iter(in_memory(state)), None), newest_committed(state)
+    newest, committed = next(iter(state.nodes.complete()), None), newest_committed(state)
     if newest is None or (committed is not None and committed.step >= newest[0][0]):
         return False
     return any((s.step, s.generation) == newest[0] for s in node.staged)

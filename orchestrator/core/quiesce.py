@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from .actions import Reason, StageStep
 from .context import SECOND_NS, StepContext, seconds
+from .nodes import leaving_members
 from .state import Cause, JobState, Purpose, Quiesce
 
 MARGIN_S = 4.0
@@ -88,8 +89,7 @@ def _useful(state: JobState, purpose: Purpose) -> bool:
 
 def _all_members_confirmed(state: JobState) -> bool:
     """False only while a new controller waits for its nodes."""
-    members = (state.nodes.get(name) for name in state.members)
-    return all(node is not None and node.confirmed for node in members)
+    return not any(state.is_member(name) for name in state.nodes.unconfirmed)
 
 
 def _pace_unknown(ctx: StepContext) -> bool:
@@ -117,8 +117,8 @@ def _request(ctx: StepContext, reason: Reason, margin_s: float = MARGIN_S) -> No
 def _room_s(ctx: StepContext) -> float | None:
     """How long the interruption may wait for the member that leaves first; None: none leaves at a
     known time."""
-    members = [ctx.state.nodes[name] for name in ctx.state.members if name in ctx.state.nodes]
-    known = [node.leaves_ns for node in members if node.leaves_ns is not None]
+    leaving = leaving_members(ctx.state)
+    known = [node.leaves_ns for node in leaving if node.leaves_ns is not None]
     return SHARE * (min(known) - ctx.now_ns) / SECOND_NS if known else None
 
 

@@ -175,13 +175,16 @@ def buddies(
     redundant = memory.buddy == "auto" and mesh.redundant(job.spec.workers_per_node)
     if memory.every_steps == 0 or memory.buddy == "never" or redundant or len(members) < 2:
         return {}
-    chosen: dict[str, str] = {}
-    for index, name in enumerate(members):
-        others = members[index + 1 :] + members[:index]
-        home = facts[name].failure_domain or name
-        apart = [other for other in others if (facts[other].failure_domain or other) != home]
-        chosen[name] = (apart or list(others))[0]
-    return chosen
+    domains = [facts[name].failure_domain or name for name in members]
+    size, chosen = len(members), dict[str, str]()
+    apart: int | None = None  # the first member behind `index` in another domain, going round
+    for index in reversed(range(2 * size)):
+        after = (index + 1) % size
+        if domains[after] != domains[index % size]:
+            apart = after
+        if index < size:
+            chosen[members[index]] = members[after if apart is None else apart]
+    return {name: chosen[name] for name in members}
 
 
 def persist_cadence(job: TrainingJob) -> int:

@@ -11,7 +11,7 @@ from ..api.v1alpha1 import Budget
 from ..protocol.facts import Exit, Stack
 from . import hang_limits, launching, nodes, provisioning, quiesce, sizes
 from .actions import InspectGroup, Reason, ReasonCode, StopGroup
-from .checkpoints import DISTRUST_AFTER, in_memory, refuse
+from .checkpoints import DISTRUST_AFTER, refuse
 from .context import MAX_INCIDENTS, SECOND_NS, StepContext, seconds, stop_timeout_s
 from .events import (
     GroupInspected,
@@ -138,7 +138,8 @@ def _grace_s(ctx: StepContext, purpose: Purpose) -> float:
     grace_s = spec.recovery.termination_grace_s
     if purpose == "preemption":
         # Half of what the leaving nodes have left: the hand-over comes after it.
-        known = [n.leaves_ns for n in ctx.state.nodes.values() if n.leaves_ns is not None]
+        leaving = ctx.state.nodes.in_order(ctx.state.nodes.leaving)
+        known = [node.leaves_ns for node in leaving if node.leaves_ns is not None]
         if known:
             return max(0.0, min(grace_s, (min(known) - ctx.now_ns) / SECOND_NS / 2))
     return grace_s
@@ -266,7 +267,7 @@ def group_stopped(ctx: StepContext, event: GroupStopped) -> None:
     state, stop = ctx.state, ctx.state.stop
     assert stop is not None
     stop.waiting.pop(event.node, None)
-    nodes.group_stopped(state.nodes[event.node], event)
+    nodes.group_stopped(state, event)
     for exit in event.exits:
         state.exits.setdefault(exit.rank, (event.node, exit))
         _date_failure(ctx, exit)
@@ -293,7 +294,8 @@ def conclude(ctx: StepContext) -> Reason | None:
         # All ranks take part in each step: one that has ended a step shows that all ended the last.
         incident.step_before = max([incident.step_before, *(step - 1 for step in steps)])
     # A rank stages a step before it reports that it has finished it.
-    staged = [step for (step, written_by), _ in in_memory(state) if written_by == state.generation]
+    held = state.nodes.complete()
+    staged = [step for (step, written_by), _ in held if written_by == state.generation]
     incident.step_before = max([incident.step_before, *staged[:1]])
     # A framework posts its progress every few seconds only.
     incident.at_least |= state.counted_by == "posted"
@@ -362,7 +364,9 @@ def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> Rea
             launch_failure=stop.launch_failure,
             refused=stop.refused,
             journal_behind=stop.journal_behind,
-            leaving=tuple((n.name, n.leave_reason) for n in state.nodes.values() if n.preempting),
+            leaving=tuple(
+                (node.name, node.leave_reason) for node in state.nodes.in_order(state.nodes.leaving)
+            ),
             node_of=state.node_of,
             world_size=incident.world_size_before,
         )

@@ -18,7 +18,8 @@ from .events import (
     SuspendRequested,
 )
 from .rank_assignment import check_resize, resized
-from .state import PURPOSE_CODE, Cause, DrainKind, JobState, NodeRecord
+from .roster import NodeRecord
+from .state import PURPOSE_CODE, Cause, DrainKind, JobState
 from .transitions import JobPhase
 
 TRAINING: tuple[JobPhase, ...] = ("starting", "recovering", "running")
@@ -159,7 +160,7 @@ def interrupt_if_planned(ctx: StepContext) -> None:
         return
     size, full = len(state.members), provisioning.full_size(state)
     possible = nodes.possible_size(state)
-    leaving = [n for n in nodes.members_here(state) if n.preempting]
+    leaving = nodes.leaving_members(state)
     if leaving:
         _replace_leaving_nodes(ctx, leaving, possible, min(size, full))
     elif state.new_code:

@@ -207,7 +207,7 @@ def orders(state: JobState, beats: Iterable[HeartbeatReceived]) -> list[Interval
             from_step=chosen.since_step,
         )
         for beat in beats
-        if beat.generation == state.generation and state.active and beat.node in state.members
+        if beat.generation == state.generation and state.is_member(beat.node)
         # 0: an agent of an older version, or no workers.
         and (beat.stage_every_steps or chosen.for_storage)
         and (beat.stage_every_steps, beat.stage_from_step) != here

@@ -17,22 +17,20 @@ from msgspec import Struct, field
 
 from .. import limits
 from ..api.v1alpha1 import TrainingJob
-from ..planner.choose import memory_on
+from ..planner.choose import memory_of_least
 from ..planner.memory import WorkerMemory
 from ..protocol.facts import (
     Exit,
     Membership,
-    NodeFacts,
     OwnCheckpoint,
     ShardFile,
     Stack,
-    StagedShard,
     StepSource,
     SuspectBasis,
 )
-from ..protocol.host_memory import HostMemory
 from ..protocol.mesh import Mesh
-from .actions import AnyAction, LaunchGroup, Outcome, Reason, ReasonCode, RequestNodes
+from .actions import Inflight, LaunchGroup, Outcome, Reason, ReasonCode
+from .roster import Promises, Roster, StepKey
 from .sizes import Sizes
 from .transitions import TERMINAL, JobPhase
 
@@ -57,10 +55,6 @@ PLANNED: tuple[TimerName, ...] = ("grow", "standbys", "preempt")
 LAUNCH: tuple[TimerName, ...] = ("launch", "launch-again")
 DRAIN: tuple[TimerName, ...] = ("persist", "drain")
 
-StepKey = tuple[int, int]
-"""(step, generation that wrote it): names one state of the training."""
-
-
 Refusal = Literal["", "damaged", "missing"]
 """Why a committed checkpoint is not used: its bytes are not those that were written, or the store,
 which can be read, does not have it."""
@@ -81,33 +75,6 @@ class DrainKind(StrEnum):
     def _missing_(cls, value: object) -> DrainKind | None:
         # In snapshots of earlier versions.
         return cls.AT_RISK if value == "park" else None
-
-
-class NodeRecord(Struct):
-    """A node that has joined and is not lost."""
-
-    name: str
-    facts: NodeFacts
-    join_order: int = field(name="sequence")
-    generation: int = 0
-    """The generation whose workers may run there; 0: none."""
-    staged: tuple[StagedShard, ...] = ()
-    """What its memory tier held when it last joined or stopped its workers."""
-    offered_port: int = 0
-    confirmed: bool = True
-    """It has connected to this controller, not only to an earlier one."""
-    preempting: bool = False
-    """It has a preemption notice; no new generation uses it."""
-    leave_reason: str = field(default="", name="leaving")
-    """What its preemption notices said."""
-    slow: bool = False
-    """It leaves because a spare replaces it, see recovery.replaceStragglers."""
-    leaves_ns: int | None = None
-    """When it leaves, if a notice had the time."""
-    standbys_ready: bool = True
-    """They have imported what the script imports; agents that do not tell count as ready."""
-    host_memory: HostMemory | None = None
-    """What its memory can hold, as its agent last planned; None: not known yet."""
 
 
 class Quiesce(Struct):
@@ -146,16 +113,6 @@ class StagingSample(Struct, frozen=True):
     stall_s: float
     copy_s: float
     staging_s: float
-
-
-class PendingNode(Struct, frozen=True):
-    """A node that the backend has promised and that has not joined."""
-
-    name: str | None
-    """None: the backend could not name it yet."""
-    since_ns: int
-    recovered: bool = False
-    """A new controller found it at the backend; when it was promised is not known."""
 
 
 class Cause(Struct, frozen=True):
@@ -361,16 +318,16 @@ class JobState(Struct):
     """Why the job ends before its last step; its newest state goes to storage first."""
     incarnation: int = 0
     next_action_id: int = 1
-    inflight: dict[int, AnyAction] = field(default_factory=dict)
+    inflight: Inflight = field(default_factory=Inflight)
     timers: dict[TimerName, int] = field(default_factory=dict)
     """Name -> when it is due."""
 
-    nodes: dict[str, NodeRecord] = field(default_factory=dict)
+    nodes: Roster = field(default_factory=Roster)
     released_nodes: dict[str, str] = field(default_factory=dict, name="gone")
     """Nodes that were lost or released -> why. Names are never used again."""
     release_pending: dict[str, str] = field(default_factory=dict, name="unreleased")
     """Nodes whose release failed and is tried again -> why they were released."""
-    pending_nodes: list[PendingNode] = field(default_factory=list)
+    pending_nodes: Promises = field(default_factory=Promises)
     start_durations_ns: list[int] = field(default_factory=list, name="starts")
     """From promise to join, of the last nodes that joined."""
     expected_start_ns: int | None = field(default=None, name="start_told_ns")
@@ -453,10 +410,6 @@ class JobState(Struct):
     traceback: str = ""
     """Of the error that ended the job."""
 
-    def pending(self, name: str) -> PendingNode | None:
-        """The promise of a node with this name."""
-        return next((one for one in self.pending_nodes if one.name == name), None)
-
     @property
     def target_nodes(self) -> int:
         """The wanted size: nodes.max of the spec, until a resize is requested."""
@@ -465,8 +418,8 @@ class JobState(Struct):
     @property
     def expected_nodes(self) -> int:
         """Requested and not yet joined."""
-        requested = (a.count for a in self.inflight.values() if isinstance(a, RequestNodes))
-        return sum(requested) + len(self.pending_nodes)
+        requested = sum(action.count for action in self.inflight.requests.values())
+        return requested + len(self.pending_nodes)
 
     @property
     def terminal(self) -> bool:
@@ -483,7 +436,7 @@ class JobState(Struct):
     @property
     def worker_memory(self) -> WorkerMemory:
         """Of a worker on the smallest of the nodes that are here."""
-        return memory_on(self.job, (node.facts for node in self.nodes.values()))
+        return memory_of_least(self.job, *self.nodes.least_memory())
 
     @property
     def keeps_own_checkpoints(self) -> bool:
@@ -523,6 +476,10 @@ class JobState(Struct):
         checkpoint = self.job.spec.checkpoint
         by_step = bool(checkpoint.memory.every_steps) and checkpoint.storage.every_s is None
         return self.memory_tier_given_up and by_step
+
+    def is_member(self, name: str) -> bool:
+        """A node of the current generation, whose workers may run."""
+        return self.active and name in self.launch_actions
 
     def node_of(self, rank: int) -> str:
         """The node that a rank of the current generation runs on; empty outside the world."""

@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..api.v1alpha1 import TrainingJob, job_from_mapping, job_to_mapping
-from ..core.actions import AnyAction, LaunchGroup, Reason
+from ..core.actions import AnyAction, Inflight, LaunchGroup, Reason
 from ..core.journal import JournalError
-from ..core.state import JobState, PendingNode
+from ..core.roster import NodeRecord, PendingNode, Promises, Roster
+from ..core.state import JobState
 from ..errors import Damaged
 from ..protocol.facts import Membership, WorkerSeat
 from .observe.projection import ProjectionState
@@ -70,12 +71,20 @@ class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 def _document(value: Any) -> Any:
     if isinstance(value, TrainingJob):
         return job_to_mapping(value)
+    if isinstance(value, Promises):
+        return list(value)
     raise NotImplementedError(f"a snapshot cannot hold a {type(value).__name__}")
 
 
 def _value(kind: type, document: Any) -> Any:
     if kind is TrainingJob:
         return job_from_mapping(document, "the journal")
+    if kind is Promises:
+        return Promises(msgspec.convert(document, list[PendingNode]))
+    if kind is Roster:
+        return Roster(msgspec.convert(document, dict[str, NodeRecord]))
+    if kind is Inflight:
+        return Inflight()
     raise NotImplementedError(f"a snapshot cannot hold a {kind.__name__}")
 
 
@@ -122,7 +131,9 @@ def encode(state: JobState, memory: ProjectionState) -> bytes:
                 for action in state.inflight.values()
             ],
             memberships=table.all,
-            state=msgspec.structs.replace(state, membership=None, launch_actions={}, inflight={}),
+            state=msgspec.structs.replace(
+                state, membership=None, launch_actions={}, inflight=Inflight()
+            ),
             memory=memory,
         )
     )
@@ -134,17 +145,15 @@ def decode(data: bytes) -> tuple[JobState, ProjectionState]:
     found = _read(data, _DECODER)
     state = found.state
     old = _read(data, _OLD).state
-    state.pending_nodes += [
-        PendingNode(None if name.startswith("?") else name, since_ns, name in old.found)
-        for name, since_ns in old.coming.items()
-    ]
+    for name, since_ns in old.coming.items():
+        known = None if name.startswith("?") else name
+        state.pending_nodes.append(PendingNode(known, since_ns, name in old.found))
     if found.membership is not None:
         state.membership = found.memberships[found.membership]
     state.launch_actions = {one.node: _expand(one, found.memberships) for one in found.launch}
-    state.inflight = {
-        one.action_id: _expand(one, found.memberships) if isinstance(one, _Launch) else one
-        for one in found.inflight
-    }
+    for one in found.inflight:
+        launch = _expand(one, found.memberships) if isinstance(one, _Launch) else one
+        state.inflight[launch.action_id] = launch
     return state, found.memory
 
 

@@ -12,6 +12,7 @@ import msgspec
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.core import actions as a
 from holdfast.orchestrator.core import events as e
+from holdfast.orchestrator.core import invariants
 from holdfast.orchestrator.core.controller import Controller
 from holdfast.orchestrator.core.copy_rounds import CopyOrder
 from holdfast.orchestrator.core.journal import Record
@@ -37,6 +38,7 @@ class WatchedController(Controller):
 
     def step(self, now_ns: int, event: e.AnyEvent) -> tuple[a.AnyAction, ...]:
         actions = super().step(now_ns, event)
+        invariants.check(self.state)
         if self.watch is not None:
             self.watch(event, actions)
         return actions

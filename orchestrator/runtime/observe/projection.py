@@ -15,7 +15,6 @@ from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.catalogue.load import device_as_reported
 from holdfast.orchestrator.core import own_checkpoints
 from holdfast.orchestrator.core.actions import AnyAction, CommitManifest
-from holdfast.orchestrator.core.checkpoints import in_memory
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.events import (
     ActionFailed,
@@ -27,8 +26,9 @@ from holdfast.orchestrator.core.events import (
     StepCompleted,
 )
 from holdfast.orchestrator.core.host_memory import running
+from holdfast.orchestrator.core.roster import NodeRecord
 from holdfast.orchestrator.core.staging_interval import describe
-from holdfast.orchestrator.core.state import JobState, NodeRecord
+from holdfast.orchestrator.core.state import JobState
 from holdfast.orchestrator.planner.calibration import CalibrationEntry
 from holdfast.orchestrator.protocol.facts import (
     StepReport,
@@ -308,7 +308,7 @@ class JobProjection:
                 )
         if not state.terminal:
             staged = min((beat.staged_step for beat in heartbeats), default=-1)
-            in_tier = next((key[0] for key, _ in in_memory(state)), -1)
+            in_tier = next((key[0] for key, _ in state.nodes.complete()), -1)
             view.memory_step = max(staged, in_tier)
 
     def _current_beats(self, state: JobState) -> dict[str, NodeBeat]:
@@ -357,7 +357,7 @@ def node_views(state: JobState, beats: dict[str, NodeBeat], now_ns: int) -> list
 
 
 def _node(state: JobState, node: NodeRecord, beat: NodeBeat | None, now_ns: int) -> NodeView:
-    member = state.active and node.name in state.members
+    member = state.is_member(node.name)
     view = NodeView(
         name=node.name,
         state="cordoned" if node.name in state.cordoned else "member" if member else "spare",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from holdfast.orchestrator.core import invariants
 from holdfast.orchestrator.core.actions import (
     Action,
     AnyAction,
@@ -91,6 +92,7 @@ class Transcript:
         self.journal.append((self.now_ns, event))
         self.fresh = list(self.controller.step(self.now_ns, event))
         check_timers(self.state)
+        invariants.check(self.state)
         self.actions += self.fresh
         return self.fresh
 

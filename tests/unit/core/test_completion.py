@@ -320,4 +320,4 @@ def test_a_job_that_has_ended_awaits_no_other_result() -> None:
     job.apply(CancelRequested())
     assert list(job.state.inflight.values()) == [job.one(FinishJob)]
     assert not job.apply(ActionSucceeded(action_id=request.action_id, nodes=("a", "b")))
-    assert job.state.pending_nodes == []
+    assert not job.state.pending_nodes

@@ -10,8 +10,9 @@ import pytest
 
 from holdfast.orchestrator.core import invariants
 from holdfast.orchestrator.core.actions import Reason
-from holdfast.orchestrator.core.events import Tick
-from holdfast.orchestrator.core.state import JobState, PendingCheckpoint, PendingNode, PendingStop
+from holdfast.orchestrator.core.events import StandbysReported, Tick
+from holdfast.orchestrator.core.roster import PendingNode, Promises
+from holdfast.orchestrator.core.state import JobState, PendingCheckpoint, PendingStop
 from holdfast.orchestrator.protocol.facts import ShardFile
 from holdfast.orchestrator.protocol.mesh import Mesh
 
@@ -55,7 +56,7 @@ def _set(**fields: Any) -> Callable[[JobState], None]:
 
 
 def _future_node(state: JobState) -> None:
-    state.nodes["a"].generation = 2
+    state.nodes.change("a", generation=2)
 
 
 def _same_seats(state: JobState) -> None:
@@ -78,7 +79,7 @@ BROKEN: list[tuple[Callable[[JobState], None], str]] = [
     (_set(members=("a",)), "2 nodes wanted"),
     (_world, "a world of 3 on 2 nodes"),
     (_same_seats, "ranks are no bijection"),
-    (_set(pending_nodes=[PendingNode("b", 0)]), "b has joined and is pending"),
+    (_set(pending_nodes=Promises([PendingNode("b", 0)])), "b has joined and is pending"),
     (_set(released_nodes={"b": "lost"}), "b has joined and was released"),
     (_future_node, "a runs a future generation"),
     (_launching("x"), "x is launching and is no member"),
@@ -139,11 +140,27 @@ def test_a_state_that_can_occur_is_accepted(change: Callable[[JobState], None]) 
     invariants.check(state)
 
 
-def test_the_invariants_are_checked_after_every_event() -> None:
+def test_an_event_checks_the_node_that_it_names_and_what_does_not_grow_with_the_job() -> None:
     job = Transcript(spec()).started()
-    job.state.members = ("a", "a")
-    with pytest.raises(invariants.Broken):
+    node = job.state.nodes["a"]
+    job.state.nodes.change("a", generation=2)
+    job.controller.step(job.now_ns, StandbysReported(node="b", ready=True))
+    with pytest.raises(invariants.Broken, match="a runs a future generation"):
+        job.controller.step(job.now_ns, StandbysReported(node="a", ready=True))
+    job.state.nodes["a"] = node
+    job.commit(9)
+    _committed_twice(job.state)
+    with pytest.raises(invariants.Broken, match="committed twice"):
         job.controller.step(job.now_ns, Tick())
+
+
+def test_a_launch_checks_the_whole_state() -> None:
+    job = Transcript(spec()).started()
+    job.exits(0, signal=9)
+    job.stopped("a", 3)
+    job.state.released_nodes["a"] = "lost"
+    with pytest.raises(invariants.Broken, match="a has joined and was released"):
+        job.stopped("b", 3)
 
 
 def test_a_refused_checkpoint_may_be_deleted() -> None:

@@ -21,6 +21,7 @@ from holdfast.orchestrator.core.events import (
     Tick,
 )
 from holdfast.orchestrator.core.launching import MESHES_KEPT
+from holdfast.orchestrator.core.roster import Promises
 from holdfast.orchestrator.protocol.facts import NetworkInterface
 from holdfast.orchestrator.protocol.mesh import Mesh
 
@@ -498,7 +499,7 @@ def test_a_stale_node_is_awaited_before_a_smaller_launch() -> None:
     job.state.generation = 4
     job.apply(NodeJoined(node="a", facts=facts("a"), generation=2, ranks=(0, 1)))
     job.join("b")
-    job.state.pending_nodes.clear()
+    job.state.pending_nodes = Promises()
     job.apply(Tick())
     assert not job.of(LaunchGroup), "a stops the workers of an old generation"
     job.lose("a")

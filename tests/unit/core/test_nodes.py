@@ -17,7 +17,7 @@ from holdfast.orchestrator.core.events import (
     PreemptionNoticed,
     StragglerDetected,
 )
-from holdfast.orchestrator.core.nodes import MAX_DETAIL, possible_size, usable
+from holdfast.orchestrator.core.nodes import MAX_DETAIL, num_usable, possible_size, usable
 from holdfast.orchestrator.core.provisioning import rejoin_s
 from holdfast.orchestrator.protocol.facts import StagedShard
 
@@ -30,15 +30,15 @@ def test_only_free_nodes_with_enough_slots_are_usable() -> None:
     job.state.generation = 3
     job.join("a", "b", "c", "d", "e")
     nodes = job.state.nodes
-    nodes["b"].confirmed = False
-    nodes["c"].preempting = True
+    nodes.change("b", confirmed=False)
+    nodes.change("c", preempting=True)
     job.state.cordoned["d"] = "bad"
-    nodes["e"].generation = 3
-    assert [node.name for node in usable(job.state)] == ["a"]
+    nodes.change("e", generation=3)
+    assert [node.name for node in usable(job.state)] == ["a"] and num_usable(job.state) == 1
     job.apply(NodeJoined(node="f", facts=facts("f", 1)))
     assert [node.name for node in usable(job.state)] == ["a"], "f has one slot, two are needed"
     job.apply(NodeJoined(node="g", facts=facts("g", 3)))
-    assert [node.name for node in usable(job.state)] == ["a", "g"]
+    assert [node.name for node in usable(job.state)] == ["a", "g"] and num_usable(job.state) == 2
 
 
 def test_members_are_usable_while_their_generation_runs_and_others_once_they_have_stopped() -> None:
@@ -76,7 +76,7 @@ def test_a_rejoin_replaces_the_facts_and_keeps_the_port_that_is_not_offered_agai
     assert (node.facts, node.staged, node.offered_port) == (again, staged, port)
     assert (node.join_order, node.generation) == (1, 1)
     job.apply(NodeJoined(node="a", facts=again, generation=1, ranks=(0, 1), offered_port=9))
-    assert node.offered_port == 9 and not job.fresh
+    assert job.state.nodes["a"].offered_port == 9 and not job.fresh
 
 
 def test_the_port_that_a_stopped_node_offers_is_used_next() -> None:

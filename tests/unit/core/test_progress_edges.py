@@ -182,7 +182,7 @@ def test_a_machine_counts_as_contended_for_ten_seconds(after_s: float, named: li
             )  # fmt: skip
             watch.monitor._contended = {"b": began}
             watch.give(HeartbeatReceived(node=node, generation=1, workers=beats))
-    assert watch.monitor._current.finder.since.keys() == (set() if not named else {2, 3})
+    assert watch.monitor._current.stragglers.finder.since.keys() == (set() if not named else {2, 3})
 
 
 def test_no_straggler_is_named_where_step_times_are_unknown_or_exactly_half_longer() -> None:
@@ -259,10 +259,10 @@ def test_a_big_job_computes_its_deadline_once_a_check() -> None:
 def test_a_job_is_big_from_256_ranks_on() -> None:
     watch = Watch()
     watch.train(1)
-    known = watch.monitor._current.ranks[0]
-    watch.monitor._current.ranks = dict.fromkeys(range(BIG_JOB_RANKS - 1), known)
-    assert watch.monitor._pause_ns() == 0
-    watch.monitor._current.ranks[BIG_JOB_RANKS] = known
+    nodes = watch.job.state.nodes
+    while 2 * len(nodes) < BIG_JOB_RANKS:
+        assert watch.monitor._pause_ns() == 0
+        nodes[f"c{len(nodes)}"] = nodes["a"]
     assert watch.monitor._pause_ns() > 0
 
 

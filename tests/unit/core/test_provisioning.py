@@ -24,7 +24,7 @@ from holdfast.orchestrator.core.events import (
     SuspendRequested,
     Tick,
 )
-from holdfast.orchestrator.core.state import PendingNode
+from holdfast.orchestrator.core.roster import PendingNode
 from holdfast.orchestrator.protocol.facts import StagedShard
 
 from .harness import Transcript, facts, spec
@@ -149,7 +149,7 @@ def test_the_start_of_a_node_that_a_new_controller_finds_is_not_measured() -> No
     job.apply(ControllerStarted(incarnation=2, nodes=("a", "c")))
     job.join("a", "c", generation=0)
     assert [round(ns / 1e9) for ns in job.state.start_durations_ns] == [4, 4]
-    assert job.state.pending_nodes == []
+    assert not job.state.pending_nodes
 
 
 def test_a_replay_of_a_shrink_gives_the_same_state() -> None:
@@ -301,7 +301,7 @@ def test_a_promised_node_without_a_name_stands_for_any_node() -> None:
     job.wait(298.9)
     assert len(job.state.pending_nodes) == 1
     job.wait(0.1)
-    assert job.state.pending_nodes == [] and not job.of(ReleaseNode)
+    assert not job.state.pending_nodes and not job.of(ReleaseNode)
     assert job.state.notes[-1][1] == "a node did not join within 300 s"
 
 
@@ -317,7 +317,8 @@ def test_promises_without_a_name_cannot_be_recalled() -> None:
 def test_a_named_promise_is_fulfilled_before_one_without_a_name() -> None:
     job = Transcript()
     job.submit()
-    job.state.pending_nodes += [PendingNode(None, 0), PendingNode("a", job.now_ns)]
+    job.state.pending_nodes.append(PendingNode(None, 0))
+    job.state.pending_nodes.append(PendingNode("a", job.now_ns))
     job.join("a")
     assert [one.name for one in job.state.pending_nodes] == [None]
 
@@ -443,7 +444,7 @@ def test_a_suspended_job_releases_nodes_that_join_and_that_are_promised() -> Non
     assert job.one_reason(ReleaseNode) == "the job is suspended"
     job.state.pending_nodes.append(PendingNode("b", job.now_ns))
     job.apply(Tick())
-    assert job.one(ReleaseNode).node == "b" and job.state.pending_nodes == []
+    assert job.one(ReleaseNode).node == "b" and not job.state.pending_nodes
 
 
 def test_a_cordoned_node_is_kept_until_its_state_is_not_needed() -> None:

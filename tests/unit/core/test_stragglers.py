@@ -159,7 +159,8 @@ def run(
     job = Transcript(document).started("a", "b", step=None)
     job.join(*spares)
     for node, model in zip(("a", "b"), gpus, strict=False):
-        job.state.nodes[node].facts = facts(node, gpus=(Gpu(name=model, memory_bytes=1),) * 2)
+        gpus = (Gpu(name=model, memory_bytes=1),) * 2
+        job.state.nodes.change(node, facts=facts(node, gpus=gpus))
     monitor = ProgressMonitor(job.state.job, job.controller)
     found: list[AnyEvent] = []
     for node in ("a", "b"):

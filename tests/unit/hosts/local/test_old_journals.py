@@ -23,7 +23,8 @@ from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.core.controller import Controller
 from holdfast.orchestrator.core.events import JobSubmitted
 from holdfast.orchestrator.core.journal import Record
-from holdfast.orchestrator.core.state import JobState, PendingNode
+from holdfast.orchestrator.core.roster import PendingNode
+from holdfast.orchestrator.core.state import JobState
 from holdfast.orchestrator.hosts.local.file_journal import FileJournal
 from holdfast.orchestrator.runtime import snapshot
 from holdfast.orchestrator.runtime.observe.projection import JobProjection

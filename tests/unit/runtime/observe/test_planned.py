@@ -32,7 +32,8 @@ def trained_on(gpu: str) -> tuple[core.Transcript, JobView]:
     state = transcript.state
     for node in state.nodes.values():
         gpus = (Gpu(name=gpu, memory_bytes=80 * 2**30),) * 2
-        node.facts = msgspec.structs.replace(node.facts, gpus=gpus)
+        facts = msgspec.structs.replace(node.facts, gpus=gpus)
+        state.nodes.change(node.name, facts=facts)
     projection = JobProjection(state.job)
     event = StepCompleted(
         generation=1, step=4, step_s=0.5,
@@ -89,9 +90,10 @@ def on_processors(**facts: object) -> tuple[core.Transcript, JobProjection]:
     transcript = core.Transcript(core.spec()).started(step=None)
     state = transcript.state
     for node in state.nodes.values():
-        node.facts = msgspec.structs.replace(
+        here = msgspec.structs.replace(
             node.facts, address="127.0.0.1", cpus=8, memory_bytes=2**36, **facts
         )
+        state.nodes.change(node.name, facts=here)
     projection = JobProjection(state.job)
     event = StepCompleted(generation=1, step=4, step_s=0.5)
     projection.observe(transcript.now_ns, event, transcript.apply(event), state)

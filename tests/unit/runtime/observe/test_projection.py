@@ -193,7 +193,8 @@ def test_mfu_is_the_share_of_the_peak_of_the_device_that_the_agent_reports(
     state = transcript.state
     for node in state.nodes.values():
         gpus = (Gpu(name=name, memory_bytes=1),) * 2
-        node.facts = msgspec.structs.replace(node.facts, gpus=gpus)
+        facts = msgspec.structs.replace(node.facts, gpus=gpus)
+        state.nodes.change(node.name, facts=facts)
     projection = JobProjection(state.job)
     event = StepCompleted(generation=1, step=4, step_s=0.5, flops_per_step=1e15)
     projection.observe(transcript.now_ns, event, transcript.apply(event), state)
