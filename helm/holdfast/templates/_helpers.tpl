@@ -50,6 +50,13 @@ matchLabels: {}
 {{- end -}}
 {{- end -}}
 
+{{/* Namespaces without jobs, as a list of CEL. A release may watch its own by name. */}}
+{{- define "holdfast.systemNamespaces" -}}
+{{- $own := list .Release.Namespace -}}
+{{- if has .Release.Namespace .Values.watchNamespaces }}{{ $own = list }}{{ end -}}
+{{- concat (list "kube-system" "kube-public" "kube-node-lease") $own | toJson | replace "\"" "'" -}}
+{{- end -}}
+
 {{- define "holdfast.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "holdfast.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}

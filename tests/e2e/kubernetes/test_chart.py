@@ -333,8 +333,9 @@ def test_the_policy_refuses_what_the_crd_cannot_check(
 def test_every_rule_of_the_policy_has_a_refused_patch(helm: Helm, plane: ControlPlane) -> None:
     policies = plane.kubectl().json("get", "validatingadmissionpolicies")["items"]
     rules = {p["metadata"]["name"]: p["spec"]["validations"] for p in policies}
-    assert len(rules[f"{render.NAMESPACE}-holdfast-jobs"]) == len(POLICY)
+    assert len(rules[f"{render.NAMESPACE}-holdfast-jobs"]) == len(POLICY) + 1, "and namespaces"
     assert len(rules[f"{render.NAMESPACE}-holdfast-status"]) == 1
+    assert len(rules[f"{render.NAMESPACE}-holdfast-operator"]) == 3
     for policy in policies:  # type errors that the API server found
         assert not policy.get("status", {}).get("typeChecking", {}).get("expressionWarnings")
 
@@ -408,6 +409,92 @@ def test_the_operator_has_the_rights_it_needs_and_no_more(
     words = ["auth", "can-i", verb, name, *([f"--subresource={sub}"] if sub else [])]
     done = user.attempt(*words, f"--as={OPERATOR}")
     assert done.stdout.strip().splitlines()[-1] == ("yes" if allowed else "no"), done.stderr
+
+
+OWNED = {
+    "labels": {"holdfast.dev/job": "llm"},
+    "ownerReferences": [
+        {"apiVersion": "holdfast.dev/v1alpha1", "kind": "TrainingJob", "name": "llm", "uid": "1"}
+    ],
+}
+RESTRICTED = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+KINDS: dict[str, dict[str, Any]] = {
+    "Pod": {"spec": {"securityContext": RESTRICTED, "containers": [{
+        "name": "worker", "image": "any", "securityContext": {
+            "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}}]}},
+    "Secret": {"type": "Opaque"},
+    "ConfigMap": {"data": {"a": "b"}},
+}  # fmt: skip
+SYSTEM = ("kube-system", "kube-public", "kube-node-lease", render.NAMESPACE)
+
+
+def written(kind: str, metadata: dict[str, Any], **fields: Any) -> str:
+    head = {"apiVersion": "v1", "kind": kind, "metadata": {"name": "written", **metadata}}
+    return yaml.safe_dump({**head, **KINDS[kind], **fields})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_operator_writes_only_to_objects_of_jobs_and_in_no_system_namespace(
+    user: Kubectl, kind: str
+) -> None:
+    create = ("create", "--filename=-", f"--as={OPERATOR}")
+    dry = (*create, "--dry-run=server")
+    labels, owners = ({part: OWNED[part]} for part in ("labels", "ownerReferences"))
+    another = {**OWNED, "labels": {"holdfast.dev/job": "other"}}
+    foreign = {**OWNED, "ownerReferences": [{**OWNED["ownerReferences"][0], "kind": "Job"}]}
+    for metadata in ({}, labels, owners, another, foreign):
+        text = refusal(user, *dry, stdin=written(kind, metadata))
+        assert "the operator may write only to objects with the label holdfast.dev/job" in text
+    for namespace in SYSTEM:
+        text = refusal(user.inside(namespace), *dry, stdin=written(kind, OWNED))
+        assert f"the operator may write nothing in namespace {namespace}" in text
+    user.run(*create, stdin=written(kind, OWNED))
+
+
+def test_the_operator_neither_changes_nor_deletes_what_others_made(user: Kubectl) -> None:
+    system = user.inside("kube-system")
+    system.run("create", "configmap", "coredns", "--from-literal=a=b")
+    user.run("create", "--filename=-", stdin=written("Pod", {"name": "theirs"}))
+    by = f"--as={OPERATOR}"
+    uid = user.create(job(SCRIPT, "llm"))["metadata"]["uid"]
+    owned = {**OWNED, "ownerReferences": [{**OWNED["ownerReferences"][0], "uid": uid}]}
+    adopted = yaml.safe_dump({"metadata": owned})
+    for kubectl, words in (
+        (system, ("replace", "--filename=-")),
+        (user, ("patch", "pod", "theirs", "--type=merge", "--patch", adopted)),
+        (user, ("delete", "pod", "theirs", "--wait=false")),
+    ):
+        text = refusal(kubectl, *words, by, stdin=written("ConfigMap", {"name": "coredns"}))
+        assert "the operator may write only to objects with the label holdfast.dev/job" in text
+    user.run("create", "--filename=-", by, stdin=written("Pod", owned))
+    user.run("label", "pod", "written", "holdfast.dev/rank=0", by)
+    text = refusal(user, "label", "pod", "written", "holdfast.dev/job=other", "--overwrite", by)
+    assert "the operator may write only to objects" in text
+    user.run("delete", "pod", "written", "--wait=false", by)
+
+
+def test_the_operator_makes_no_secret_that_the_cluster_fills_with_a_token(user: Kubectl) -> None:
+    named = {**OWNED, "annotations": {"kubernetes.io/service-account.name": "default"}}
+    document = written("Secret", named, type="kubernetes.io/service-account-token")
+    text = refusal(user, "create", "--filename=-", f"--as={OPERATOR}", stdin=document)
+    assert "the operator may write only to Secrets of the type Opaque" in text
+
+
+@pytest.mark.parametrize("namespace", SYSTEM)
+def test_a_job_in_a_system_namespace_is_rejected(user: Kubectl, namespace: str) -> None:
+    words = ("create", "--filename=-", "--dry-run=server")
+    text = refusal(user.inside(namespace), *words, stdin=yaml.safe_dump(job(SCRIPT)))
+    assert f"metadata.namespace: got {namespace}; expected a namespace of users" in text
+
+
+def test_an_operator_of_its_own_namespace_runs_jobs_there(chart: Helm) -> None:
+    for options, own in (
+        ([], True),
+        (["--set", f"watchNamespaces={{{render.NAMESPACE}}}"], False),
+    ):
+        policies = [d for d in rendered(chart, *options) if d["kind"].endswith("AdmissionPolicy")]
+        excluded = [str(d["spec"]["validations"]).count(f"'{render.NAMESPACE}'") for d in policies]
+        assert excluded == ([1, 0, 1] if own else [0, 0, 0])
 
 
 def commands() -> list[str]:

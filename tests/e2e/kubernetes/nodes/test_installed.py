@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from helm import render
+from holdfast.orchestrator.protocol.manifest import MANIFEST_NAME
 from tests.e2e.kubernetes.conftest import skip_without
 from tests.e2e.kubernetes.jobs import ENDLESS, Job, example
 from tests.e2e.kubernetes.rig import binaries as programs
@@ -44,8 +45,9 @@ class Installed:
 
     cluster: Cluster
     helm: Helm
-    cache: Path
-    """What this machine sees of `worker.cacheVolume`."""
+    volumes: Path
+    """What this machine sees of `worker.cacheVolume`, and of the checkpoint volume of each
+    namespace."""
 
     @property
     def system(self) -> Kubectl:
@@ -75,16 +77,21 @@ def installed(
         for namespace in (render.NAMESPACE, JOBS):
             kubectl.run("create", "namespace", namespace)
             kubectl.run("label", "namespace", namespace, RESTRICTED)
-            for claim in (CLAIM, CACHE_CLAIM):
-                storage = shared_storage(f"{claim}-{namespace}", run.directory / claim, claim)
-                kubectl.inside(namespace).apply(*storage)
+            cache = shared_storage(f"cache-{namespace}", run.directory / CACHE_CLAIM, CACHE_CLAIM)
+            own = shared_storage(f"own-{namespace}", run.directory / namespace, CLAIM)
+            kubectl.inside(namespace).apply(*cache, *own)
+        second = shared_storage("second", run.directory / JOBS, f"{CLAIM}-{JOBS}")
+        kubectl.inside(render.NAMESPACE).apply(*second)
         kubeconfig = cluster.control_plane.kubeconfig
         helm = Helm(node_binaries.path("helm"), tmp_path_factory.mktemp("helm"), kubeconfig)
         helm.run(*install(Path("/checkpoints")))
-        yield Installed(cluster, helm, run.directory / CACHE_CLAIM)
+        yield Installed(cluster, helm, run.directory)
 
 
 def install(root: Path) -> tuple[str, ...]:
+    """With a checkpoint volume for each namespace, as docs/user/storage.md has it."""
+    second = [{"name": JOBS, "persistentVolumeClaim": {"claimName": f"{CLAIM}-{JOBS}"}}]
+    mount = [{"name": JOBS, "mountPath": f"{root}/{JOBS}", "subPath": JOBS}]
     volume, cache = (
         json.dumps({"persistentVolumeClaim": {"claimName": claim}})
         for claim in (CLAIM, CACHE_CLAIM)
@@ -93,6 +100,8 @@ def install(root: Path) -> tuple[str, ...]:
         *("install", "holdfast", str(render.CHART), "--namespace", render.NAMESPACE),
         *("--set", f"checkpoints.root={root}", "--set-json", f"checkpoints.volume={volume}"),
         *("--set-json", f"worker.cacheVolume={cache}"),
+        *("--set-json", f"extraVolumes={json.dumps(second)}"),
+        *("--set-json", f"extraVolumeMounts={json.dumps(mount)}"),
         *("--wait", "--timeout", "100s"),
     )
 
@@ -125,6 +134,13 @@ def test_a_job_survives_its_operator_and_the_other_one_takes_over(installed: Ins
     after = job.wait_steps(3)
     assert after["generation"] == before["generation"], job.report()
     assert job.incidents_after(before) == []
+    job.annotate("holdfast.dev/checkpoint", "me")
+    until(
+        lambda: any((installed.volumes / JOBS / JOBS / "endless").glob(f"*/{MANIFEST_NAME}")),
+        "a committed checkpoint on the volume of the job's namespace", timeout_s=60,
+        last=job.report,
+    )  # fmt: skip
+    assert list((installed.volumes / render.NAMESPACE).glob("*/*")) == []
     job.delete()
 
 
@@ -136,7 +152,7 @@ def test_a_pod_that_replaces_another_one_compiles_nothing_again(installed: Insta
     job = Job(installed.jobs, document)
     job.wait_running(1)
     before = job.wait_steps(3)
-    cache = installed.cache / JOBS / "inductor"
+    cache = installed.volumes / CACHE_CLAIM / JOBS / "inductor"
     compiled = entries(cache)
     assert {name.split("/")[0] for name in compiled} == set(KINDS), job.report()
     (pod,) = job.pods()
