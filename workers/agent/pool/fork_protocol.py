@@ -40,7 +40,7 @@ class ForkWorker(ForkMessage, frozen=True, kw_only=True, tag="fork"):
 
 
 class SignalWorker(ForkMessage, frozen=True, kw_only=True, tag="signal"):
-    """Signal a worker's process group."""
+    """Signal a worker; with SIGTERM its process group."""
 
     worker: int
     signal: int

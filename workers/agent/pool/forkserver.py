@@ -20,6 +20,7 @@ from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.protocol import python_command
 
 from ..linux import output, processes
+from ..linux.orphans import Orphans
 from . import entrypoint, fork_protocol, preload, user_modules, worker_main
 from .import_template import ImportTemplate
 
@@ -59,6 +60,7 @@ class Forkserver:
         self._configured = configured
         self._agent = os.getppid()
         self._selector = selectors.DefaultSelector()
+        self._orphans = Orphans(self._spares)
         self._workers: dict[int, int] = {}
         """Worker number -> pid."""
         self._job: TrainingJob | None = None
@@ -78,18 +80,25 @@ class Forkserver:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         processes.adopt_orphans()
         self._selector.register(self._link, selectors.EVENT_READ, None)
+        self._selector.register(self._orphans.selector, selectors.EVENT_READ, None)
         if self._configured:
             self._configure(fork_protocol.decode_configure(self._configured))
         while True:
-            for event, _mask in self._selector.select(self._wait_s()):
+            waits_s = (self._wait_s(), self._orphans.due_in_s())
+            wait_s = min((each_s for each_s in waits_s if each_s is not None), default=None)
+            for event, _mask in self._selector.select(wait_s):
                 if event.fileobj is self._link:
                     self._on_request()
+                elif event.fileobj is self._orphans.selector:
+                    self._orphans.reap()
                 elif event.data is not None:
                     self._reap(*event.data)
                 elif self._template is not None and event.fileobj is self._template.link:
                     self._on_template(self._template)
             if self._wait_s() == 0:
                 self._waited_long_enough()
+            if self._orphans.due_in_s() == 0:
+                self._orphans.reap()
 
     # -- requests -----------------------------------------------------------------------------
     def _on_request(self) -> None:
@@ -109,7 +118,7 @@ class Forkserver:
                 if message.worker in self._signals:
                     self._signal_later(message)
                 elif (pid := self._workers.get(message.worker)) is not None:
-                    _signal_group(pid, message.signal)
+                    _signal(pid, message.signal)
             case _:
                 raise AssertionError(f"the agent sent {type(message).__name__}")
 
@@ -204,7 +213,7 @@ class Forkserver:
         self._watch(message.pid, message.worker)
         fork_protocol.send(self._link, message)
         for number in self._signals.pop(message.worker, ()):
-            _signal_group(message.pid, number)
+            _signal(message.pid, number)
 
     def _not_forked(self, message: fork_protocol.NotForked) -> None:
         self._signals.pop(message.worker, None)
@@ -237,7 +246,7 @@ class Forkserver:
             return []
         self._selector.unregister(template.link)
         template.kill()
-        self._watch(template.pid, -1)
+        self._orphans.watch(template.pid)
         return template.waiting
 
     def _fork_from(
@@ -321,54 +330,50 @@ class Forkserver:
         self._selector.register(pidfd, selectors.EVENT_READ, (pid, worker, pidfd))
 
     def _reap(self, pid: int, worker: int, pidfd: int) -> None:
-        # The group first: while its leader is a zombie, its number cannot be reused.
-        _signal_group(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         self._selector.unregister(pidfd)
         os.close(pidfd)
-        if worker < 0:
-            return
         del self._workers[worker]
-        self._end_orphans()
+        self._orphans.end()  # the worker's children are ours now
         code = os.waitstatus_to_exitcode(status)
         ended = fork_protocol.ProcessEnded(
             worker=worker, code=code if code >= 0 else None, signal=-code if code < 0 else None
         )
         fork_protocol.send(self._link, ended)
 
-    def _end_orphans(self) -> None:
-        """Kill processes that a worker left in other process groups: they are our children now."""
-        known = set(self._workers.values())
-        if self._template is not None:
-            known.add(self._template.pid)
-        known |= {key.data[0] for key in self._selector.get_map().values() if key.data}
-        for pid in processes.children():
-            if pid not in known:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                    self._watch(pid, -1)
+    def _spares(self, child: int) -> bool:
+        """Workers, the template, and what live workers have started in their sessions."""
+        template = self._template.pid if self._template is not None else 0
+        return (
+            child == template
+            or os.getsid(child) in self._workers.values()
+            or (
+                child in self._workers.values()  # it may not have its session yet
+            )
+        )
 
     def _end(self) -> NoReturn:
         """The agent has closed the socket: end all workers."""
         if self._template is not None:
             self._template.kill()
         for pid in self._workers.values():
-            _signal_group(pid, signal.SIGKILL)
+            _signal(pid, signal.SIGKILL)
         for pid in self._workers.values():
             os.waitpid(pid, 0)
         self._workers.clear()
-        for pid in processes.children():
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+        self._template = None
+        self._orphans.end()
+        self._orphans.wait()
         os._exit(0)
 
 
-def _signal_group(pid: int, number: int) -> None:
-    """Signal a worker and its children. A new worker may not have its process group yet."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, number)
-        return
+def _signal(pid: int, number: int) -> None:
+    """Signal a worker; with SIGTERM also its children. A new one may not have its group yet. What a
+    killed worker has started is ended after it (orphans.py): some of it cleans up."""
+    if number == signal.SIGTERM:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, number)
+            return
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 

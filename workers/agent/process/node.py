@@ -6,7 +6,9 @@ The event loop, clock and IO of the agent are here; decisions are in machine/mac
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import select
 import shutil
 import signal
 import socket
@@ -36,6 +38,7 @@ from holdfast.workers.worker_protocol import BufferRequest
 
 from ..linux import inventory, output, processes
 from ..linux.activity import ActivityMeter
+from ..linux.orphans import CLEAN_UP_S
 from ..machine import commands, inputs
 from ..machine.commands import Command
 from ..machine.inputs import Input
@@ -559,7 +562,7 @@ def run_node(options: NodeOptions) -> NoReturn:
     strangers.raise_descriptor_limit()
     processes.adopt_orphans()
     processes.name_process(options.node)
-    _, server = forkserver.start()
+    child, server = forkserver.start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     code = 0
     try:
@@ -569,8 +572,17 @@ def run_node(options: NodeOptions) -> NoReturn:
         traceback.print_exc()
         code = 1
     finally:
+        server.close()
+        _wait_for(child)
         output.flush()
         os._exit(code)
+
+
+def _wait_for(child: int) -> None:
+    """The forkserver ends what is left of the workers; it would die with this process."""
+    with contextlib.suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(child)
+        select.select([pidfd], [], [], 1.0 + CLEAN_UP_S)
 
 
 async def _main(options: NodeOptions, server: socket.socket) -> str:

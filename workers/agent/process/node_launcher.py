@@ -23,6 +23,7 @@ from holdfast.orchestrator.protocol.environment import VISIBLE_DEVICES
 from holdfast.orchestrator.protocol.framing import UNDECODABLE, BadFrame, FrameReader, frame
 
 from ..linux import output, processes
+from ..linux.orphans import Orphans
 from ..pool import preload
 from .node import NodeOptions, run_node
 
@@ -66,7 +67,7 @@ class NodeLauncher:
         self._connections: list[LauncherConnection] = []
         self._nodes: dict[str, int] = {}
         self._pidfds: dict[str, int] = {}
-        self._orphans: set[int] = set()
+        self._orphans = Orphans(lambda child: child in self._nodes.values())
         self._devices: dict[str, tuple[str, ...]] = {}
         """GPUs that are assigned to a node."""
         self._waiting: dict[str, p.StartNode] = {}
@@ -80,9 +81,14 @@ class NodeLauncher:
         os.umask(mask)
         self._listener.listen(16)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._orphans.selector, selectors.EVENT_READ, self._orphans.reap)
         while True:
             idle = not self._nodes and not self._connections
-            events = self._selector.select(LINGER_S if idle else None)
+            due_s = self._orphans.due_in_s()
+            events = self._selector.select(due_s if due_s is not None or not idle else LINGER_S)
+            if due_s is not None:
+                self._orphans.reap()
+                idle = False
             if idle and not events:
                 self._leave()
             for key, _mask in events:
@@ -118,7 +124,7 @@ class NodeLauncher:
                         self._kill(node)
                     for node, pid in list(self._nodes.items()):
                         self._reap(node, pid)
-                    self._wait_for_orphans()
+                    self._orphans.wait()
                     self._leave()
 
     def _node_list(self) -> p.NodeList:
@@ -184,7 +190,7 @@ class NodeLauncher:
         self._selector.unregister(pidfd)
         os.close(pidfd)
         del self._nodes[node]
-        self._end_orphans()
+        self._orphans.end()  # workers die with their agent, but what they started may not
         code = os.waitstatus_to_exitcode(status)
         end = processes.describe_end(code if code >= 0 else None, -code if code < 0 else None)
         self._broadcast(p.NodeEnded(node=node, detail=end))
@@ -194,31 +200,6 @@ class NodeLauncher:
             self._start(order)
         if waiting:
             self._broadcast(self._node_list())
-
-    def _end_orphans(self) -> None:
-        """Kill processes that an agent left behind: they become our children. Workers die with
-        their agent, but processes that they started may not."""
-        for pid in set(processes.children()) - set(self._nodes.values()) - self._orphans:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-                self._orphans.add(pid)
-                self._watch_orphan(pid, os.pidfd_open(pid))
-
-    def _watch_orphan(self, pid: int, pidfd: int) -> None:
-        def ended() -> None:
-            self._selector.unregister(pidfd)
-            os.close(pidfd)
-            os.waitpid(pid, 0)
-            self._orphans.discard(pid)
-            self._end_orphans()
-
-        self._selector.register(pidfd, selectors.EVENT_READ, ended)
-
-    def _wait_for_orphans(self) -> None:
-        while self._orphans:
-            for key, _mask in self._selector.select():
-                if isinstance(key.fileobj, int) and key.fileobj in self._selector.get_map():
-                    key.data()
 
     def _leave(self) -> NoReturn:
         self._path.unlink(missing_ok=True)
