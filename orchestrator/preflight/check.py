@@ -9,7 +9,7 @@ from pathlib import Path
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.api.v1alpha1.variables import INEFFECTIVE
 
-from . import collectives, fsdp, resume_flags, training
+from . import collectives, fsdp, processes, resume_flags, training
 from .facts import Facts
 from .report import Report
 from .rules import RULES, Finding
@@ -39,7 +39,7 @@ def check_script(
     sys.setrecursionlimit(max(limit, _FRAMES_PER_LEVEL * MAX_DEPTH))
     try:
         facts = Facts(project)
-        for check in (collectives.check, fsdp.check, training.check):
+        for check in (collectives.check, fsdp.check, training.check, processes.check):
             check(facts, report)
         if not resumes:
             resume_flags.check(project, report)

@@ -200,6 +200,18 @@ _TABLE = [
     LintRule("ENV504", _W, "the device cuda:0 in a script of several workers",
          "every worker of a node uses the first GPU",
          "use torch.device('cuda', int(os.environ['LOCAL_RANK']))", "torch's DDP tutorial (S48)"),
+    LintRule("ENV505", _W, "torch.multiprocessing.spawn in a script that each worker runs",
+         "each worker starts ranks of its own: with several workers a node their ports collide",
+         "call the function once, with the rank of os.environ['RANK'], and set spec.workersPerNode",
+         "torch's tutorial on DDP with torchrun; pytorch#85604, pytorch#126510"),
+    LintRule("ENV506", _W, "MASTER_ADDR or MASTER_PORT written by the script",
+         "ranks on other machines wait at the wrong address, and a port in use fails a restart",
+         "remove it: Holdfast sets both in each launch; or use os.environ.setdefault()",
+         "docs/user/job-spec.md"),
+    LintRule("ENV507", _W, "a process in the background (setsid, nohup, start_new_session)",
+         "Holdfast ends it with the worker that started it, with what it has not done",
+         "wait for it before the script ends, or do its work in a thread that is no daemon",
+         "docs/user/script.md; pytorch#92151"),
 ]  # fmt: skip
 
 RULES: dict[str, LintRule] = {rule.id: rule for rule in _TABLE}

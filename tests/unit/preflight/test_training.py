@@ -31,6 +31,9 @@ FOUND = {
     "ENV501": "os.environ['NCCL_TIMEOUT'] = '3600'\n",
     "ENV503": "import argparse\np = argparse.ArgumentParser()\np.add_argument('--local_rank')\n",
     "ENV504": "d = torch.device('cuda:0')\n",
+    "ENV505": "import torch.multiprocessing as mp\nmp.spawn(main, args=(2,), nprocs=2)\n",
+    "ENV506": "os.environ['MASTER_PORT'] = '29500'\n",
+    "ENV507": "import subprocess as s\ns.Popen(['setsid', 'sh', '-c', 'cp a b'])\n",
 }
 """Rule -> a script in which it is the only one."""
 
@@ -58,6 +61,11 @@ QUIET = {
     "set_epoch": "from torch.utils.data import DistributedSampler\ns = DistributedSampler(d)\n"
     "for epoch in range(3):\n    s.set_epoch(epoch)\n",
     "a variable that is only read": "x = os.environ.get('NCCL_TIMEOUT')\n",
+    "an address if there is none": "if 'MASTER_ADDR' not in os.environ:\n"
+    "    os.environ['MASTER_ADDR'] = 'localhost'\nos.environ.setdefault('MASTER_PORT', '1')\n",
+    "spawn without a launcher": "import torch.multiprocessing as mp\n"
+    "if 'LOCAL_RANK' not in os.environ:\n    mp.spawn(main, nprocs=2)\n",
+    "a process that is waited for": "import subprocess\nsubprocess.run(['cp', 'a', 'b'])\n",
     "isinstance": "isinstance(m, torch.nn.DataParallel)\n",
     "a device of its own": "d = torch.device('cuda', rank)\n",
     "tensor.to(0)": "x = x.to(dtype)\n",
@@ -73,6 +81,18 @@ def test_defaults_that_surprise_are_notes(lint: Lint) -> None:
     text = HEAD + DDP + "dist.init_process_group('nccl')\n"
     text += "with torch.autocast('cuda', torch.bfloat16):\n    m(x)\n"
     assert [(f.rule, f.severity) for f in lint(text)] == [("ENV502", "note"), ("DDP304", "note")]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "subprocess.Popen('nohup cp a b &', shell=True)",
+        "subprocess.Popen(['cp', 'a', 'b'], start_new_session=True)",
+        "os.system('cp a b &')",
+    ],
+)
+def test_a_process_in_the_background_is_found(line: str, lint: Lint) -> None:
+    assert places(lint(HEAD + "import subprocess\n" + line)) == [("ENV507", 4)]
 
 
 def test_variables_of_update_and_setdefault_are_found(lint: Lint) -> None:

@@ -1,0 +1,64 @@
+"""Checks of the processes that a script starts, and of the address at which its ranks meet."""
+
+from __future__ import annotations
+
+import ast
+
+from .facts import Facts
+from .flow import Context, Function, Site
+from .report import Report, shown
+
+_SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes")
+_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+_STARTS = ("subprocess.Popen", "subprocess.run", "subprocess.call", "subprocess.check_call",
+           "os.system")  # fmt: skip
+
+
+def check(facts: Facts, report: Report) -> None:
+    knows_launchers = _reads_local_rank(facts)
+    for function in facts.functions:
+        for site in function.sites:
+            if site.name in _SPAWNS and not knows_launchers:
+                what = f"{shown(site.call.func)}()"
+                report.add("ENV505", function.module, site.call, what)
+            if site.name in _STARTS and _is_background(site):
+                report.add("ENV507", function.module, site.call, shown(site.call, 60))
+        if not knows_launchers or not facts.project.imports("torch.multiprocessing"):
+            _check_address(facts, function, report)
+
+
+def _reads_local_rank(facts: Facts) -> bool:
+    """Then its own start of processes is likely the branch without a launcher."""
+    return any(
+        isinstance(node, ast.Constant) and node.value == "LOCAL_RANK"
+        for module in facts.project.modules.values()
+        for node in ast.walk(module.tree)
+    )
+
+
+def _is_background(site: Site) -> bool:
+    session = site.argument("start_new_session")
+    if isinstance(session, ast.Constant) and session.value is True:
+        return True
+    command = ast.unparse(site.call.args[0]) if site.call.args else ""
+    words = command.replace("'", " ").replace('"', " ").replace(",", " ").split()
+    return bool({"nohup", "setsid"} & set(words)) or (
+        site.name == "os.system" and words[-1:] == ["&"]
+    )
+
+
+def _check_address(facts: Facts, function: Function, report: Report) -> None:
+    """ENV506: assignments that do not first look whether a launcher has set the variable."""
+    for binding in function.bindings:
+        target = binding.target
+        if not isinstance(target, ast.Subscript) or not isinstance(target.slice, ast.Constant):
+            continue
+        owner = facts.project.resolve(function.module, target.value)
+        if owner == "os.environ" and target.slice.value in _ADDRESS:
+            asks = "environ" in ast.unparse(binding.value) or _asks(binding.context)
+            if not asks:
+                report.add("ENV506", function.module, target, str(target.slice.value))
+
+
+def _asks(context: Context) -> bool:
+    return any("environ" in ast.unparse(guard.test) for guard in context.guards)
