@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 SCRIPT = "lightning_samples.py"
 
 
-def job_of(loader: str) -> Framework:
-    return Framework("lightning", "", SCRIPT, "lightning", ("--loader", loader))
+def job_of(loader: str, *more: str) -> Framework:
+    return Framework("lightning", "", SCRIPT, "lightning", ("--loader", loader, *more))
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,21 @@ def test_each_sample_counts_once_in_each_epoch(
     if loader not in ("stream", "own-state"):
         first, second, third = counts["orders"].tolist()
         assert first != second != third != first
+
+
+def test_each_sample_counts_once_at_another_number_of_ranks(start: Start, tmp_path: Path) -> None:
+    import torch
+
+    job, log = start(
+        job_of("shuffled", "--strategy", "ddp"),
+        steps=-1,
+        save_every=4,
+        pace_s=0.5,
+        workersPerNode=1,
+    )
+    trained(log, job, 12 + 6)  # of 12 in each epoch; the fourth of the second one was saved
+    assert job.request("resize", nodes=1).ok
+    log.until(lambda lines: lines[-1].world == 1, BOUND_S)
+    finish(job)
+    seen = torch.load(tmp_path / "out" / "counts.pt")["seen"]
+    assert (seen == 1).all(), seen

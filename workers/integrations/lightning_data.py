@@ -87,14 +87,20 @@ def go_on_behind(trainer: Any, place: dict[str, Any], say: Callable[[str], None]
         del loop.on_run_start
         loaders = fetcher.combined_loader.flattened
         if not any(hasattr(one, "load_state_dict") for one in loaders):
-            same_samples(trainer, place.get("world", trainer.world_size))
+            world, orders = place.get("world", trainer.world_size), place.get("orders", ())
+            same_samples(trainer, world)
             num = loop.batch_progress.current.ready
             if num:
                 epoch = trainer.fit_loop.epoch_progress.current.processed
-                say(f"Trainer.fit() skips the {num} batches of epoch {epoch} that were trained")
-                for loader, order in zip(loaders, place.get("orders", ()), strict=False):
+                text = f"Trainer.fit() skips the {num} batches of epoch {epoch} that were trained"
+                samplers: list[Any] = [getattr(one, "sampler", None) for one in loaders]
+                drawn = [*orders, *(one for one in samplers if isinstance(one, RandomSampler))]
+                if world != trainer.world_size and any(one is not None for one in drawn):
+                    text += " in another order than theirs: a single rank draws its own"
+                for sampler, order in zip(samplers, orders, strict=False):
                     if order is not None:
-                        loader.sampler.next_order = order
+                        sampler.next_order = order
+                say(text)
             skip(fetcher, num)
         inner(fetcher)
 

@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=-1)
     parser.add_argument("--save-every", type=int, required=True)
     parser.add_argument("--loader", choices=LOADERS, required=True)
+    parser.add_argument("--strategy", default="auto")
     options = parser.parse_args()
     keep = ModelCheckpoint(
         dirpath=options.out, every_n_train_steps=options.save_every, save_last=True
@@ -105,7 +106,7 @@ def main() -> None:
     world = int(os.environ["WORLD_SIZE"])
     trainer = lightning.Trainer(
         accelerator="cpu",
-        strategy="ddp" if world > 1 else "auto",
+        strategy=options.strategy,
         devices=per_node,
         num_nodes=world // per_node,
         max_epochs=EPOCHS,
