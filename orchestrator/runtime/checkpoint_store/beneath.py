@@ -110,7 +110,8 @@ class FilesBeneath(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no t
         names = path.relative_to(self._top).parts
         if ".." in names:
             raise ValueError(f"{path}: leaves {self._top}")
-        fd = os.open(self._top, DIRECTORY | os.O_CLOEXEC)
+        # O_PATH: the root of a volume need not be readable to pass through it.
+        fd = os.open(self._top, (os.O_PATH if names else DIRECTORY) | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for name in names:
                 if make:
