@@ -154,6 +154,8 @@ def _path_problem(job: TrainingJob, settings: PodSettings, path: str) -> Problem
     ours = f"{root}/{namespace}" + f"/{job.name}" * _is_directory(root)
     below = ", ".join([*([ours] if root else []), *_prefixes(job, settings)]) or "none"
     fix = "choose such a path, or have it added to checkpoints.allowedPrefixes of the chart"
+    if _is_directory(root) and _is_below(_plain(path), root):
+        fix = "leave it out: a pod gets only the directory of its own job"
     if _is_s3(path) and _own_endpoints(job, settings) is not None:
         fix += "; or name a Secret with credentials of your own in spec.checkpoint.secretName"
     expected = f"a path that the operator may open for namespace {job.metadata.namespace} ({below})"

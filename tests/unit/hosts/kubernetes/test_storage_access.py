@@ -74,6 +74,8 @@ def test_paths_below_the_root_and_the_prefixes_of_the_namespace_are_opened(
 def test_any_other_path_is_refused_without_a_word_on_other_namespaces(path: str) -> None:
     (text,) = refused(path)
     assert text.startswith(f"spec.checkpoint.path: got {path}")
+    own = path.removeprefix("file://").startswith("/checkpoints") and ".." not in path
+    assert ("leave it out" in text) == own
     assert "secret-b" not in text.removeprefix(f"spec.checkpoint.path: got {path}")
 
 
