@@ -149,6 +149,16 @@ class CheckpointWritten(WorkerMessage, frozen=True, kw_only=True, tag="checkpoin
     """A script is about to write a checkpoint of its own: a file, or a folder."""
 
     path: str
+    unread: bool = False
+    """It was started again and has opened no checkpoint of the job before."""
+    waits: bool = False
+    """It would overwrite one, and waits for its end instead."""
+
+
+class CheckpointOpened(WorkerMessage, frozen=True, kw_only=True, tag="checkpoint-opened"):
+    """Rank 0 of a script that was started again reads a checkpoint of the job."""
+
+    path: str
 
 
 class FetchShard(WorkerMessage, frozen=True, kw_only=True, tag="fetch-shard"):
@@ -310,6 +320,7 @@ FromWorker = (
     | Noted
     | Leaving
     | CheckpointWritten
+    | CheckpointOpened
     | FetchShard
     | StopNoticeWanted
     | StackReport

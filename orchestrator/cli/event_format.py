@@ -211,7 +211,12 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     e.NodeLost: lambda v: f"lost, {v.cause}" + (f": {v.detail}" if v.detail else ""),
     e.PreemptionNoticed: lambda v: f"preemption notice: {v.detail}",
     e.NodeRemarked: lambda v: v.text,
-    e.OwnCheckpointSeen: lambda v: f"the script writes its own checkpoint {v.path}",
+    e.OwnCheckpointSeen: lambda v: (
+        f"the script would write its own checkpoint {v.path}, and waits"
+        if v.waits
+        else f"the script writes its own checkpoint {v.path}"
+    ),
+    e.OwnCheckpointRead: lambda v: f"the script reads its own checkpoint {v.path}",
     e.WorkerExited: lambda v: f"worker {v.exit.rank} {exit_text(v.exit)}",
     e.StepCompleted: _step_completed,
     e.HangDetected: lambda v: f"hang: {v.evidence}",

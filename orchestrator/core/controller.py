@@ -383,6 +383,7 @@ _HANDLERS: dict[type, Callable[[StepContext, Any], None]] = {
     e.FaultInjected: _fault_injected,
     e.NodeRemarked: recovery.remarked,
     e.OwnCheckpointSeen: own_checkpoints.seen,
+    e.OwnCheckpointRead: own_checkpoints.was_read,
     e.NodeJoined: _joined,
     e.StandbysReported: nodes.standbys_reported,
     e.NodeLost: _lost,

@@ -149,6 +149,18 @@ class OwnCheckpointSeen(Event, frozen=True, kw_only=True, tag="own-checkpoint"):
     generation: int
     path: str
     times: int = 1
+    unread: bool = False
+    """Rank 0 was started again and has opened no checkpoint of the job before."""
+    waits: bool = False
+    """It would overwrite one, and waits for its end instead: nothing was written."""
+
+
+class OwnCheckpointRead(Event, frozen=True, kw_only=True, tag="own-checkpoint-read"):
+    """Rank 0 of a script that was started again reads a checkpoint of the job."""
+
+    node: str
+    generation: int
+    path: str
 
 
 class WorkerExited(Event, frozen=True, kw_only=True, tag="worker-exited"):
@@ -397,5 +409,5 @@ AnyEvent = (
     | ShardPersisted | PersistFailed | CheckpointRefused | CheckpointsListed
     | ControllerStarted
     | Tick | HeartbeatReceived | NodeCopiedStep | NodeRemarked
-    | OwnCheckpointSeen
+    | OwnCheckpointSeen | OwnCheckpointRead
 )  # fmt: skip

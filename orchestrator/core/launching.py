@@ -308,6 +308,7 @@ def collectives_begun(ctx: StepContext, event: CollectivesBegun) -> None:
     if event.generation != state.generation or not state.active:
         return
     state.counted_by = state.counted_by or "collectives"
+    own_checkpoints.training_began(ctx)
     state.sizes.began = state.sizes.visible = True
     if (incident := state.led_to(event.generation)) is not None:
         began_ns = ctx.now_ns - seconds(event.ago_s)
@@ -342,6 +343,7 @@ def step_completed(ctx: StepContext, event: StepCompleted) -> None:
         staging_interval.consider(ctx, event)
         return
     state.first_step_done, state.first_step_ns = True, ctx.now_ns
+    own_checkpoints.training_began(ctx)
     assert state.membership is not None
     state.sizes.visible = True
     state.sizes.has_worked(state.membership.world_size)

@@ -1,19 +1,31 @@
-"""The checkpoints that a script writes by itself, as its ranks report them: the guard of each node
-touches no others."""
+"""The checkpoints that a script writes by itself, as its ranks report them.
+
+The guard of each node touches no others. A script that was started again and reads none of them
+has begun at step 0: the job is held before it overwrites one, or a remark names it.
+"""
 
 from __future__ import annotations
 
+import re
+from pathlib import PurePath
+
 from ..protocol.facts import OwnCheckpoint
 from .context import StepContext
-from .events import OwnCheckpointSeen
-from .state import JobState
+from .events import OwnCheckpointRead, OwnCheckpointSeen
+from .state import Hold, JobState
 
 MAX_KNOWN = 64
 """The last ones; a launch carries them to each node."""
 
 
 def seen(ctx: StepContext, event: OwnCheckpointSeen) -> None:
-    known = ctx.state.own_checkpoints
+    """A rank is about to write one."""
+    state = ctx.state
+    if event.unread and event.generation == state.generation:
+        _ignored(ctx, event)
+    if event.waits:
+        return
+    known = state.own_checkpoints
     before = known.pop(event.path, None)
     times = max(event.times, before.times if before is not None else 1)
     known[event.path] = OwnCheckpoint(path=event.path, generation=event.generation, times=times)
@@ -21,9 +33,78 @@ def seen(ctx: StepContext, event: OwnCheckpointSeen) -> None:
         del known[next(iter(known))]
 
 
-def newest(state: JobState) -> str:
-    """The path of the one that was written last; empty: no rank was seen to write one."""
-    return next(reversed(state.own_checkpoints), "")
+def was_read(ctx: StepContext, event: OwnCheckpointRead) -> None:
+    ctx.state.own_checkpoint_read = event.generation
+
+
+def _ignored(ctx: StepContext, event: OwnCheckpointSeen) -> None:
+    """Hold a job whose rank waits, whatever the spec says by now."""
+    state = ctx.state
+    if not state.active or state.stop is not None or state.hold is not None:
+        return
+    if state.own_checkpoint_ignored == event.generation:
+        return
+    state.own_checkpoint_ignored = event.generation
+    last = newest(state, event.generation) or newest(state)
+    then = "would write" if event.waits else "writes"
+    over = f"{then} over it" if event.path == last else f"{then} {event.path}"
+    text = f"the restarted script began at step 0: it has not opened {last}, and {over}"
+    ctx.note(text)
+    incident = state.incidents[-1] if state.incidents else None
+    if incident is not None and incident.generation_after == event.generation:
+        incident.evidence = "; ".join(filter(None, (incident.evidence, text)))
+    if event.waits and state.intent == "run":
+        name = state.job.name
+        ways = (
+            f"have it read HOLDFAST_RESUME_FROM_CHECKPOINT and `holdfast resume {name}`, or give a "
+            f"new job resumeArgs; `holdfast resume {name} --start-over` trains from step 0"
+        )
+        state.hold = Hold(ctx.now_ns, f"{text}; {ways}", ignored=True)
+        state.intent, state.intent_reason = "suspend", text
+    elif state.phase == "running":
+        ctx.move("running", state.reason.code, text)
+
+
+def training_began(ctx: StepContext) -> None:
+    """Only a remark: a script may still read it."""
+    state = ctx.state
+    restarted = state.membership is not None and state.membership.restart_count > 0
+    seen_to_read = not state.job.spec.entrypoint.program.words
+    last = newest(state, state.generation)
+    unread = state.own_checkpoint_read != state.generation
+    if restarted and seen_to_read and last and unread and state.may_keep_own_checkpoints:
+        ctx.note(f"rank 0 trains, and has not opened a checkpoint such as {last} (yet)")
+
+
+def resumed(ctx: StepContext, *, start_over: bool) -> None:
+    """A user has decided about a job that is held."""
+    if start_over:
+        ctx.state.own_checkpoints.clear()
+
+
+def newest(state: JobState, before: int | None = None) -> str:
+    """The path of the one that was written last, one that is written again and again first; empty:
+    no rank was seen to write one. `before`: by generations before this one."""
+    known = [
+        one
+        for one in reversed(state.own_checkpoints.values())
+        if before is None or one.generation < before
+    ]
+    return next((one.path for one in known if one.times > 1), known[0].path if known else "")
+
+
+def posted_step(state: JobState) -> int:
+    """The last step that transformers finished before it wrote a checkpoint in this generation: its
+    posts come later. -1: not known."""
+    if state.counted_by != "posted":
+        return -1
+    names = [
+        PurePath(one.path).name
+        for one in state.own_checkpoints.values()
+        if one.generation == state.generation
+    ]
+    found = (re.fullmatch(r"checkpoint-(\d+)", name) for name in names)
+    return max((int(one[1]) - 1 for one in found if one is not None), default=-1)
 
 
 def describe(state: JobState) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from .. import limits
 from ..api.v1alpha1 import Budget
 from ..protocol.facts import Exit, Stack
-from . import hang_limits, launching, nodes, provisioning, quiesce, sizes
+from . import hang_limits, launching, nodes, own_checkpoints, provisioning, quiesce, sizes
 from .actions import InspectGroup, Reason, ReasonCode, StopGroup
 from .checkpoints import DISTRUST_AFTER, refuse
 from .context import MAX_INCIDENTS, SECOND_NS, StepContext, seconds, stop_timeout_s
@@ -134,6 +134,8 @@ def _grace_s(ctx: StepContext, purpose: Purpose) -> float:
     its own state."""
     spec = ctx.state.job.spec
     if purpose in ("failure", "finish") or spec.entrypoint.recipe is not None:
+        return 0.0
+    if ctx.state.hold is not None:  # it would save over what the job is held for
         return 0.0
     grace_s = spec.recovery.termination_grace_s
     if purpose == "preemption":
@@ -297,6 +299,7 @@ def conclude(ctx: StepContext) -> Reason | None:
     held = state.nodes.complete()
     staged = [step for (step, written_by), _ in held if written_by == state.generation]
     incident.step_before = max([incident.step_before, *staged[:1]])
+    incident.step_before = max(incident.step_before, own_checkpoints.posted_step(state))
     # A framework posts its progress every few seconds only.
     incident.at_least |= state.counted_by == "posted"
     state.step = max(state.step, incident.step_before)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from .. import limits
 from ..api.v1alpha1 import Recovery
-from . import completion, nodes, provisioning, quiesce, recovery
+from . import completion, nodes, own_checkpoints, provisioning, quiesce, recovery
 from .actions import Reason
 from .context import SECOND_NS, StepContext
 from .events import (
@@ -94,8 +94,11 @@ def resume(ctx: StepContext, event: ResumeRequested) -> None:
         return
     state.intent = "run"
     if state.hold is not None:  # placement decides again
+        if state.hold.ignored:
+            own_checkpoints.resumed(ctx, start_over=event.start_over)
+        else:
+            state.catalog.start_over = event.start_over
         state.hold = None
-        state.catalog.start_over = event.start_over
 
 
 def cancel(ctx: StepContext, event: CancelRequested) -> None:

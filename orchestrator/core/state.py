@@ -284,6 +284,8 @@ class Hold(Struct, frozen=True):
 
     since_ns: int
     text: str
+    ignored: bool = False
+    """The script can use its own checkpoints, and has begun at step 0 all the same."""
 
 
 class JobState(Struct):
@@ -401,6 +403,10 @@ class JobState(Struct):
     catalog: CheckpointCatalog = field(default_factory=CheckpointCatalog, name="ledger")
     own_checkpoints: dict[str, OwnCheckpoint] = field(default_factory=dict)
     """Path -> what the script wrote there by itself; the last one last."""
+    own_checkpoint_read: int = 0
+    """The last generation in which rank 0 read one of them."""
+    own_checkpoint_ignored: int = 0
+    """The last generation that is known to have begun at step 0 although there were some."""
     meshes: dict[int, Mesh] = field(default_factory=dict)
     """Mesh of recent generations."""
     incidents: list[IncidentRecord] = field(default_factory=list)

@@ -193,6 +193,17 @@ class OwnCheckpointWritten(Message, frozen=True, kw_only=True, tag="own-checkpoi
     path: str
     times: int = 1
     """How often this generation has written it, as this node's ranks are known to."""
+    unread: bool = False
+    """Rank 0 was started again and has opened no checkpoint of the job before."""
+    waits: bool = False
+    """It would overwrite one, and waits for its end instead: nothing was written."""
+
+
+class OwnCheckpointOpened(Message, frozen=True, kw_only=True, tag="own-checkpoint-opened"):
+    """Rank 0 of a script that was started again reads a checkpoint of the job."""
+
+    generation: int
+    path: str
 
 
 class StacksShown(Message, frozen=True, kw_only=True, tag="stacks-shown"):
@@ -434,6 +445,7 @@ FromAgent = (
     Hello | Heartbeat | Launched | WorkerExitReport | Stopped | ShardStaged | StepCopied
     | HostMemoryPlanned | Persisted | ShardPersistFailed | NodeLeaving | AgentEvent | AgentNote
     | Inspected | StandbyReport | ImportsLearned | OwnCheckpointWritten
+    | OwnCheckpointOpened
 )  # fmt: skip
 ToAgent = (
     Welcome | Refused | LaunchWorkers | StopWorkers | Stage | StageEvery | Persist | CopyStep

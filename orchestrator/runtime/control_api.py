@@ -154,6 +154,10 @@ class ControlApi:
         if state.intent != "suspend":  # the phase may still be running
             raise UserError(str(Problem("job", state.phase, "a suspended job")))
         start_over = bool(arguments.get("start_over"))
+        if state.hold is not None and state.hold.ignored:
+            await self._request(events.ResumeRequested(by=_by(arguments), start_over=start_over))
+            how = "begins at step 0" if start_over else "has to read its own checkpoint"
+            return wire.Reply(ok=True, detail=f"asking for nodes; the script {how}")
         if state.hold is not None:
             return await self._resume_from_hold(start_over, _by(arguments))
         if start_over:

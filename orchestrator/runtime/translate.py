@@ -123,7 +123,16 @@ def to_event(node: str, message: wire.Message) -> events.AnyEvent | None:
             return events.NodeRemarked(node=node, text=message.text, shown=message.shown)
         case wire.OwnCheckpointWritten():
             return events.OwnCheckpointSeen(
-                node=node, generation=message.generation, path=message.path, times=message.times
+                node=node,
+                generation=message.generation,
+                path=message.path,
+                times=message.times,
+                unread=message.unread,
+                waits=message.waits,
+            )
+        case wire.OwnCheckpointOpened():
+            return events.OwnCheckpointRead(
+                node=node, generation=message.generation, path=message.path
             )
         case wire.NodeLeaving():
             return events.PreemptionNoticed(

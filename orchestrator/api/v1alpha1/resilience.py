@@ -191,6 +191,9 @@ class Recovery(Part):
     trains on until their standbys have imported the libraries of a script, 60 s at most."""
     termination_grace_s: Wait = limits.TERMINATION_GRACE_S
     """Seconds from SIGTERM to SIGKILL in a planned stop of the workers."""
+    on_ignored_checkpoint: Literal["hold", "warn"] = "hold"
+    """If a script was started again, has opened none of its own checkpoints, and is about to write
+    over one: hold suspends the job before that, until `holdfast resume`; warn only reports it."""
     budgets: Budgets = Budgets()
     controller_absence_s: Seconds | Auto | Literal["never"] = "auto"
     """Seconds without a controller after which each agent writes the state in its memory to storage

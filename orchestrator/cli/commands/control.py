@@ -58,7 +58,7 @@ def resume(
         bool,
         typer.Option(
             "--start-over",
-            help="Begin at step 0. Only for a job none of whose checkpoints can be used.",
+            help="Begin at step 0. Only for a job that is held for its checkpoints.",
         ),
     ] = False,
     as_json: JsonOption = False,
@@ -69,7 +69,7 @@ def resume(
 
     Its controller must be running; if it is not, start it with `holdfast run --attach JOB`. A job
     none of whose checkpoints can be used goes on after `holdfast checkpoint repair JOB`, or from
-    step 0 with --start-over.
+    step 0 with --start-over; so does a job whose script ignored its own checkpoint.
     """
     more = {"start_over": True} if start_over else {}
     _request(target, job, as_json, "resume", "resume requested", **more)

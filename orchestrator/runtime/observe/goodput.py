@@ -16,6 +16,8 @@ from holdfast.orchestrator.core.events import (
     AnyEvent,
     CollectivesBegun,
     HangDetected,
+    OwnCheckpointSeen,
+    ResumeRequested,
     StepCompleted,
 )
 from holdfast.orchestrator.core.state import JobState
@@ -60,6 +62,8 @@ class TimeTotals:
     step_s: float = 0.0
     generation: int = 0
     reported: bool = False
+    redoes: int = 0
+    """The last generation of a silent script that was seen to begin at step 0 again."""
 
 
 class TimeAccounting:
@@ -78,6 +82,7 @@ class TimeAccounting:
             self._not_training(state, int(event.ago_s * SECOND_NS))
         if isinstance(event, HangDetected) and event.generation == state.generation:
             self._hang(event)
+        self._started_over(event, state)
         if isinstance(event, StepCompleted):
             if event.generation == state.generation:
                 if not self._totals.reported:
@@ -93,6 +98,28 @@ class TimeAccounting:
             self._conclude(state)
         if self._totals.silent_ns and state.stop is None:
             self._not_productive(state)
+
+    def _started_over(self, event: AnyEvent, state: JobState) -> None:
+        """A script that reports no steps has begun at step 0 again. A job that is held has trained
+        in vain since then; if it goes on, what was trained before is trained again."""
+        totals = self._totals
+        if totals.high >= 0 or totals.reported:
+            return
+        if isinstance(event, OwnCheckpointSeen) and event.unread:
+            if (
+                state.own_checkpoint_ignored != event.generation
+                or totals.redoes == event.generation
+            ):
+                return
+            totals.redoes = event.generation
+            if event.waits:
+                totals.ns["redone"] += totals.open_ns
+                totals.open_ns = 0
+                return
+        elif not (isinstance(event, ResumeRequested) and event.start_over):
+            return
+        totals.ns["redone"] += totals.ns["productive"]
+        totals.ns["productive"] = 0
 
     def _elapse(self, now_ns: int) -> None:
         if self._totals.at_ns is None:

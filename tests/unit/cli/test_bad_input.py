@@ -54,6 +54,11 @@ CASES = [
         id="a guard of checkpoints that a recipe does not write",
     ),
     pytest.param(
+        SCRIPT + "  recovery: {onIgnoredCheckpoint: stop}\n",
+        ["spec.recovery.onIgnoredCheckpoint: got 'stop'; expected hold or warn"],
+        id="another answer to an ignored checkpoint",
+    ),
+    pytest.param(
         SPEC + "  entrypoint: {script: t.py, resumeArgs: [--resume, '{ckpt}']}\n",
         ["spec.entrypoint.resumeArgs: got {ckpt}; expected {checkpoint}"],
         id="another placeholder",

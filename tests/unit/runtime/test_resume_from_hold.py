@@ -19,6 +19,7 @@ from holdfast.orchestrator.runtime.inquiries import Inquiries
 from holdfast.orchestrator.runtime.notifier import ChangeNotifier
 from holdfast.orchestrator.runtime.observe.view import JobView
 from tests.unit.core.harness import Transcript
+from tests.unit.core.test_own_checkpoints import restarted, written
 from tests.unit.core.test_unusable_checkpoints import held, shard_files
 
 
@@ -85,3 +86,13 @@ def test_only_a_job_that_holds_may_start_over() -> None:
     one.job.state.intent = "suspend"
     with pytest.raises(UserError, match="--start-over"):
         one.resume(start_over=True)
+
+
+@pytest.mark.parametrize("start_over", [False, True])
+def test_a_script_that_ignored_its_checkpoint_goes_on_by_a_resume(start_over: bool) -> None:
+    one = Held(answers=False)
+    one.job = restarted()
+    one.job.apply(written("/o/ckpt.pt", 2, unread=True, waits=True))
+    detail = one.resume(start_over=start_over).detail
+    assert ("begins at step 0" in detail) == start_over
+    assert bool(one.job.state.own_checkpoints) != start_over

@@ -49,7 +49,10 @@ MESSAGES: tuple[wire.Message, ...] = (
     wire.ShardPersistFailed(generation=1, step=3, shard=0, detail="full", tried=False),
     wire.NodeLeaving(detail="SIGTERM", grace_s=30.0),
     wire.StandbyReport(ready=False),
-    wire.OwnCheckpointWritten(generation=3, path="/o/checkpoint-5", times=2),
+    wire.OwnCheckpointWritten(
+        generation=3, path="/o/checkpoint-5", times=2, unread=True, waits=True
+    ),
+    wire.OwnCheckpointOpened(generation=3, path="/o/checkpoint-5"),
     wire.AgentNote(text="out/checkpoint-120 was set aside"),
 )
 BUDDY = NodeFacts(hostname="b", address="10.0.0.2", data_port=7001, slots=2)

@@ -38,6 +38,7 @@ def install() -> None:
     """Before the script runs."""
     _when_imported(ENGINE, _read_other_sizes)
     _when_imported("torch.serialization", _audit_torch_save)
+    _when_imported("safetensors", _audit_safetensors)
     for name in TENSORBOARD:
         _when_imported(name, _adapt_callbacks if name == CALLBACKS else _log_to_one_run)
     for name in (TRAINER, *CONNECTORS) if STARTED_AGAIN in os.environ else CONNECTORS:
@@ -91,6 +92,19 @@ def _audit_torch_save(module: ModuleType) -> None:
         inner(self, name)
 
     module._open_zipfile_writer_file.__init__ = begin
+
+
+def _audit_safetensors(module: ModuleType) -> None:
+    """As above; it reads in Rust."""
+    inner = module.safe_open
+
+    def safe_open(filename: Any, *given: Any, **named: Any) -> Any:
+        sys.audit("open", filename, "rb", 0)
+        return inner(filename, *given, **named)
+
+    for one in (module, sys.modules.get("safetensors.torch")):
+        if getattr(one, "safe_open", None) is inner:
+            one.safe_open = safe_open  # type: ignore[union-attr]
 
 
 def _read_other_sizes(engine: ModuleType) -> None:

@@ -69,6 +69,9 @@ class WorkerProcess:
     """Of the recording under way."""
 
 
+Audited = worker_protocol.CheckpointWritten | worker_protocol.CheckpointOpened
+
+
 class WorkerPool:
     """All worker processes of a node."""
 
@@ -91,8 +94,8 @@ class WorkerPool:
         """The last output of a rank without a log file."""
         self.noted: Callable[[str], None] = lambda text: None
         """A worker's sentence for the job's events."""
-        self.wrote: Callable[[int, str], None] = lambda generation, path: None
-        """A worker of a generation is about to write a checkpoint of its own."""
+        self.audited: Callable[[Seat, Audited], None] = lambda seat, message: None
+        """A worker writes or reads a checkpoint of the script's own."""
 
     def attach(self, server: socket.socket) -> None:
         server.setblocking(False)
@@ -372,9 +375,9 @@ class WorkerPool:
                 self._check_standbys()
             elif isinstance(message, worker_protocol.Noted):
                 self.noted(message.text)
-            elif isinstance(message, worker_protocol.CheckpointWritten):
+            elif isinstance(message, Audited):
                 if process.seat is not None:
-                    self.wrote(process.seat[0], message.path)
+                    self.audited(process.seat, message)
             elif isinstance(message, worker_protocol.Failed) and process.seat is not None:
                 self._give(inputs.FromRank(*process.seat, self._received(message)))
             elif isinstance(message, worker_protocol.TraceWritten):

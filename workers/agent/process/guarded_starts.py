@@ -8,7 +8,9 @@ Fork that is held is carried out once, or answered with ForkFailed.
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,7 +22,8 @@ from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.environment import RESUME_FROM, RESUME_SINCE
 
 from ..machine import commands, inputs
-from ..storage import checkpoint_guard
+from ..pool.file_audit import OWN_CHECKPOINTS
+from ..storage import checkpoint_guard, script_checkpoints
 from ..storage.checkpoint_guard import Findings
 from . import package_install
 from .uploaded_code import CodeUnavailable, UploadedCode
@@ -93,6 +96,7 @@ class GuardedStarts:
                 since_ns = welcome.submitted_ns
                 newest = await self._look(job, directory, since_ns, first)
                 found = {RESUME_SINCE: str(since_ns), RESUME_FROM: newest or ""}
+                found[OWN_CHECKPOINTS] = _earlier(first, job) if newest else ""
                 extra = {name: value for name, value in found.items() if value}
             setting = StartSetting(directory, extra, packages)
         except (CodeUnavailable, OSError) as error:  # OSError: no temporary directory, say
@@ -138,7 +142,12 @@ class GuardedStarts:
             self._send(m.AgentEvent(text=text))
         if found.divided is not None and found.divided[1] != ranks[2]:
             self._send(m.AgentNote(text=_other_size(*found.divided, ranks[2])))
-        return None if found.newest is None else str(found.newest[1])
+        if found.newest is None:
+            return None
+        written_ns, path = found.newest
+        if first.node_rank == 0:
+            self._send(m.AgentNote(text=_describe(path, written_ns)))
+        return str(path)
 
 
 def _look(
@@ -151,6 +160,20 @@ def _look(
     where = checkpoint_guard.roots(job, directory)
     named = checkpoint_guard.may_name(job)
     return checkpoint_guard.look(where, since_ns, ranks, written, named=named)
+
+
+def _describe(path: Path, written_ns: int) -> str:
+    step = script_checkpoints.step_of(path)
+    which = f" of step {step}" if step is not None else ""
+    age_s = max(0.0, (time.time_ns() - written_ns) / 1e9)
+    return f"the script's newest complete checkpoint{which} is {path}, written {age_s:.0f} s ago"
+
+
+def _earlier(fork: commands.Fork, job: TrainingJob) -> str:
+    """For file_audit.py."""
+    known = [(one.path, one.times) for one in fork.membership.own_checkpoints]
+    hold = job.spec.recovery.on_ignored_checkpoint == "hold"
+    return json.dumps({"known": known, "hold": hold}) if known else ""
 
 
 def _ranks(fork: commands.Fork) -> tuple[int, int, int]:

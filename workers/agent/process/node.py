@@ -45,7 +45,7 @@ from ..machine.inputs import Input
 from ..machine.machine import AgentMachine
 from ..pool import forkserver, stacks
 from ..pool.log_forwarder import TO_OUTPUT, LogForwarder
-from ..pool.worker_pool import WorkerPool
+from ..pool.worker_pool import Audited, WorkerPool
 from ..storage import memfd, peer_transfer, persist
 from ..storage.own_checkpoints import OwnCheckpoints
 from ..storage.shared_fetches import Fetched, SharedFetches
@@ -143,7 +143,7 @@ class AgentProcess:
         self._fetches = SharedFetches()
         self._workers = WorkerPool(self._loop, self._give)
         self._workers.attach(server)
-        self._workers.noted, self._workers.wrote = self._noted, self._wrote
+        self._workers.noted, self._workers.audited = self._noted, self._audited
         self._data = peer_transfer.DataPort(self._credentials, self._on_get, self._on_put)
         file = options.endpoint_file
         where = endpoint_in(file) if file is not None else lambda: options.endpoints
@@ -350,8 +350,11 @@ class AgentProcess:
         """In a thread of the progress server."""
         self._loop.call_soon_threadsafe(self._give, inputs.FromRank(*seat, report))
 
-    def _wrote(self, generation: int, path: str) -> None:
-        message = self._own_checkpoints.wrote(time.monotonic(), generation, path)
+    def _audited(self, seat: tuple[int, int], report: Audited) -> None:
+        if isinstance(report, worker_protocol.CheckpointOpened):
+            self._link.send(m.OwnCheckpointOpened(generation=seat[0], path=report.path))
+            return
+        message = self._own_checkpoints.wrote(time.monotonic(), seat, report)
         if message is not None:
             self._link.send(message)
 

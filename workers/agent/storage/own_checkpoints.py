@@ -4,6 +4,7 @@ much of it the controller receives. Pure: time is an argument."""
 from __future__ import annotations
 
 from holdfast.orchestrator.protocol.messages import OwnCheckpointWritten
+from holdfast.workers.worker_protocol import CheckpointWritten
 
 MAX_KNOWN = 64
 BURST = 64
@@ -18,23 +19,40 @@ class OwnCheckpoints:
 
     def __init__(self) -> None:
         self._known: dict[str, OwnCheckpointWritten] = {}
+        self._times: dict[str, dict[tuple[int, int], int]] = {}
+        """Path -> how often each rank wrote it: all ranks may write one cache at the start."""
         self._sent_s: dict[str, float] = {}
         self._room, self._filled_s = float(BURST), 0.0
 
-    def wrote(self, now_s: float, generation: int, path: str) -> OwnCheckpointWritten | None:
-        """What to send about this; None: nothing (now)."""
+    def wrote(
+        self, now_s: float, seat: tuple[int, int], report: CheckpointWritten
+    ) -> OwnCheckpointWritten | None:
+        """What to send about this; None: nothing (now). `seat`: (generation, rank)."""
+        path, generation = report.path, seat[0]
         before = self._known.pop(path, None)
-        times = before.times + 1 if before and before.generation == generation else 1
-        message = OwnCheckpointWritten(generation=generation, path=path, times=times)
+        if before is None or before.generation != generation:
+            self._times[path] = {}
+        counts = self._times[path]
+        counts[seat] = counts.get(seat, 0) + 1
+        times = max(counts.values())
+        message = OwnCheckpointWritten(
+            generation=generation,
+            path=path,
+            times=times,
+            unread=report.unread,
+            waits=report.waits,
+        )
         self._known[path] = message
         while len(self._known) > MAX_KNOWN:
             oldest = next(iter(self._known))
             del self._known[oldest]
             self._sent_s.pop(oldest, None)
+            self._times.pop(oldest, None)
         self._room = min(BURST, self._room + (now_s - self._filled_s) * PER_S)
         self._filled_s = now_s
         recently = now_s - self._sent_s.get(path, -REPEATED_AFTER_S) < REPEATED_AFTER_S
-        if self._room < 1 or (times > 2 and recently):
+        known = before is not None and (before.generation, before.times) == (generation, times)
+        if not report.unread and (self._room < 1 or (recently and (known or times > 2))):
             return None
         self._room -= 1
         self._sent_s[path] = now_s

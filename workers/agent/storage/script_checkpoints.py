@@ -36,6 +36,7 @@ _HOLDS_OTHERS = re.compile(r"checkpoint[-_]\d+|checkpoints")
 """In the folder of a run, not in a checkpoint."""
 _OF_RANK = re.compile(r"(?:^rng_state|^random_states|zero_pp_rank|expp_rank|^rank|^_)_(\d+)")
 """Files of which each rank writes one."""
+_STEP = re.compile(r"(?:checkpoint|ckpt|step|iter)[-_=]?(\d+)")
 FEW = 8
 """Files of other nodes' ranks that a node opens."""
 _OPTIMIZER_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -80,6 +81,16 @@ def kind_of(directories: Collection[Path]) -> Kind:
     begun = names & {"config.json", "adapter_config.json"}
     begun |= {name for name in names if name.endswith(".safetensors")}
     return "transformers" if hugging_face and begun else ""
+
+
+def step_of(path: Path) -> int | None:
+    """The step that the name of a checkpoint, or what transformers wrote into it, has; None: it is
+    not known."""
+    try:
+        return int(json.loads((path / "trainer_state.json").read_bytes())["global_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        found = _STEP.findall(path.name)
+        return int(found[-1]) if found else None
 
 
 def names_in(directory: Path) -> set[str]:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from holdfast.orchestrator.core.actions import Reason
 from holdfast.orchestrator.core.context import SECOND_NS
-from holdfast.orchestrator.core.events import AnyEvent, HangDetected, StepCompleted, Tick
+from holdfast.orchestrator.core.events import (
+    AnyEvent,
+    HangDetected,
+    OwnCheckpointSeen,
+    ResumeRequested,
+    StepCompleted,
+    Tick,
+)
 from holdfast.orchestrator.core.state import IncidentRecord, JobState, PendingStop
 from holdfast.orchestrator.protocol.facts import Membership, Restore
 from holdfast.orchestrator.protocol.mesh import Mesh
@@ -220,3 +227,34 @@ def test_a_silent_script_is_not_productive_between_a_fault_and_its_discovery() -
     job.state.incidents[0].at_ns = 4 * SECOND_NS
     job.at(9, stop=None)
     assert job.seconds(10) == {"starting": 1, "productive": 3, "recovering": 5 + 1}
+
+
+def silent_restart() -> Accounted:
+    """A script that reports no steps: it has trained for 50 s, and for 10 s since its restart."""
+    job = Accounted()
+    job.launch(0, 1)
+    job.at(0, phase="running")
+    job.fail(50, -1)
+    job.launch(52, 2)
+    job.at(52, phase="running")
+    return job
+
+
+def ignores(*, waits: bool) -> OwnCheckpointSeen:
+    return OwnCheckpointSeen(node="a", generation=2, path="/o/c.pt", unread=True, waits=waits)
+
+
+def test_a_silent_script_that_begins_at_step_0_trains_the_same_again() -> None:
+    job = silent_restart()
+    job.at(62, ignores(waits=False), own_checkpoint_ignored=2)
+    assert job.seconds(112) == {"recovering": 2, "redone": 50, "productive": 60}
+    job.at(112, ignores(waits=False))
+    assert job.seconds(112) == {"recovering": 2, "redone": 50, "productive": 60}, "counted once"
+
+
+def test_a_silent_script_that_is_held_has_trained_in_vain_since_its_restart() -> None:
+    job = silent_restart()
+    job.at(62, ignores(waits=True), own_checkpoint_ignored=2, phase="suspending")
+    assert job.seconds(70) == {"recovering": 2, "redone": 10, "productive": 50, "suspended": 8}
+    job.at(70, ResumeRequested(start_over=True), phase="pending")
+    assert job.seconds(70) == {"recovering": 2, "redone": 60, "suspended": 8}

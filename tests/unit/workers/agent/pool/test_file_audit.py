@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.workers import worker_protocol, worker_transport
-from holdfast.workers.agent.pool.file_audit import FileAudit, checkpoint_of
+from holdfast.workers.agent.pool.file_audit import Earlier, FileAudit, checkpoint_of
 
 SCRIPT = """
 import os, pathlib, sys
@@ -69,10 +69,97 @@ def test_the_checkpoint_that_a_file_belongs_to(path: str, folder: bool, checkpoi
 
 
 def test_a_script_runs_on_although_the_agent_has_ended() -> None:
-    def fails(path: str) -> None:
+    def fails(path: str, unread: bool, waits: bool) -> None:
         raise BrokenPipeError
 
     audit = FileAudit(fails)
     audit.hook("open", ("/o/model.pt", "wb", 0))
     audit.hook("open", (3, "wb", 0))
     audit.hook("open", (object(), "wb", 0))
+
+
+class Ended(BaseException):
+    """In place of the end of a process that waits for it."""
+
+
+class Start:
+    """Rank 0 of a script that was started again."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *known: tuple[str, int], hold: bool = True
+    ) -> None:
+        self.wrote: list[tuple[str, bool, bool]] = []
+        self.opened: list[str] = []
+        earlier = Earlier(known, 1) or None
+        self.audit = FileAudit(lambda *one: self.wrote.append(one), self.opened.append, earlier,
+                               hold=hold)  # fmt: skip
+
+        def ends() -> None:
+            raise Ended
+
+        monkeypatch.setattr(self.audit, "_wait", ends)
+
+    def write(self, path: str) -> str:
+        """What follows: "", a remark, or that it waits."""
+        try:
+            self.audit.hook("open", (path, "wb", 0))
+        except Ended:
+            return "waits"
+        return "remark" if self.wrote[-1][1] else ""
+
+    def read(self, path: str) -> None:
+        self.audit.hook("open", (path, "rb", 0))
+
+
+def test_a_script_that_begins_at_step_0_waits_before_it_overwrites_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "ckpt.pt")
+    start = Start(monkeypatch, (path, 2))
+    start.read(__file__)
+    assert start.write(path) == "waits" and start.wrote == [(path, True, True)]
+    assert Start(monkeypatch, (path, 2), hold=False).write(path) == "remark"
+
+
+@pytest.mark.parametrize(
+    ("known", "written", "then"),
+    [
+        (["/o/checkpoint-40", "/o/checkpoint-80"], "/o/checkpoint-40/model.pt", "waits"),
+        (["/o/checkpoint-40", "/o/checkpoint-80"], "/o/checkpoint-80/model.pt", "waits"),
+        (["/o/checkpoint-40", "/o/checkpoint-80"], "/o/checkpoint-120/model.pt", ""),
+        (["/o/checkpoint-40"], "/o/checkpoint-40/model.pt", ""),
+        (["/o/epoch_1.pt", "/o/epoch_2.pt"], "/o/epoch_1.pt", "waits"),
+        (["/o/a/epoch_1.pt", "/o/a/epoch_2.pt"], "/o/b/epoch_1.pt", "remark"),
+        (["/o/part_1.pt", "/o/part_2.pt"], "/o/part_1.pt", ""),
+        (["/o/shard1", "/o/shard2"], "/o/shard1/a.pt", ""),
+        (["/o/vocab.pt"], "/o/vocab.pt", ""),
+    ],
+)
+def test_only_what_was_saved_again_and_again_is_the_state(
+    monkeypatch: pytest.MonkeyPatch, known: list[str], written: str, then: str
+) -> None:
+    assert Start(monkeypatch, *((path, 1) for path in known)).write(written) == then
+
+
+@pytest.mark.parametrize("name", ["ckpt.pt", "state.json", "optimizer/shard.bin"])
+def test_a_script_that_reads_its_state_in_any_format_has_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / name).write_text("state")
+    path = str(tmp_path / "ckpt.pt")
+    start = Start(monkeypatch, (path, 2))
+    start.read(str(tmp_path / name))
+    assert start.opened == [str(tmp_path / name)]
+    assert start.write(path) == "" and start.wrote == [(path, False, False)]
+
+
+def test_a_log_or_a_module_beside_the_checkpoint_is_not_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("train.log", "model.py"):
+        (tmp_path / name).write_text("")
+    start = Start(monkeypatch, (str(tmp_path / "ckpt.pt"), 2))
+    for name in ("train.log", "model.py", "missing.bin"):
+        start.read(str(tmp_path / name))
+    assert start.opened == []

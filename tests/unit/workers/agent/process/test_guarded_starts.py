@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 import threading
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from holdfast.orchestrator.protocol.environment import RESUME_FROM, RESUME_SINCE
 from holdfast.orchestrator.protocol.facts import Membership, OwnCheckpoint, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.agent.machine import commands, inputs
+from holdfast.workers.agent.pool.file_audit import OWN_CHECKPOINTS
 from holdfast.workers.agent.process import guarded_starts
 from holdfast.workers.agent.process.guarded_starts import GuardedStarts, StartSetting
 from holdfast.workers.agent.process.uploaded_code import UploadedCode
@@ -178,10 +180,12 @@ def test_a_checkpoint_of_deepspeed_for_another_number_of_ranks_is_reported(
         assert node.started[0][1].environment == {
             RESUME_FROM: str(tmp_path),
             RESUME_SINCE: "1",
+            OWN_CHECKPOINTS: json.dumps({"known": [[str(tmp_path / "latest"), 1]], "hold": True}),
         }
         return [message.text for message in node.sent]
 
     texts = asyncio.run(scenario())
+    assert f"newest complete checkpoint is {tmp_path}, written" in texts.pop()
     if written_by == 2:
         assert texts == []
     else:
