@@ -13,6 +13,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NAME = 15
 _PR_SET_PTRACER = 0x59616D61
 
+STACK_SIGNAL = signal.SIGRTMAX - 5
+"""faulthandler answers it with stacks. SIGUSR1 belongs to scripts: Slurm sends it before a job's
+end."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -54,6 +58,15 @@ def state_of(pid: int) -> str:
         return ""
     # The name in parentheses may itself contain parentheses.
     return chr(stat[stat.rindex(b")") + 2])
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for this signal."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def children() -> list[int]:

@@ -24,7 +24,7 @@ from holdfast.orchestrator.protocol import files
 from holdfast.orchestrator.protocol.environment import RESUME_FROM
 from holdfast.workers import worker_transport
 
-from ..linux import output
+from ..linux import output, processes
 from . import accelerate_launch, file_audit, framework_hooks, interpreters, package_path
 from .interpreters import Interpreter
 
@@ -61,7 +61,7 @@ def prepare(job: TrainingJob, descriptors: Descriptors, packages: str = "") -> P
     if program.words:
         if program.python:
             os.environ.update(interpreters.named(program.python, Path.cwd()).environment)
-        _become_program(program.words, descriptors)
+        _become(program.words, descriptors, "spec.entrypoint.command")
     found = _interpreter(program, descriptors)
     if found is not None:
         os.environ.update(found.environment)
@@ -83,7 +83,7 @@ def _interpreter(program: Program, descriptors: Descriptors) -> Interpreter | No
         return None
     if program.runner[0].endswith("uv") and program.script and _has_requirements(program.script):
         words = (*program.runner, program.script, *program.args)
-        _become_program(words, descriptors)
+        _become(words, descriptors, "spec.entrypoint.command")
     return interpreters.of_runner(program.runner)
 
 
@@ -116,18 +116,12 @@ def _become_python(
         "wire": descriptors.wire,
         "stack": descriptors.stack,
         "asked": descriptors.asked,
+        "signal": processes.STACK_SIGNAL,
         "bytes": limits.MAX_TRACEBACK_BYTES,
         "audit": job.spec.checkpoint.guard == "auto",
     }
     words = (interpreter.path, _OTHER_PYTHON, json.dumps(order))
     _become(words, descriptors, "spec.entrypoint.python")
-
-
-def _become_program(words: tuple[str, ...], descriptors: Descriptors) -> NoReturn:
-    # Ignored dispositions survive an exec. A program without a handler would end at the signal
-    # that asks for stacks.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    _become(words, descriptors, "spec.entrypoint.command")
 
 
 def _become(words: tuple[str, ...], descriptors: Descriptors, field: str) -> NoReturn:

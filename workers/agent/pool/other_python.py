@@ -12,7 +12,6 @@ import importlib.util
 import json
 import os
 import runpy
-import signal
 import socket
 import struct
 import sys
@@ -26,11 +25,11 @@ _OURS = (__file__, str(_HERE / "accelerate_launch.py"), str(_HERE / "framework_h
 
 def main(order: dict[str, Any]) -> int:
     """`order`: script (absolute) or module, argv, accelerate (words of the launcher, or null),
-    wire, stack and asked (descriptors), bytes (bound of a traceback), audit (whether to report
-    checkpoints)."""
+    wire, stack and asked (descriptors), signal (at which stacks are written), bytes (bound of a
+    traceback), audit (whether to report checkpoints)."""
     leaving = _load("leaving")
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, file=order["stack"], all_threads=True)
+    faulthandler.register(order["signal"], file=order["stack"], all_threads=True)
     if importlib.util.find_spec("holdfast") is not None:
         _load("other_pulse").start(order["wire"], order["asked"])
         _load("framework_hooks").install()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import signal
 from collections.abc import Awaitable, Callable
 
 from holdfast.orchestrator import limits
@@ -21,7 +20,7 @@ from . import py_spy, stack_activity
 from .stack_activity import Inspection
 
 FAULTHANDLER_TIMEOUT_S = 0.4
-"""A live process writes its stacks within milliseconds of SIGUSR1; on a busy node, 0.1 s or so."""
+"""A live process writes its stacks within milliseconds; on a busy node, 0.1 s or so."""
 INSPECTION_TIMEOUT_S = 0.7
 """For the pulse threads of workers that go on. The controller asks 1 s before it decides."""
 CLASSIFY_TIMEOUT_S = 0.2
@@ -127,7 +126,9 @@ async def _stack(rank: int, text: str, state: str, answer: Inspection) -> Stack:
 
 async def _from_faulthandler(pid: int, stack_fd: int) -> str:
     before = os.fstat(stack_fd).st_size
-    os.kill(pid, signal.SIGUSR1)
+    if not processes.catches(pid, processes.STACK_SIGNAL):
+        return ""  # it is another program, and would end at the signal
+    os.kill(pid, processes.STACK_SIGNAL)
     size, give_up = before, asyncio.get_running_loop().time() + FAULTHANDLER_TIMEOUT_S
     while asyncio.get_running_loop().time() < give_up:
         await asyncio.sleep(POLL_INTERVAL_S)

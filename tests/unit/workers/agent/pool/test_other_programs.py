@@ -19,6 +19,7 @@ from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.protocol.facts import Membership, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol, worker_transport
+from holdfast.workers.agent.linux import processes
 from holdfast.workers.agent.pool import (
     accelerate_launch,
     entrypoint,
@@ -51,7 +52,7 @@ def run(tmp_path: Path, text: str, **order: Any) -> Ended:
     with ours, theirs, asked, asks, (tmp_path / "stack").open("wb") as stack:
         wanted = {"script": str(tmp_path / "train.py"), "module": None, "argv": ["train.py", "a"],
                   "accelerate": None, "wire": theirs.fileno(), "stack": stack.fileno(),
-                  "asked": asks.fileno(),
+                  "asked": asks.fileno(), "signal": processes.STACK_SIGNAL,
                   "bytes": limits.MAX_TRACEBACK_BYTES, **order}  # fmt: skip
         done = subprocess.run(
             [sys.executable, other_python.__file__, json.dumps(wanted)],

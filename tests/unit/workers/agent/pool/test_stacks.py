@@ -1,0 +1,48 @@
+"""Stacks of ranks that are about to be killed, from real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+from holdfast.workers.agent.linux import processes
+from holdfast.workers.agent.pool import stacks
+from holdfast.workers.agent.pool.stack_activity import Inspection
+
+SCRIPT = f"""
+import faulthandler, signal, sys
+faulthandler.register({processes.STACK_SIGNAL}, file=int(sys.argv[1]), all_threads=True)
+signal.signal(signal.SIGUSR1, lambda *_: print("SIGUSR1: saving, leaving", flush=True))
+def waits_for_data():
+    print("ready", flush=True)
+    sys.stdin.read()
+waits_for_data()
+print("over", flush=True)
+"""
+
+
+async def no_answer(rank: int, timeout_s: float) -> Inspection:
+    return Inspection()
+
+
+def test_the_stack_of_a_script_is_taken_without_its_own_signals(tmp_path: Path) -> None:
+    with (tmp_path / "stack").open("w+b") as file:
+        script = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(file.fileno())], pass_fds=[file.fileno()],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert script.stdout is not None and script.stdout.readline() == "ready\n"
+        (stack,) = asyncio.run(stacks.take({3: (script.pid, file.fileno())}, no_answer))
+        assert stack.rank == 3 and "waits_for_data" in stack.text
+        assert script.communicate()[0] == "over\n"
+
+
+def test_a_program_that_does_not_know_the_signal_does_not_get_it(tmp_path: Path) -> None:
+    program = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    with (tmp_path / "stack").open("w+b") as file:
+        (stack,) = asyncio.run(stacks.take({0: (program.pid, file.fileno())}, no_answer))
+    assert stack.text
+    program.communicate()
+    assert program.returncode == 0
