@@ -229,6 +229,14 @@ STANDBYS_WAIT_S = 60.0
 """A job grows after this, although the standbys of a node still import what the script imports:
 large libraries take 10 to 20 s, several of them on a slow disk a minute."""
 
+IMPORT_WAIT_S = 20.0
+"""How long a worker that has a rank waits for an import of the script's libraries that serves all
+workers of its node: on few cores that is quicker than one in each, and it may have begun before."""
+
+LAUNCH_TIMEOUT_S = 15.0
+"""A fork takes milliseconds. After this, and the waits that a launch may contain, a launch without
+an answer is sent again; after as long again it failed."""
+
 STACK_TIMEOUT_S = 2.0
 """Collecting the stacks of a hung worker delays recovery by this at most."""
 

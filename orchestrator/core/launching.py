@@ -40,11 +40,6 @@ from .rank_assignment import (
 from .sizes import describe_elasticity
 from .state import LAUNCH, PLACEMENT, PLANNED, IncidentRecord, JobState
 
-LAUNCH_TIMEOUT_S = 15.0
-"""A fork takes milliseconds, and waits for the import of libraries for 20 s at most; after this a
-launch is sent again, and after twice this it failed."""
-INSTALL_TIMEOUT_S = limits.INSTALL_S + LAUNCH_TIMEOUT_S
-"""The same, of a job whose packages a node may have to install first."""
 MESHES_KEPT = 16
 FALLBACK_PORT = 29500
 
@@ -287,14 +282,18 @@ def check_launched(ctx: StepContext) -> None:
 
 
 def _launch_timeout_s(state: JobState) -> float:
-    installs = state.job.spec.environment is not None
-    return INSTALL_TIMEOUT_S if installs else LAUNCH_TIMEOUT_S
+    """How long a node may take to answer: it may have to install packages, and to import what a
+    script needs."""
+    spec = state.job.spec
+    install_s = limits.INSTALL_S if spec.environment is not None else 0.0
+    import_s = limits.IMPORT_WAIT_S if spec.entrypoint.recipe is None else 0.0
+    return limits.LAUNCH_TIMEOUT_S + install_s + import_s
 
 
 def retry_launch(ctx: StepContext) -> None:
     """Send the launch again to nodes that have not answered."""
     ctx.disarm("launch")
-    ctx.arm("launch-again", LAUNCH_TIMEOUT_S)
+    ctx.arm("launch-again", limits.LAUNCH_TIMEOUT_S)
     for name in list(ctx.state.launching):
         limit_s = _launch_timeout_s(ctx.state)
         text = f"{name} has not answered its launch within {limit_s:g} s"

@@ -20,7 +20,13 @@ from holdfast.orchestrator.protocol.environment import CACHE_VARIABLE
 
 from ..base import NodeGone, NoRoom, Starts
 from . import devices, node_registry
-from .launcher_link import LauncherLink, LauncherProcess, connect, launcher_environment
+from .launcher_link import (
+    MIN_START_TIMEOUT_S,
+    LauncherLink,
+    LauncherProcess,
+    connect,
+    launcher_environment,
+)
 from .processes import Identity, Watch, identify, watch
 
 LAUNCHER_ATTEMPTS = 3
@@ -194,7 +200,8 @@ class LocalBackend:
 
     async def _connect(self, process: LauncherProcess) -> None:
         try:
-            link = await connect(self._paths.socket, self._new_link, process)
+            timeout_s = max(MIN_START_TIMEOUT_S, self._job.spec.recovery.startup_timeout_s)
+            link = await connect(self._paths.socket, self._new_link, process, timeout_s)
         except HoldfastError as error:
             self._connecting = None
             for node in sorted(self._nodes.starting):

@@ -19,8 +19,9 @@ from holdfast.orchestrator.protocol.framing import UNDECODABLE, BadFrame, FrameR
 
 from .processes import Identity, Watch, identify, watch
 
-START_TIMEOUT_S = 120.0
-"""The launcher imports torch before it listens: 2 s warm, much more from a cold disk."""
+MIN_START_TIMEOUT_S = 120.0
+"""The launcher imports torch before it listens: 2 s warm, minutes from a cold disk or on a machine
+that is short of CPU time. So it has recovery.startupTimeoutSeconds if that is more."""
 
 RETRY_INTERVAL_S = 0.01
 LOG_TAIL_BYTES = 2000
@@ -127,15 +128,18 @@ class LauncherProcess:
 
 
 async def connect(
-    socket_path: Path, make: Callable[[], LauncherLink], process: LauncherProcess | None
+    socket_path: Path,
+    make: Callable[[], LauncherLink],
+    process: LauncherProcess | None,
+    timeout_s: float = MIN_START_TIMEOUT_S,
 ) -> LauncherLink | None:
     """A connection to the launcher at `socket_path`.
 
     Without `process`: None if no launcher listens. With it: waits until it listens; raises
-    HoldfastError if it ends before that or takes longer than START_TIMEOUT_S.
+    HoldfastError if it ends before that or takes longer than `timeout_s`.
     """
     loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + START_TIMEOUT_S
+    deadline_s = loop.time() + timeout_s
     while True:
         try:
             _, link = await loop.create_unix_connection(make, str(socket_path))
@@ -147,7 +151,10 @@ async def connect(
             raise HoldfastError(process.failure())
         if loop.time() > deadline_s:
             process.kill()
-            raise HoldfastError(f"the node launcher did not listen within {START_TIMEOUT_S:g} s")
+            raise HoldfastError(
+                f"the node launcher did not listen within {timeout_s:g} s; if this machine is "
+                "slow, raise recovery.startupTimeoutSeconds"
+            )
         await asyncio.wait([process.ended], timeout=RETRY_INTERVAL_S)
 
 

@@ -23,9 +23,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 FORKSERVER = """
 import sys
+from holdfast.orchestrator import limits
 from holdfast.workers.agent.pool import forkserver
 forkserver.IMPORT_TIME_S = float(sys.argv.pop(1))
-forkserver.RANKS_WAIT_S = float(sys.argv.pop(1))
+limits.IMPORT_WAIT_S = float(sys.argv.pop(1))
 forkserver.main(sys.argv[1:])
 """
 NOTED = """

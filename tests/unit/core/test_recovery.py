@@ -555,6 +555,20 @@ def test_a_failed_launch_without_a_detail_says_so_and_a_late_failure_does_not_co
     assert job.one_reason(StopGroup) == "a could not start its workers: no detail given"
 
 
+def test_the_launch_of_a_script_may_wait_for_an_import_before_it_is_sent_again() -> None:
+    job = Transcript(spec({"min": 1, "max": 2}, shard="auto", script=True))
+    job.submit()
+    job.succeed(RequestNodes)
+    job.join("a", "b")
+    job.of(LaunchGroup)
+    job.wait(limits.IMPORT_WAIT_S + 1.0)
+    assert not job.of(LaunchGroup)
+    job.wait(limits.LAUNCH_TIMEOUT_S)
+    assert [launch.reason.text for launch in job.of(LaunchGroup)] == [
+        f"{node} has not answered its launch within 35 s" for node in ("a", "b")
+    ]
+
+
 @pytest.mark.parametrize("script, grace_s", [(True, limits.SAVE_GRACE_S), (False, 0.0)])
 def test_survivors_of_a_script_may_end_a_save(script: bool, grace_s: float) -> None:
     job = Transcript(spec({"min": 1, "max": 2}, shard="auto", script=script)).started()

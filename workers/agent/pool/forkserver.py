@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.protocol import python_command
 
@@ -26,10 +27,6 @@ from .import_template import ImportTemplate
 
 IMPORT_TIME_S = 120.0
 """A template that imports longer is ended; each standby imports the modules itself then."""
-RANKS_WAIT_S = 20.0
-"""Workers with ranks wait for a template for so long: on few cores one import for all of them is
-quicker than one in each, and it may have begun before. A launch fails after 30 s without answer
-(orchestrator/core/launching.py)."""
 
 
 def start() -> tuple[int, socket.socket]:
@@ -132,7 +129,7 @@ class Forkserver:
         else:
             self._signals[message.worker] = []
             if message.local_rank < 0 and not template.ranks_waiting():
-                self._ranks_due_s = time.monotonic() + RANKS_WAIT_S
+                self._ranks_due_s = time.monotonic() + limits.IMPORT_WAIT_S
             template.waiting.append((message, fds))
 
     def _signal_later(self, message: fork_protocol.SignalWorker) -> None:
