@@ -1,8 +1,9 @@
 """Checks as CEL rules in the CRD: immutable fields, and mistakes that the API server can refuse.
 
 Each rule repeats a validator of the models in the same words; tests apply the same wrong document
-to both. All other checks (most of the mesh arithmetic, the recipe's model, the pod template) are
-the models' alone: the operator reports them as condition InvalidSpec.
+to both. An admission policy of the chart checks what needs the chart's settings or has no type
+here. All other checks (the rest of the mesh and of the recipe) are the models' alone: the operator
+reports them as condition InvalidSpec.
 """
 
 from __future__ import annotations
@@ -233,6 +234,26 @@ CHECKS = (
         "workersPerNode %s, by the other axes)",
         (_SHARD, f"{_WORLD} / {_INNER}", "self.nodes.max", "self.workersPerNode"),
         ".parallelism.shard",
+    ),
+    Rule(
+        "tensor-within-a-node",
+        "spec",
+        "!has(self.entrypoint.recipe) || self.parallelism.tensorOverNodes || "
+        "self.workersPerNode % self.parallelism.tensor == 0",
+        "spec.parallelism.tensor: got %s; expected a divisor of workersPerNode (%s): every layer "
+        "waits for this axis, here for the network between nodes; set parallelism.tensorOverNodes: "
+        "true if that is meant",
+        ("self.parallelism.tensor", "self.workersPerNode"),
+        ".parallelism.tensor",
+    ),
+    Rule(
+        "heads-fit",
+        "spec.entrypoint.recipe.config.model",
+        "self.dim % (2 * self.numHeads) == 0",
+        "spec.entrypoint.recipe.config.model.dim: got %s; expected a multiple of twice numHeads "
+        "(%s)",
+        ("self.dim", "2 * self.numHeads"),
+        ".dim",
     ),
 )
 

@@ -10,6 +10,7 @@ from holdfast.orchestrator.api.v1alpha1.effects import without_effect
 from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
 from holdfast.orchestrator.backends.kubernetes.queues import selection
 from holdfast.orchestrator.errors import Problem, SpecError
+from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import Document
 from holdfast.orchestrator.kube.names import Owner
 from holdfast.orchestrator.kube.pod_fields import misspelt_fields
@@ -50,8 +51,26 @@ def read_job(document: Document, pods: PodSettings, known_path: str = "") -> Tra
 
 
 def template_problems(job: TrainingJob) -> list[Problem]:
-    """Misspelt fields of the pod template."""
-    return [
+    """Misspelt fields of the pod template, and a container that stands for the workers by another
+    name: it would be a sidecar."""
+    containers = [
+        one
+        for one in job.spec.kubernetes.pod_template.get("spec", {}).get("containers") or ()
+        if isinstance(one, dict)
+    ]
+    images = [str(one.get("name")) for one in containers if one.get("image")]
+    no_worker = all(one.get("name") != names.CONTAINER for one in containers)
+    found = [
+        Problem(
+            "spec.kubernetes.podTemplate.spec.containers",
+            f"{name} and no {names.CONTAINER}",
+            f"{names.CONTAINER}, the training container",
+            f"rename it to {names.CONTAINER}, or add `- name: {names.CONTAINER}` beside a sidecar",
+        )
+        for name in images[:1]
+        if no_worker
+    ]
+    return found + [
         Problem(
             f"spec.kubernetes.podTemplate.{one.path}",
             "an unknown field",
@@ -73,6 +92,10 @@ def _problems(job: TrainingJob, pods: PodSettings, known_path: str) -> list[Prob
                 "name one, or start the operator with --worker-image as the default of all jobs",
             )
         )
+    if ".." in job.spec.working_directory.split("/"):
+        got, expected = job.spec.working_directory, "a directory without .."
+        fix = "write an absolute directory of the image, or one below the job's code"
+        found.append(Problem("spec.workingDirectory", got, expected, fix))
     path = job.spec.checkpoint.path
     if path is None and not (known_path or pods.checkpoint_root):
         found.append(

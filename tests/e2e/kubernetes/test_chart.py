@@ -330,10 +330,10 @@ def test_the_policy_refuses_what_the_crd_cannot_check(
     assert message in text
 
 
-def test_every_rule_of_the_policy_has_a_refused_patch(helm: Helm, plane: ControlPlane) -> None:
+def test_the_api_server_finds_no_mistake_in_the_policies(helm: Helm, plane: ControlPlane) -> None:
     policies = plane.kubectl().json("get", "validatingadmissionpolicies")["items"]
     rules = {p["metadata"]["name"]: p["spec"]["validations"] for p in policies}
-    assert len(rules[f"{render.NAMESPACE}-holdfast-jobs"]) == len(POLICY) + 1, "and namespaces"
+    assert len(rules[f"{render.NAMESPACE}-holdfast-jobs"]) > len(POLICY), "see test_wrong_specs.py"
     assert len(rules[f"{render.NAMESPACE}-holdfast-status"]) == 1
     assert len(rules[f"{render.NAMESPACE}-holdfast-operator"]) == 3
     for policy in policies:  # type errors that the API server found

@@ -172,11 +172,14 @@ WRONG = (
         script(nodes={"min": 2, "max": 2}, workersPerNode=4, parallelism={"shard": 3}),
         ("spec.parallelism.shard: got 3; expected a divisor of 8 workers",),
     ),
-)
-
-
-# Mistakes that only the models refuse; on Kubernetes the operator reports them.
-MODELS_ONLY = (
+    Wrong(
+        "tensor-within-a-node",
+        recipe(nodes={"min": 2, "max": 2}, workersPerNode=2, parallelism={"tensor": 4}),
+        (
+            "spec.parallelism.tensor: got 4; expected a divisor of workersPerNode (2): every layer "
+            "waits for this axis, here for the network between nodes; ",
+        ),
+    ),
     Wrong(
         "heads-fit",
         recipe({"model": {"dim": 250}}),
@@ -185,6 +188,11 @@ MODELS_ONLY = (
             "numHeads (8)",
         ),
     ),
+)
+
+
+# Mistakes that only the models refuse; on Kubernetes the operator reports them.
+MODELS_ONLY = (
     Wrong(
         "kv-heads-fit",
         recipe({"model": {"numKvHeads": 3}}),

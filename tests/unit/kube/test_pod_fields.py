@@ -55,3 +55,24 @@ def test_the_message_says_which_field_was_meant() -> None:
     (problem,) = template_problems(job_from_mapping(job(script(kubernetes=template), "llm")))
     assert str(problem).startswith("spec.kubernetes.podTemplate.spec.tolerationz: got an unknown")
     assert "did you mean tolerations?" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("containers", "got"),
+    [
+        ([{"name": "main", "image": "i"}], "main"),
+        ([{"name": "logs"}, {"name": "main", "image": "i"}], "main"),
+        ([{"name": "worker"}, {"name": "logs", "image": "i"}], ""),
+        ([{"name": "worker", "image": "i"}], ""),
+        ([{"name": "logs"}], ""),
+    ],
+)
+def test_a_container_with_an_image_does_not_stand_for_the_workers(
+    containers: list[dict[str, str]], got: str
+) -> None:
+    template = {"podTemplate": {"spec": {"containers": containers}}}
+    found = template_problems(job_from_mapping(job(script(kubernetes=template), "llm")))
+    assert [str(one) for one in found] == [
+        f"spec.kubernetes.podTemplate.spec.containers: got {got} and no worker; expected worker, "
+        "the training container; rename it to worker, or add `- name: worker` beside a sidecar"
+    ][: bool(got)]
