@@ -60,6 +60,8 @@ class ProcessEnded(ForkMessage, frozen=True, kw_only=True, tag="ended"):
     worker: int
     code: int | None
     signal: int | None
+    killed: tuple[str, ...] = ()
+    """Command lines of programs that it had left running."""
 
 
 class ImportsReady(ForkMessage, frozen=True, kw_only=True, tag="ready"):

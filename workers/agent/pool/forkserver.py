@@ -331,10 +331,13 @@ class Forkserver:
         self._selector.unregister(pidfd)
         os.close(pidfd)
         del self._workers[worker]
-        self._orphans.end()  # the worker's children are ours now
+        killed = self._orphans.end()  # the worker's children are ours now
         code = os.waitstatus_to_exitcode(status)
         ended = fork_protocol.ProcessEnded(
-            worker=worker, code=code if code >= 0 else None, signal=-code if code < 0 else None
+            worker=worker,
+            code=code if code >= 0 else None,
+            signal=-code if code < 0 else None,
+            killed=killed,
         )
         fork_protocol.send(self._link, ended)
 

@@ -32,6 +32,8 @@ from . import fork_protocol, last_output, preload
 from .learned_imports import LearnedImports
 from .stack_activity import Inspection
 
+MAX_COMMAND_CHARS = 200
+"""Shown of a program's command line."""
 OOM_KILLS_S = 2.0
 """For the exits of other workers that the kernel killed for the same lack of memory."""
 
@@ -257,9 +259,19 @@ class WorkerPool:
                 case fork_protocol.ImportLeftOut():
                     self.imports.leave_out(message.modules)
                 case fork_protocol.ProcessEnded():
+                    self._note_killed(message)
                     self._ended(self._processes[message.worker], message.code, message.signal)
                 case _:
                     raise AssertionError(f"the forkserver sent {type(message).__name__}")
+
+    def _note_killed(self, ended: fork_protocol.ProcessEnded) -> None:
+        """Name what a worker that ended well had left running: perhaps an upload."""
+        seat = self._processes[ended.worker].seat
+        if seat is None or ended.code != 0 or not ended.killed:
+            return
+        first, more = ended.killed[0][:MAX_COMMAND_CHARS], len(ended.killed) - 1
+        programs = f"`{first}`{f' and {more} more' if more else ''}"
+        self.noted(f"rank {seat[1]} has ended, and with it what it had left running: {programs}")
 
     def _forked(self, message: fork_protocol.Forked) -> None:
         process = self._processes[message.worker]

@@ -167,3 +167,27 @@ def test_an_error_about_a_process_that_the_kernel_killed_is_a_lack_of_memory(
         return found + [pool._received(one).out_of_memory for one in (other, failed, failed)]
 
     assert asyncio.run(scene()) == [False, False, True, False]
+
+
+@pytest.mark.parametrize(("code", "named"), [(0, True), (1, False), (None, False)])
+def test_programs_that_a_worker_has_left_running_are_named_if_it_ended_well(
+    code: int | None, named: bool
+) -> None:
+    async def scene() -> list[str]:
+        notes: list[str] = []
+        ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pool = WorkerPool(asyncio.get_running_loop(), lambda given: None)
+        pool.noted = notes.append
+        pool.attach(ours)
+        pool.assign(ASSIGN, None)
+        ended = fork_protocol.ProcessEnded(
+            worker=1, code=code, signal=9 if code is None else None, killed=("sh -c cp", "b")
+        )
+        fork_protocol.send(server, ended)
+        while pool._processes:
+            await asyncio.sleep(0)
+        server.close()
+        return notes
+
+    text = "rank 0 has ended, and with it what it had left running: `sh -c cp` and 1 more"
+    assert asyncio.run(scene()) == ([text] if named else [])
