@@ -294,6 +294,12 @@ KEEP_LAST = 2
 PERSIST_TIMEOUT_S = 600.0
 """How long a finishing or suspending job waits for its last checkpoint to be durable."""
 
+MAX_MANIFEST_BYTES = 64 * 2**20
+"""A manifest or a note in a directory; a manifest of 100,000 shards has half of it."""
+
+MAX_HEADER_BYTES = 100 * 2**20
+"""The header of a shard file: the limit of safetensors."""
+
 # -- the journal and the report ---------------------------------------------------------------
 PROGRESS_JOURNAL_INTERVAL_S = 1.0
 """Shortest time between two journal records of steps. They have no fsync: no decision depends on

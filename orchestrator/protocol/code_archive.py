@@ -15,8 +15,9 @@ import os
 import stat
 import tarfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 
 from .. import limits
 from ..errors import Damaged
@@ -24,6 +25,8 @@ from ..errors import Damaged
 MODIFIED_S = 315_532_800
 """1980: zip files, which programs make of what lies beside a script, have no earlier time."""
 _NO_TIME = 0
+MAX_FOLLOWED = 40
+"""Links that Linux follows on one path; more are an error (ELOOP)."""
 _WINDOW = 31
 """zlib's number for a gzip stream with the largest window."""
 
@@ -66,14 +69,17 @@ def unpack(name: str, archive: bytes, directory: Path) -> None:
     try:
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             _extract(tar, directory)
-    except tarfile.TarError as error:
+    except (tarfile.TarError, ValueError) as error:  # a name may hold a zero byte
         raise BadArchive(f"code archive: no tar ({error})") from None
 
 
 def _extract(tar: tarfile.TarFile, directory: Path) -> None:
     entries = tar.getmembers()
+    if len(entries) > limits.MAX_CODE_FILES:
+        raise BadArchive(f"code archive: more than {limits.MAX_CODE_FILES} files")
+    links = {str(PurePosixPath(one.name)): one.linkname for one in entries if one.issym()}
     for entry in entries:
-        _check(entry)
+        _check(entry, links)
     # Links come last, so that no file is written through one.
     for entry in (one for one in entries if one.isreg()):
         _write(tar, entry, directory / entry.name)
@@ -95,12 +101,15 @@ def _content(archive: bytes) -> bytes:
     return content
 
 
-def _check(entry: tarfile.TarInfo) -> None:
-    if not (entry.isreg() or entry.issym()):
+def _check(entry: tarfile.TarInfo, links: Mapping[str, str]) -> None:
+    """A sparse file is rejected: a few bytes of an archive stand for any number in the file."""
+    plain = entry.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not entry.issparse()
+    if not (plain or entry.issym()):
         raise BadArchive(f"code archive: {entry.name} is neither a file nor a link")
-    if not is_inside(entry.name) or (
-        entry.issym() and not links_inside(entry.name, entry.linkname)
-    ):
+    above = [str(one) for one in PurePosixPath(entry.name).parents]
+    if not is_inside(entry.name) or any(one in links for one in above):
+        raise BadArchive(f"code archive: {entry.name} leads out of its directory")
+    if entry.issym() and not links_inside(entry.name, entry.linkname, links):
         raise BadArchive(f"code archive: {entry.name} leads out of its directory")
 
 
@@ -121,13 +130,24 @@ def is_inside(name: str) -> bool:
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
-def links_inside(name: str, target: str) -> bool:
-    """Whether a link's target is relative and, from the link's own place, below the directory."""
-    if target.startswith("/"):
-        return False
-    depth = len(PurePosixPath(name).parts) - 1
-    for part in PurePosixPath(target).parts:
-        depth += -1 if part == ".." else 1
-        if depth < 0:
+def links_inside(name: str, target: str, links: Mapping[str, str] = MappingProxyType({})) -> bool:
+    """Whether a link's target is relative and, from the link's own place, below the directory, also
+    through the other links there. A circle of links leads nowhere."""
+    place = list(PurePosixPath(name).parts[:-1])
+    parts, num_followed = [target], 0
+    while parts:
+        first, *rest = PurePosixPath(parts.pop()).parts or (".",)
+        parts += ["/".join(rest)] * bool(rest)
+        if first == "/" or (first == ".." and not place):
             return False
+        if first == "..":
+            place.pop()
+        elif first != ".":
+            place.append(first)
+        if (link := links.get("/".join(place))) is not None and first != "..":
+            place.pop()
+            num_followed += 1
+            if num_followed > MAX_FOLLOWED:
+                return True
+            parts.append(link)
     return True

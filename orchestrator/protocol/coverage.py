@@ -19,6 +19,8 @@ from .facts import ShardFile
 from .mesh import Mesh
 
 MODULUS = 2**64
+MAX_CELLS = 10**6
+"""A second of work; the boxes of a mesh do not overlap, so each has a few cells."""
 
 BoxKey = tuple[tuple[int, ...], tuple[int, ...]]
 """(offset, shape) of a part."""
@@ -39,7 +41,8 @@ def proved(files: Sequence[ShardFile], mesh: Mesh) -> bool:
 
 
 def uncovered(global_shape: tuple[int, ...], boxes: Iterable[BoxKey]) -> int:
-    """How many values of a tensor are in none of the boxes."""
+    """How many values of a tensor are in none of the boxes. Raises ValueError if the boxes cut the
+    tensor into more cells than a mesh does."""
     distinct = [(offset, shape) for offset, shape in dict.fromkeys(boxes) if math.prod(shape)]
     if any(shape == global_shape for _offset, shape in distinct):
         return 0
@@ -51,11 +54,15 @@ def uncovered(global_shape: tuple[int, ...], boxes: Iterable[BoxKey]) -> int:
         edges.append(sorted(ends))
     places = [{edge: index for index, edge in enumerate(axis)} for axis in edges]
     held: set[tuple[int, ...]] = set()
+    num_cells = 0
     for offset, shape in distinct:
-        ranges = (
+        ranges = [
             range(place[at], place[at + size])
             for place, at, size in zip(places, offset, shape, strict=True)
-        )
+        ]
+        num_cells += math.prod(map(len, ranges))
+        if num_cells > MAX_CELLS:
+            raise ValueError(f"its boxes cut it into more than {MAX_CELLS} cells")
         held.update(itertools.product(*ranges))
     volumes = (_volume(edges, cell) for cell in held)
     return math.prod(global_shape) - sum(volumes)

@@ -45,6 +45,20 @@ def replace(path: Path, data: bytes, mode: int = SHARED) -> None:
         write_all(file, data)
 
 
+def read_small(system: Any, path: str, most: int) -> bytes:
+    """The contents of a file, of a directory read without waiting for a FIFO. Raises ValueError for
+    more than `most` bytes there, FileNotFoundError for what is not a file, and what the store's
+    library raises."""
+    if not is_local(system):
+        return bytes(system.cat_file(path))
+    found = system.info(path)
+    if found["type"] != "file":
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    if found["size"] > most:
+        raise ValueError(f"{found['size']} bytes; at most {most}")
+    return bytes(system.cat_file(path))
+
+
 def write_all(file: Any, data: bytes) -> None:
     """Write all of `data`: one write to an unbuffered file may take only a part."""
     view = memoryview(data)

@@ -15,14 +15,19 @@ shard file is a safetensors file whose header gives, for each tensor, its part o
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import msgspec
 
+from .. import limits
 from .facts import ShardFile
+from .framing import UNDECODABLE
 from .mesh import Mesh
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "holdfast.dev/checkpoint/v1"
+MAX_NAMED, MAX_NAME_CHARACTERS = 8, 80
+"""What of a wrong manifest is quoted."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,8 +73,14 @@ def encode_note(note: ShardNote) -> bytes:
 
 
 def decode_note(data: bytes) -> ShardNote:
-    """Raises ValueError."""
-    return msgspec.json.decode(data, type=ShardNote)
+    """Raises ValueError with the reason."""
+    try:
+        note = msgspec.json.decode(data, type=ShardNote)
+    except UNDECODABLE as error:
+        raise ValueError(f"not a note: {error}") from None
+    _expect_mesh(note.mesh)
+    _expect_name(note.file, note.mesh)
+    return note
 
 
 def directory_name(step: int, generation: int) -> str:
@@ -97,13 +108,35 @@ def decode_manifest(data: bytes) -> Manifest:
     """The manifest in a JSON text. Raises ValueError with the reason."""
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise ValueError(f"not a manifest: {error}") from None
     if manifest.format != FORMAT:
         raise ValueError(f"format: got {manifest.format!r}; expected {FORMAT!r}")
-    shards = sorted(file.shard for file in manifest.files)
-    if shards != list(range(manifest.mesh.num_shards)):
-        raise ValueError(
-            f"files: got shards {shards}; expected 0 to {manifest.mesh.num_shards - 1}, each once"
-        )
+    expect_files(manifest.files, manifest.mesh)
     return manifest
+
+
+def expect_files(files: Sequence[ShardFile], mesh: Mesh) -> None:
+    """Raise ValueError unless these are all shards of the mesh, each once and with the name that is
+    due. Agents report them, and what is read from a store may be anything: names become paths."""
+    _expect_mesh(mesh)
+    shards = sorted(file.shard for file in files)
+    if len(shards) != mesh.num_shards or shards != list(range(mesh.num_shards)):
+        raise ValueError(
+            f"files: got {len(files)} with shards {shards[:MAX_NAMED]}; expected "
+            f"0 to {mesh.num_shards - 1}, each once"
+        )
+    for file in files:
+        _expect_name(file, mesh)
+
+
+def _expect_name(file: ShardFile, mesh: Mesh) -> None:
+    due = shard_file_name(file.shard, mesh.num_shards)
+    if file.file != due or file.num_shards != mesh.num_shards:
+        raise ValueError(f"file: got {file.file[:MAX_NAME_CHARACTERS]!r}; expected {due!r}")
+
+
+def _expect_mesh(mesh: Mesh) -> None:
+    most = limits.MAX_NODES * limits.MAX_GPUS
+    if min(mesh.sizes) < 1 or max(mesh.sizes) > most or mesh.world_size > most:
+        raise ValueError(f"mesh: got {mesh.describe()}; expected 1 to {most} ranks")

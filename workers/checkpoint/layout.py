@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.errors import HoldfastError
 
 MODEL, OPTIMIZER, RANK = "model.", "optim.", "rank."
@@ -38,7 +39,7 @@ HEADER_CHECKSUM_KEY = "holdfast-header"
 _CHECKSUM_FIELD = b'"%s":"' % HEADER_CHECKSUM_KEY.encode()
 ALIGNMENT = 64
 """Data starts on a cache line, so copies of aligned tensors are aligned."""
-MAX_HEADER_BYTES = 100 * 2**20
+MAX_HEADER_BYTES = limits.MAX_HEADER_BYTES
 """The bound of the safetensors library."""
 
 DTYPE_BYTES = {
@@ -308,7 +309,7 @@ def parse_header(start: bytes | memoryview, file: str) -> Header:
     except KeyError:
         what = "it is not a shard of Holdfast (no `holdfast` metadata)"
         raise DamagedCheckpoint(file, what) from None
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise DamagedCheckpoint(file, f"its header cannot be read ({error})") from None
     entries = {
         name: _entry(name, tensors.get(name), held, file) for name, held in inner.tensors.items()
@@ -447,9 +448,17 @@ def _pack_mapping(value: Mapping[Any, Any], blob: Callable[[Any], Any]) -> Any:
 
 
 def unpack(value: Any, blob: Callable[[Any], Any] = unsupported) -> Any:
-    """The value that was packed, from decoded JSON."""
+    """The value that was packed, from decoded JSON. Raises DamagedCheckpoint for other JSON."""
+    try:
+        return _unpack(value, blob)
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        what = f"a value that is not a tensor cannot be read ({error})"
+        raise DamagedCheckpoint("the checkpoint", what) from None
+
+
+def _unpack(value: Any, blob: Callable[[Any], Any]) -> Any:
     if isinstance(value, list):
-        return [unpack(item, blob) for item in value]
+        return [_unpack(item, blob) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
@@ -457,11 +466,11 @@ def unpack(value: Any, blob: Callable[[Any], Any] = unsupported) -> Any:
         if mark == _FLOAT:
             return float(held)
         if mark == _TUPLE:
-            return tuple(unpack(item, blob) for item in held)
+            return tuple(_unpack(item, blob) for item in held)
         if mark == _PAIRS:
-            return {unpack(key): unpack(item, blob) for key, item in held}
+            return {_unpack(key, unsupported): _unpack(item, blob) for key, item in held}
         if mark == _COUNTER:
-            return Counter({unpack(key): unpack(item, blob) for key, item in held})
+            return Counter({_unpack(key, unsupported): _unpack(item, blob) for key, item in held})
         if mark == _BLOB and blob is not unsupported:
             return blob(held)
-    return {key: unpack(item, blob) for key, item in value.items()}
+    return {key: _unpack(item, blob) for key, item in value.items()}

@@ -6,17 +6,18 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 import fsspec
 import numpy as np
 import xxhash
 
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.protocol.facts import ShardFile
-from holdfast.orchestrator.protocol.files import is_local
+from holdfast.orchestrator.protocol.files import is_local, read_small
 from holdfast.orchestrator.protocol.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -160,7 +161,9 @@ class CheckpointFiles:
         checkpoints; DamagedCheckpoint: broken; UnreadableCheckpoint: the store cannot be read."""
         name = f"{directory}/{MANIFEST_NAME}"
         try:
-            data: bytes = self.filesystem.cat_file(f"{self.root}/{name}")
+            data = read_small(self.filesystem, f"{self.root}/{name}", limits.MAX_MANIFEST_BYTES)
+        except ValueError as error:
+            raise DamagedCheckpoint(name, str(error)) from None
         except ABSENT:
             raise self._no_manifest(directory) from None
         except Exception as error:  # as in RemoteShard
@@ -201,10 +204,17 @@ class CheckpointFiles:
             self._expect_length(name, self._length(path, name), file)
             return RemoteShard(self.filesystem, path, name)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may be a FIFO
         except OSError as error:
             raise _cannot_open(name, error) from None
-        self._expect_length(name, Path(path).stat().st_size, file)
+        found = os.fstat(fd)
+        try:
+            if not stat.S_ISREG(found.st_mode):
+                raise DamagedCheckpoint(name, "not a regular file")
+            self._expect_length(name, found.st_size, file)
+        except DamagedCheckpoint:
+            os.close(fd)
+            raise
         return MappedShard(fd, file.num_bytes, name)
 
     def whole_file_checksum(self, directory: str, file: ShardFile) -> str:

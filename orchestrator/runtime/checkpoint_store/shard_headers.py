@@ -9,12 +9,29 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.protocol.coverage import uncovered
 from holdfast.orchestrator.protocol.mesh import Mesh
 
 MAX_NAMED = 3
 """Tensors named in a refusal."""
+
+
+class BadHeader(HoldfastError):
+    """A shard file whose header shows no boxes that can be compared."""
+
+
+class _StoredBox(msgspec.Struct):
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    parts: int = 0
+
+
+class _StoredTensor(msgspec.Struct):
+    shape: tuple[int, ...]
 
 
 class HeldBox(NamedTuple):
@@ -25,35 +42,46 @@ class HeldBox(NamedTuple):
 
 
 def read_boxes(system: Any, path: str) -> dict[str, HeldBox]:
-    """Of one file, by tensor. Raises HoldfastError if it has no such header, or what the store's
+    """Of one file, by tensor. Raises BadHeader if it has no such header, or what the store's
     library raises."""
     start = bytes(system.cat_file(path, start=0, end=8))
-    end = 8 + int.from_bytes(start, "little")
+    size = int.from_bytes(start, "little")
+    if size > limits.MAX_HEADER_BYTES:
+        raise BadHeader(f"{path}: a header of {size} bytes; at most {limits.MAX_HEADER_BYTES}")
+    text = bytes(system.cat_file(path, start=8, end=8 + size))
     try:
-        document = json.loads(bytes(system.cat_file(path, start=8, end=end)))
-        held = json.loads(document["__metadata__"]["holdfast"])["tensors"]
-        return {
-            name: HeldBox(
-                tuple(box["global_shape"]),
-                tuple(box["offset"]),
-                tuple(document[name]["shape"]),
-                int(box.get("parts", 0)),
-            )
-            for name, box in held.items()
-        }
-    except (ValueError, KeyError, TypeError) as error:
-        raise HoldfastError(f"{path}: its header cannot be read ({error})") from None
+        return _boxes(text)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BadHeader(f"{path}: its header cannot be read ({error})") from None
+
+
+def _boxes(text: bytes) -> dict[str, HeldBox]:
+    """Raises ValueError, KeyError, TypeError or RecursionError for other text."""
+    document = json.loads(text)
+    inner = json.loads(document["__metadata__"]["holdfast"])
+    found = {}
+    for name, held in msgspec.convert(inner["tensors"], dict[str, _StoredBox]).items():
+        shape = msgspec.convert(document[name], _StoredTensor).shape
+        places = zip(held.offset, shape, held.global_shape, strict=True)
+        if any(at < 0 or size < 0 or at + size > whole for at, size, whole in places):
+            raise ValueError(f"{name} does not fit its tensor")
+        found[name] = HeldBox(held.global_shape, held.offset, shape, held.parts)
+    return found
 
 
 def gaps(shards: Sequence[dict[str, HeldBox]], mesh: Mesh) -> str:
-    """What no shard holds, and what to change; empty: nothing is missing."""
+    """What no shard holds, and what to change; empty: nothing is missing. Raises BadHeader."""
     boxes: dict[tuple[str, tuple[int, ...]], list[HeldBox]] = {}
     for shard in shards:
         for name, box in shard.items():
             boxes.setdefault((name, box.global_shape), []).append(box)
     missing = {}
     for (name, shape), held in boxes.items():
-        if count := uncovered(shape, ((one.offset, one.shape) for one in held)):
+        try:
+            count = uncovered(shape, ((one.offset, one.shape) for one in held))
+        except ValueError as error:
+            raise BadHeader(f"{name}: {error}") from None
+        if count:
             missing[name] = f"{name} lacks {count} values"
     if not missing:
         return ""

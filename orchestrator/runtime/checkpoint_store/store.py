@@ -16,12 +16,19 @@ import fsspec
 import msgspec
 from fsspec.implementations.local import LocalFileSystem
 
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.api.v1alpha1.resilience import Retention
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.protocol import coverage
 from holdfast.orchestrator.protocol.facts import CoverageSum, ShardFile
-from holdfast.orchestrator.protocol.files import is_local, make_directory, replace, sync_directory
+from holdfast.orchestrator.protocol.files import (
+    is_local,
+    make_directory,
+    read_small,
+    replace,
+    sync_directory,
+)
 from holdfast.orchestrator.protocol.manifest import (
     MANIFEST_NAME,
     NOTE_SUFFIX,
@@ -31,13 +38,14 @@ from holdfast.orchestrator.protocol.manifest import (
     decode_note,
     directory_name,
     encode_manifest,
+    expect_files,
     parse_directory_name,
 )
 from holdfast.orchestrator.protocol.mesh import Mesh
 
 from .beneath import FilesBeneath
 from .options import CHECKPOINT_FIELD, answer_of, missing_driver, options_of_one_job
-from .shard_headers import gaps, read_boxes
+from .shard_headers import BadHeader, gaps, read_boxes
 
 
 class CommitRefused(HoldfastError):
@@ -107,11 +115,12 @@ class CheckpointStore:
         NotCovered when the files do not hold every value of every tensor.
         """
         generations = {file.generation for file in files}
-        shards = sorted(file.shard for file in files)
         if len(generations) != 1 or {file.step for file in files} != {step}:
             raise CommitRefused(f"step {step}: the files are of several generations")
-        if shards != list(range(mesh.num_shards)):
-            raise CommitRefused(f"step {step}: got shards {shards} of {mesh.num_shards}")
+        try:
+            expect_files(files, mesh)
+        except ValueError as error:
+            raise CommitRefused(f"step {step}: {error}") from None
         directory = f"{self.root}/{directory_name(step, generations.pop())}"
         self.fs.invalidate_cache(directory)
         for file in files:
@@ -146,8 +155,11 @@ class CheckpointStore:
         if not any(sums) or coverage.proved(ordered, mesh):
             return
         if sums not in self._gaps:
-            boxes = [read_boxes(self.fs, f"{directory}/{file.file}") for file in ordered]
-            self._gaps = {sums: gaps(boxes, mesh)}
+            try:
+                boxes = [read_boxes(self.fs, f"{directory}/{file.file}") for file in ordered]
+                self._gaps = {sums: gaps(boxes, mesh)}
+            except BadHeader as error:
+                raise CommitRefused(f"step {files[0].step}: {error}") from None
         if self._gaps[sums]:
             raise NotCovered(f"step {files[0].step}: {self._gaps[sums]}")
 
@@ -261,7 +273,7 @@ class CheckpointStore:
         for path in self.fs.ls(directory, detail=False):
             if path.endswith(NOTE_SUFFIX):
                 try:
-                    found.append(decode_note(bytes(self.fs.cat_file(path))))
+                    found.append(decode_note(self._read(path)))
                 except ValueError:
                     continue  # torn
         return found
@@ -283,10 +295,13 @@ class CheckpointStore:
 
     def _manifest(self, directory: str) -> Manifest | None:
         try:
-            data: Any = self.fs.cat_file(f"{directory}/{MANIFEST_NAME}")
-            return decode_manifest(bytes(data))
+            return decode_manifest(self._read(f"{directory}/{MANIFEST_NAME}"))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
             return None  # not committed, not a checkpoint at all, or damaged
+
+    def _read(self, path: str) -> bytes:
+        """A manifest or note. Raises ValueError for a file that is too large to be one."""
+        return read_small(self.fs, path, limits.MAX_MANIFEST_BYTES)
 
 
 def _name(path: str) -> str:

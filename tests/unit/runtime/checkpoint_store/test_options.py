@@ -14,6 +14,7 @@ import pytest
 
 from holdfast.orchestrator.errors import HoldfastError, SpecError
 from holdfast.orchestrator.protocol.facts import ShardFile
+from holdfast.orchestrator.protocol.manifest import shard_file_name
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.orchestrator.runtime.checkpoint_store.options import (
     MOST_ATTEMPTS,
@@ -155,7 +156,7 @@ def test_what_a_server_answers_is_not_in_a_message(kind: str) -> None:
         storage = storage_of(make_job(env=env), "s3://bucket/x", "space/x")
         storage.fs.retries = 1
         texts = []
-        file = ShardFile(5, 1, 0, 1, "shard", 5, "00")
+        file = ShardFile(5, 1, 0, 1, shard_file_name(0, 1), 5, "00")
         for call in (storage.prepare, storage.manifests, lambda: storage.commit(5, Mesh(), (file,)),
                      lambda: storage.delete(5, 1)):  # fmt: skip
             try:
@@ -170,6 +171,6 @@ def test_what_a_server_answers_is_not_in_a_message(kind: str) -> None:
 
 
 def commit(storage: Any) -> None:
-    storage.fs.pipe_file(f"{storage.root}/step-00000005.gen-1/shard", b"12345")
-    file = ShardFile(5, 1, 0, 1, "shard", 5, "00")
+    storage.fs.pipe_file(f"{storage.root}/step-00000005.gen-1/{shard_file_name(0, 1)}", b"12345")
+    file = ShardFile(5, 1, 0, 1, shard_file_name(0, 1), 5, "00")
     assert storage.commit(5, Mesh(), (file,)) == 5

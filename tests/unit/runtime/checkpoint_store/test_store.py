@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1.resilience import Retention
-from holdfast.orchestrator.protocol.facts import ShardFile
+from holdfast.orchestrator.protocol.facts import CoverageSum, ShardFile
 from holdfast.orchestrator.protocol.manifest import (
     MANIFEST_NAME,
     NOTE_SUFFIX,
@@ -75,7 +80,7 @@ def test_files_of_several_generations_are_never_one_checkpoint(storage: Checkpoi
     first, second = put(storage, 5), put(storage, 5, generation=2)
     with pytest.raises(CommitRefused, match="several generations"):
         storage.commit(5, MESH, (first[0], second[1]))
-    with pytest.raises(CommitRefused, match=r"got shards \[0\] of 2"):
+    with pytest.raises(CommitRefused, match=r"got 1 with shards \[0\]; expected 0 to 1"):
         storage.commit(5, MESH, first[:1])
 
 
@@ -95,6 +100,79 @@ def test_a_damaged_manifest_is_ignored(storage: CheckpointStore) -> None:
     put(storage, 6)
     storage.fs.pipe_file(f"{storage.root}/{directory_name(6, 1)}/{MANIFEST_NAME}", b"{half")
     assert [one.step for one in storage.manifests()] == [5]
+
+
+WRONG_FILES = {
+    "another directory's": {"file": f"../{directory_name(5, 1)}/{shard_file_name(0, 2)}"},
+    "another shard's": {"file": shard_file_name(1, 2)},
+    "another mesh's": {"num_shards": 4, "file": shard_file_name(0, 4)},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_FILES.values(), ids=WRONG_FILES)
+def test_only_the_name_that_is_due_is_committed_or_read(
+    storage: CheckpointStore, wrong: dict[str, Any]
+) -> None:
+    storage.commit(5, MESH, put(storage, 5))
+    first, second = put(storage, 6)
+    reported = (msgspec.structs.replace(first, **wrong), second)
+    with pytest.raises(CommitRefused, match=r"file: got .*; expected 'shard-00000-of-00002.safe"):
+        storage.commit(6, MESH, reported)
+    note(storage, second)
+    data = encode_note(ShardNote(file=reported[0], mesh=MESH))
+    directory = f"{storage.root}/{directory_name(6, 1)}"
+    storage.fs.pipe_file(f"{directory}/{first.file}{NOTE_SUFFIX}", data)
+    assert storage.adopt_written(1, Retention()) == []
+    storage.commit(6, MESH, (first, second))
+    path = f"{directory}/{MANIFEST_NAME}"
+    written = json.loads(storage.fs.cat_file(path))
+    written["files"][0] |= wrong
+    storage.fs.pipe_file(path, json.dumps(written).encode())
+    assert [one.step for one in storage.manifests()] == [5]
+    assert storage.damaged() == [directory_name(6, 1)]
+
+
+@pytest.mark.parametrize("size", [-1, 0, 20_000_000, 2**62, 2**63, 10**30])
+def test_a_manifest_of_a_huge_mesh_is_damaged_and_hides_no_other(
+    storage: CheckpointStore, size: int
+) -> None:
+    for step in (5, 6):
+        storage.commit(step, MESH, put(storage, step))
+    path = f"{storage.root}/{directory_name(6, 1)}/{MANIFEST_NAME}"
+    written = json.loads(storage.fs.cat_file(path))
+    for axis in ("shard", "replicate"):
+        changed = {**written, "mesh": {**written["mesh"], axis: size}}
+        storage.fs.pipe_file(path, json.dumps(changed).encode())
+        tracemalloc.start()
+        assert [one.step for one in storage.manifests()] == [5]
+        assert storage.damaged() == [directory_name(6, 1)]
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 2**20
+
+
+def test_what_is_no_file_or_too_large_for_a_manifest_hides_no_other(tmp_path: Path) -> None:
+    storage = CheckpointStore(str(tmp_path), "tiny")
+    for step in (5, 6, 7):
+        storage.commit(step, MESH, put(storage, step))
+    (tmp_path / directory_name(6, 1) / MANIFEST_NAME).unlink()
+    os.mkfifo(tmp_path / directory_name(6, 1) / MANIFEST_NAME)
+    os.truncate(tmp_path / directory_name(7, 1) / MANIFEST_NAME, 1 << 40)
+    assert [one.step for one in storage.manifests()] == [5]
+
+
+def test_a_shard_with_an_unreadable_header_is_not_taken_over(tmp_path: Path) -> None:
+    storage = CheckpointStore(str(tmp_path), "tiny")
+    for header in (b"\xff" * 64, (2**41).to_bytes(8, "little") + bytes(56), b"\2{}" + bytes(61)):
+        files = put(storage, 9, generation=3, num_bytes=64)
+        unproved = [
+            msgspec.structs.replace(file, coverage=CoverageSum(1, number))
+            for number, file in enumerate(files)
+        ]
+        for file in unproved:
+            (tmp_path / directory_name(9, 3) / file.file).write_bytes(header)
+        note(storage, *unproved)
+        assert storage.adopt_written(3, Retention()) == []
 
 
 def test_directories_with_a_damaged_manifest_are_named(storage: CheckpointStore) -> None:

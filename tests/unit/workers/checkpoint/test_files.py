@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -212,6 +213,20 @@ def test_damage_is_found_and_its_file_named(tmp_path: Path, damage, problem: str
     assert not verdict.ok
     assert "shard-00001-of-00002.safetensors" in verdict.problems[0]
     assert problem in verdict.problems[0]
+
+
+def test_a_fifo_in_place_of_a_shard_is_damage_and_holds_up_no_reader(tmp_path: Path) -> None:
+    manifest = write(tmp_path, {0: b"shard"})
+    path = tmp_path / manifest.directory / manifest.files[0].file
+    path.unlink()
+    os.mkfifo(path)
+    files = CheckpointFiles(str(tmp_path))
+    verdict = inspect.verify(str(tmp_path), manifest)
+    assert not verdict.ok and manifest.files[0].file in verdict.problems[0]
+    with pytest.raises(DamagedCheckpoint, match="not a regular file"):
+        files.open(manifest.directory, manifest.files[0])
+    with pytest.raises(DamagedCheckpoint, match="its manifest says"):
+        files.whole_file_checksum(manifest.directory, manifest.files[0])
 
 
 def test_a_broken_manifest_is_reported(tmp_path: Path) -> None:
