@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 CrashPoint = Literal["before-journal", "after-journal", "between-actions"]
 COMMIT_S = 0.05
+DEPOSED_S = 5.0
+"""A controller that cannot renew its lease ends by then."""
+CLOCKS_DIFFER_S = 2.0
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(tuple[int, e.AnyEvent])
 
@@ -57,19 +60,23 @@ class SimJournal:
         """Since the beginning; no controller reads it."""
         self.num_compactions = 0
         self._num_durable = 0
+        self.broken = False
+        """Its disk is full: what is appended stays in the memory of the controller."""
 
     problem = ""
 
     @property
     def full(self) -> bool:
-        return self.compact_at is not None and len(self.records) >= self.compact_at
+        due = self.compact_at is not None and len(self.records) >= self.compact_at
+        return due and not self.broken
 
     def append(self, record: Record) -> None:
         self.records.append(_ENCODER.encode(tuple(record)))
         self.all.append(self.records[-1])
 
     def commit(self) -> None:
-        self._num_durable = len(self.records)
+        if not self.broken:
+            self._num_durable = len(self.records)
 
     def compact(self, snapshot: bytes) -> None:
         self.snapshot = snapshot
@@ -78,7 +85,8 @@ class SimJournal:
         self._num_durable = 0
 
     def crash(self) -> None:
-        lost = len(self.records) - self._num_durable if self.loses_uncommitted else 0
+        loses = self.loses_uncommitted or self.broken
+        lost = len(self.records) - self._num_durable if loses else 0
         del self.records[len(self.records) - lost :]
         del self.all[len(self.all) - lost :]
 
@@ -88,11 +96,15 @@ class SimJournal:
 
 
 class Host:
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, journal: SimJournal | None = None) -> None:
         self.world = world
         self.job = job_from_mapping(world.document)
         self.up = False
-        self.journal = SimJournal(
+        self.deposed = False
+        """Another controller has claimed the journal."""
+        self.skew_ns = 0
+        """By how much the clock of this controller is ahead."""
+        self.journal = journal or SimJournal(
             loses_uncommitted=world.seed % 2 == 1, compact_at=(None, 7, 40)[world.seed % 3]
         )
         self.slow_commits = world.seed % 4 == 3
@@ -105,6 +117,10 @@ class Host:
         self._committing = False
         self._life = 0
         self._wake_ns: int | None = None
+
+    @property
+    def now(self) -> int:
+        return self.world.now + self.skew_ns
 
     @property
     def submitted(self) -> bool:
@@ -133,7 +149,7 @@ class Host:
         nodes = tuple(self.world.backend_nodes())
         storage = self.world.storage
         committed = () if storage.away else storage.committed()
-        self.loop.start(self.world.now, submission, committed, nodes, listed=not storage.away)
+        self.loop.start(self.now, submission, committed, nodes, listed=not storage.away)
         self._turn()
 
     def _restored(self) -> JobLoop:
@@ -163,22 +179,48 @@ class Host:
         self.links.clear()
         self.world.after(self.world.between(0.1, 4.0), self.start)
 
+    def take_over(self) -> Host:
+        """Another controller claims the journal, on a machine with a clock of its own. This one
+        lives on until its next commit, or until it notices that it does not lead any more."""
+        self.world.log("** another controller takes over")
+        self.journal.crash()
+        self.deposed = True
+        controller = self.loop.controller
+        assert isinstance(controller, WatchedController)
+        controller.watch = None
+        heir = Host(self.world, self.journal)
+        heir.skew_ns = round(self.world.takeovers.uniform(-CLOCKS_DIFFER_S, CLOCKS_DIFFER_S) * 1e9)
+        heir.crashes, heir.num_snapshots_restored = self.crashes, self.num_snapshots_restored
+        heir.start()
+        self.world.after(self.world.takeovers.uniform(0.0, DEPOSED_S), self.stand_down)
+        return heir
+
+    def stand_down(self) -> None:
+        """A controller that was superseded ends."""
+        if self.up:
+            self.up = False
+            for link in list(self.links.values()):
+                link.close()
+
     # -- the loop ------------------------------------------------------------------------------
     def handle(self, event: e.AnyEvent) -> None:
         if self.up:
-            self.loop.feed(self.world.now, event)
+            self.loop.feed(self.now, event)
             self._turn()
 
     def _turn(self) -> None:
         """What driver.py does."""
         if self._committing:
             return
-        ready = self.loop.ready(self.world.now)
+        ready = self.loop.ready(self.now)
+        if self.deposed and ready.must_commit:
+            self.stand_down()  # JournalLost
+            return
         crash = self.crash_at if ready.actions else None
         if crash == "before-journal":
             self.crash()
             return
-        for record in ready.records:
+        for record in () if self.deposed else ready.records:
             self.journal.append(record)
         if not self.slow_commits or not ready.must_commit:
             self._committed(ready, crash)
@@ -191,12 +233,19 @@ class Host:
         )
 
     def _committed(self, ready: Ready, crash: CrashPoint | None) -> None:
-        if self.journal.full and self.submitted:
+        if self.deposed and ready.must_commit:
+            self._committing = False
+            self.stand_down()
+            return
+        if self.deposed:
+            pass
+        elif self.journal.full and self.submitted:
             self.journal.compact(self.loop.snapshot())
         elif ready.must_commit:
             self.journal.commit()
         self._committing = False
-        self.world.oracle.durable(self.state, ready.actions)
+        if not self.deposed:
+            self.world.oracle.durable(self.state, ready.actions)
         self.loop.advance()
         if crash == "after-journal":
             self.crash()
@@ -210,7 +259,7 @@ class Host:
         for order in ready.orders:
             link = self.links.get(order.node)
             if link is not None:
-                if isinstance(order, CopyOrder):
+                if isinstance(order, CopyOrder) and not self.deposed:
                     self.world.oracle.copied(self.state, order)
                 link.to_agent(translate.to_message(order))
         if crash:
@@ -227,6 +276,7 @@ class Host:
 
     def _sleep(self) -> None:
         due = self.loop.next_deadline_ns()
+        due = None if due is None else due - self.skew_ns
         if due is None or (self._wake_ns is not None and self.world.now < self._wake_ns <= due):
             return
         self._wake_ns = max(due, self.world.now + 1)

@@ -142,7 +142,7 @@ class SimNode:
             self.feed(inputs.ForkFailed(generation, rank, "out of processes"))
             return
         self._pid += 1
-        worker = SimWorker(self, out.membership, out.seat, len(out.twins))
+        worker = self.world.worker(self, out.membership, out.seat, len(out.twins))
         self.workers[(generation, rank)] = worker
         self.feed(inputs.WorkerForked(generation, rank, self._pid))
         self.world.after(self.world.between(0.1, 0.4), worker.begin)

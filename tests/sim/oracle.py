@@ -27,6 +27,8 @@ NEW_CODE_S = 45.0
 """Training may go on with the old code for so long: while a node that leaves is replaced."""
 FULL_SIZE_S = limits.STANDBYS_WAIT_S + 45.0
 """A job has its full size again so long after the last fault, if there is room."""
+RESIZED_S = 20.0
+"""A requested step is staged before the job has another size."""
 RELEASED_S = 5.0
 """A suspended job has released its nodes by then."""
 GROWS_S = limits.STANDBYS_WAIT_S + 30.0
@@ -69,6 +71,7 @@ class Oracle:
         self.saved: dict[int, None] = {}
         """Generations that ended with the loss of one node, and such a copy was there."""
         self._small_since_s: float | None = None
+        self._resized_since_s: float | None = None
         self._suspended_since_s: float | None = None
 
     def require(self, holds: bool, text: str) -> None:
@@ -80,7 +83,7 @@ class Oracle:
         check_timers(state)
         self._new_code(state, event)
         self._growth(state)
-        self._size(state, event)
+        self._size(state)
         self._suspension(state)
         if isinstance(event, e.ActionSucceeded) and event.action_id in self._stage_actions:
             done = self._stage_actions[event.action_id]
@@ -121,15 +124,18 @@ class Oracle:
         self.require(waited_s < GROWS_S, f"it waits for standbys for {waited_s:.1f} s")
         self.require(generation == state.generation and state.active, "it waits and does not train")
 
-    def _size(self, state: JobState, event: e.AnyEvent) -> None:
+    def _size(self, state: JobState) -> None:
         """A job that trains has a size of its spec, and grows to the largest one."""
         nodes, members = state.job.spec.nodes, len(state.members)
         if not (state.active and state.phase == "running" and state.stop is None):
             self._small_since_s = None
             return
-        resized = state.quiesce is not None or isinstance(event, e.ResizeRequested)
-        fits = nodes.min <= members <= nodes.max or resized
-        self.require(fits, f"{members} nodes train, not {nodes.min} to {nodes.max}")
+        if nodes.min <= members <= nodes.max:
+            self._resized_since_s = None
+        else:
+            self._resized_since_s = self._resized_since_s or self.world.time_s
+            soon = self.world.time_s - self._resized_since_s < RESIZED_S
+            self.require(soon, f"{members} nodes train, not {nodes.min} to {nodes.max}")
         cordoned = [name for name in self.world.backend_nodes() if name in state.cordoned]
         room = self.world.capacity - len(cordoned) >= nodes.max + (nodes.spares or 0)
         # A requested node that lost power is awaited as long as one that starts slowly.
@@ -252,7 +258,10 @@ class Oracle:
         self.require(action.step > committed, f"commit of {action.step} after {committed}")
 
     def restarted(self, state: JobState) -> None:
-        """A controller has replayed its journal, which may lack the last decisions."""
+        """A controller has replayed its journal, which may lack the last decisions. It gives their
+        ids again; answers to those of another connection are not accepted."""
+        if self.world.num_full_disks:
+            self._ids = {n: None for n in self._ids if n < state.next_action_id}
         self.code = state.job.spec.code or ""
         self._code_of = {n: code for n, code in self._code_of.items() if n <= state.generation}
         if not state.new_code:
@@ -335,7 +344,8 @@ class Storage:
         keep = self.world.host.job.spec.checkpoint.retention.keep_last
         state = self.world.host.state
         restore = state.membership.restore if state.membership else None
-        allowed = {directory_name(*key) for key in good[-keep:]}
+        # The commit of an older step may end after that of the last one, with which the job ends.
+        allowed = {directory_name(*key) for key in good[-keep - 1 :]}
         allowed |= {directory_name(*key) for key in keys if key > max(good, default=(-1, -1))}
         allowed |= {restore.directory} if restore is not None else set()
         # Nothing has read those that the world damaged in silence.

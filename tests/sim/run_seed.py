@@ -19,15 +19,14 @@ def play(
     world = make(seed, verbose)
     world.after(0.0, world.host.start)
     faults(world)
-    host = world.host
 
     def over() -> bool:
-        state = host.state if host.up else None
+        state = world.host.state if world.host.up else None
         return bool(state and state.terminal and state.finish_action is None)
 
     world.after(0.0, lambda: None)
-    done = world.run(BOUND_S, lambda: host.up and host.submitted and over())
-    require = world.oracle.require
+    done = world.run(BOUND_S, lambda: world.host.up and world.host.submitted and over())
+    host, require = world.host, world.oracle.require
     state = host.state
     require(done, f"not over: {state.phase}, {state.reason.text}; timers {state.timers}")
     world.run(world.time_s + 60.0, lambda: False)
@@ -35,9 +34,9 @@ def play(
     left = [w.rank for n in world.nodes.values() for w in n.workers.values() if w.alive]
     require(not left, f"workers are left: {left}")
     world.storage.check_retention()
-    view = host.loop.view(world.now)
+    view = host.loop.view(host.now)
     require(view.state == state.phase and view.step == state.step, f"the view has {view.state}")
-    took_s = ((view.finished_ns or world.now) - view.submitted_ns) / SECOND_NS
+    took_s = ((view.finished_ns or host.now) - view.submitted_ns) / SECOND_NS
     accounted_s = sum(view.ledger.values())
     require(abs(accounted_s - took_s) < 1e-6, f"{accounted_s} s of {took_s} s are accounted for")
     expected = ["failed" if world.poison is not None else "succeeded"]

@@ -16,7 +16,7 @@ from .network import Link
 from .node import SimNode
 from .oracle import Oracle, Storage
 from .sizes import Sizes
-from .trainer import Delay, SimGang
+from .trainer import Delay, SimGang, SimWorker
 from .virtual_time import VirtualTime
 
 FAULTS_S = 60.0
@@ -71,6 +71,8 @@ class World(VirtualTime):
         """When the last fault happened."""
         # Of its own random numbers: other draws of the seed stay what they are.
         self.codes = random.Random(f"new code {seed}")
+        self.takeovers = random.Random(f"takeovers {seed}")
+        self.num_takeovers = self.num_full_disks = 0
         self.cancelled = False
         self.oracle = Oracle(self)
         self.storage = Storage(self)
@@ -101,6 +103,8 @@ class World(VirtualTime):
                 "recovery": recovery,
             },
         }
+
+    worker: type[SimWorker] = SimWorker
 
     # -- for trainers and nodes ---------------------------------------------------------------
     def gang(self, membership: Membership) -> SimGang:
@@ -195,6 +199,11 @@ class World(VirtualTime):
         self.after(FAULTS_S, self._heal)
         for _ in range(self.codes.choice((0, 0, 1, 2))):
             self.after(self.codes.uniform(1.0, FAULTS_S), self._again)
+        if self.seed % 5 == 2:
+            for _ in range(self.takeovers.choice((1, 2))):
+                self.after(self.takeovers.uniform(1.0, FAULTS_S), self._take_over)
+        if self.seed % 5 == 4:
+            self.after(self.takeovers.uniform(1.0, FAULTS_S), self._fill_disk)
 
     def _fault(self) -> None:
         kinds: list[tuple[float, Callable[[], str]]] = [
@@ -355,6 +364,21 @@ class World(VirtualTime):
         code = self.codes.choice((None, "", f"{self.num_codes:064}"))
         self.log(f"** new code {code!r}")
         self.host.handle(e.AgainRequested(code=code, by="sim"))
+
+    def _take_over(self) -> None:
+        if self.host.up and self.host.submitted and not self.oracle.finished:
+            self.num_takeovers += 1
+            self.host = self.host.take_over()
+
+    def _fill_disk(self) -> None:
+        """The journal cannot be written for some seconds, in which its controller may die."""
+        self.num_full_disks += 1
+        self.log("** the disk of the journal is full")
+        self.host.journal.broken = True
+        for_s = self.takeovers.uniform(1.0, 10.0)
+        if self.takeovers.random() < 0.5:
+            self.after(for_s / 2, lambda: self.host.crash() if self.host.up else None)
+        self.after(for_s, lambda: setattr(self.host.journal, "broken", False))
 
     def _cancel(self) -> str:
         if self.host.up:
