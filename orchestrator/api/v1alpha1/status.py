@@ -137,7 +137,7 @@ class TrainingJobStatus(_Written):
     """Why the job is in this phase now, with the numbers. For a job that waits: what its pods
     lack."""
     seen: datetime | None = None
-    """When the operator last looked at the job: 30 s ago at most, unless the job has ended or no
+    """When the operator last looked at a job that has workers: a few seconds ago, unless no
     operator runs. The other fields hold for that time."""
     job_id: str | None = None
     """Identifies this job among earlier ones of the same name."""

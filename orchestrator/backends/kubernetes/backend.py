@@ -422,6 +422,7 @@ class KubernetesBackend:
         if name in self._tracker.noticed | self._tracker.released or self._closing:
             return
         detail = pod_conditions.disruption(pod)
+        detail = detail or self._shared.node_informer.notice(pod_conditions.node_name(pod))
         if not detail and pod_conditions.is_terminating(pod):
             detail = "its pod is being deleted"
         if detail:

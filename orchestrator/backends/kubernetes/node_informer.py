@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import NODES, ApiError, Forbidden
 
+from . import pod_conditions
 from .placement import KnownNode
 
 LABELS_FRESH_S = 600.0
 """Labels of racks and zones hardly change."""
+NOTICE_CHECK_S = 10.0
+"""Between two looks at the taints of a Kubernetes node with running pods: a spot machine is taken
+away 30 s after its notice, or later."""
+MAX_READS_S = 20.0
+"""Such looks in a second, at most, whatever the number of nodes."""
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 
 log = logging.getLogger("holdfast.kubernetes")
@@ -31,11 +38,41 @@ class NodeObservation(NamedTuple):
 class NodeInformer:
     """Shared by all jobs of an operator."""
 
-    def __init__(self, cluster: KubeClient) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: KubeClient, notice_check_s: float = NOTICE_CHECK_S) -> None:
+        self._cluster, self._notice_check_s = cluster, notice_check_s
         self._seen: dict[str, NodeObservation] = {}
         self._reading: set[str] = set()
         self._forbidden = False
+        self._notices: dict[str, str] = {}
+
+    async def watch_notices(
+        self, machines: Callable[[], Iterable[str]], on_notice: Callable[[str], None]
+    ) -> None:
+        """Read the taints of these nodes again and again, until cancelled. `on_notice(node)`: it
+        will be taken away."""
+        while not self._forbidden:
+            used = sorted(machines())
+            self._notices = {name: why for name, why in self._notices.items() if name in used}
+            pause_s = max(self._notice_check_s / max(1, len(used)), 1 / MAX_READS_S)
+            for node in used or [""]:
+                await asyncio.sleep(pause_s)
+                if node and node not in self._notices and await self._has_notice(node):
+                    on_notice(node)
+
+    async def _has_notice(self, node: str) -> bool:
+        try:
+            found: Document = await self._cluster.find(NODES, "", node) or {}
+        except ApiError as error:
+            self._report(error)
+            return False
+        why = pod_conditions.notice(found.get("spec", {}).get("taints") or ())
+        if why:
+            self._notices[node] = why
+        return bool(why)
+
+    def notice(self, node: str) -> str:
+        """Why it will be taken away, as `watch_notices` has found; empty: nothing is known."""
+        return self._notices.get(node, "")
 
     def labels(self, node: str) -> dict[str, str]:
         """The labels that `read_labels` has found; empty before."""

@@ -7,6 +7,7 @@ https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-c
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from holdfast.orchestrator.kube import names
@@ -19,6 +20,17 @@ DISRUPTIONS = {
     "DeletionByPodGC": "its Kubernetes node is gone",
     "TerminationByKubelet": "its Kubernetes node is being shut down or has too little resources",
 }
+NOTICES = (
+    "aws-node-termination-handler/spot-itn",
+    "aws-node-termination-handler/scheduled-maintenance",
+    "aws-node-termination-handler/asg-lifecycle-termination",
+    "cloud.google.com/impending-node-termination",
+    "karpenter.sh/disrupted",
+    "karpenter.sh/disruption",
+    "ToBeDeletedByClusterAutoscaler",
+    "node.cloudprovider.kubernetes.io/shutdown",
+)
+"""Taints of machines that will be taken away. With the effect NoSchedule they evict no pod."""
 PULL_ERRORS = ("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName")
 GATED = "SchedulingGated"
 MAX_MESSAGE = 600
@@ -93,6 +105,12 @@ def disruption(pod: Document) -> str:
             text = DISRUPTIONS.get(reason, f"it is being removed ({reason})")
             return _with_message(text, condition.get("message", ""))
     return ""
+
+
+def notice(taints: Iterable[Document]) -> str:
+    """Why a Kubernetes node will be taken away, by its taints; empty: nothing is known."""
+    found = [str(taint.get("key")) for taint in taints if taint.get("key") in NOTICES]
+    return f"its Kubernetes node has the taint {found[0]} and will be taken away" if found else ""
 
 
 def end(pod: Document, *, deleted: bool = False) -> str:

@@ -10,6 +10,8 @@ from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import PODS
 from holdfast.orchestrator.kube.informer import Change, Informer, Key
 
+from . import pod_conditions
+
 Handler = Callable[[Change, Document], None]
 FIELDS = {
     "metadata": "name namespace uid resourceVersion labels annotations ownerReferences "
@@ -54,6 +56,18 @@ class PodInformer:
     def pods(self, job: Key) -> dict[str, Document]:
         """Name -> pod."""
         return self._by_job.get(job, {})
+
+    def machines(self) -> set[str]:
+        """Kubernetes nodes with pods that run."""
+        every = (pod for pods in self._by_job.values() for pod in pods.values())
+        return {pod_conditions.node_name(pod) for pod in every if pod_conditions.is_running(pod)}
+
+    def look_again(self, machine: str) -> None:
+        """Something about this Kubernetes node has changed: tell the jobs that have pods there."""
+        for job, handler in list(self._job_handlers.items()):
+            for pod in list(self.pods(job).values()):
+                if pod_conditions.node_name(pod) == machine:
+                    handler("MODIFIED", pod)
 
     def subscribe(self, job: Key, handler: Handler) -> None:
         """`handler` is called from the event loop for every further change."""

@@ -53,7 +53,7 @@ class Manager:
         namespaces = options.namespaces or ("",)
         self._agent_server = AgentServer()
         self._pod_informer = PodInformer(cluster, namespaces)
-        nodes = NodeInformer(cluster)
+        nodes = self._node_informer = NodeInformer(cluster)
         self._finalizers = Finalizers(cluster)
         self._orphan_pods = OrphanPods(cluster, nodes)
         self._pod_informer.handlers += [
@@ -94,7 +94,9 @@ class Manager:
         log.info("listening for agents at port %d", self._agent_server.port)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._pod_informer.run())
+                pods = self._pod_informer
+                group.create_task(pods.run())
+                group.create_task(self._node_informer.watch_notices(pods.machines, pods.look_again))
                 for informer in self._informers:
                     group.create_task(informer.run())
         finally:

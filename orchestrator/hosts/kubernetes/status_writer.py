@@ -31,13 +31,10 @@ from holdfast.orchestrator.kube.informer import Backoff
 from holdfast.orchestrator.kube.names import Owner
 from holdfast.orchestrator.runtime.observe.view import Incident, JobView
 
-from .status import HOLD_REASON, PHASE_REASONS
+from .status import BUSY, HOLD_REASON, PHASE_REASONS
 
 SETTLE_S = 0.05
 """Changes that come together are written together."""
-SEEN_S = 30.0
-"""A job of which nothing else changes is written after so long, to show that an operator runs: 33
-writes a second of 1,000 such jobs."""
 NUM_OWN_VERSIONS = 16
 """Own writes that the watch may still report."""
 TRANSIENT = (Unreachable, TooBusy, Conflict)
@@ -72,7 +69,7 @@ class StatusWriter:
         self._dirty, self._urgent = asyncio.Event(), asyncio.Event()
         self._foreign_fields: set[str] = set()
         """Fields that a user has added to the status."""
-        self._written_at = self._seen_at = float("-inf")
+        self._written_at = float("-inf")
         self._writing = False
         self._unseen: Document | None = None
 
@@ -99,9 +96,7 @@ class StatusWriter:
         """Until cancelled or the object is gone. Failed writes are retried."""
         pauses = Backoff(0.5, 30.0)
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(SEEN_S):
-                    await self._dirty.wait()
+            await self._dirty.wait()
             wait_s = self._written_at + self._interval_s - asyncio.get_running_loop().time()
             # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the
             # event, and an operator that stands down would wait for this task without end.
@@ -148,12 +143,14 @@ class StatusWriter:
                 self.observe(unseen)
 
     async def _write(self) -> None:
-        now_s = self._written_at = asyncio.get_running_loop().time()
+        self._written_at = asyncio.get_running_loop().time()
         status = self._build(self._last.get("conditions") or ())
         last = {name: value for name, value in self._last.items() if name != "seen"}
-        if status == last and not self._foreign_fields and now_s < self._seen_at + SEEN_S:
+        if status == last and not self._foreign_fields:
             return
-        status["seen"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        # The time accounts of a job with workers change, so this costs no write of its own.
+        if status.get("state") in BUSY:
+            status["seen"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         namespace, name = self._owner.namespace, self._owner.name
         if self._foreign_fields:
             removal = {"status": dict.fromkeys(self._foreign_fields)}
@@ -170,7 +167,7 @@ class StatusWriter:
         written = await self._remember(
             self._cluster.apply(JOBS, namespace, name, body, subresource="status")
         )
-        self._last, self._seen_at = written.get("status") or {}, now_s
+        self._last = written.get("status") or {}
 
     async def _remember(self, write: Coroutine[Any, Any, Document]) -> Document:
         written = await write

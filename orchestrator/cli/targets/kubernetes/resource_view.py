@@ -17,7 +17,7 @@ from holdfast.orchestrator.runtime.observe.view import JobView, NodeState, NodeV
 RESPONSE_S = 15.0
 """An operator acts on a new or changed object within this time, however busy it is."""
 STATUS_TIMEOUT_S = 60.0
-"""Twice the time after which an operator writes that it has seen a job (status_writer.SEEN_S)."""
+"""While workers run, the status changes every few seconds."""
 
 
 class OperatorAbsence(NamedTuple):
@@ -51,11 +51,8 @@ def operator_absence(document: Document, now_ns: int) -> OperatorAbsence | None:
     if behind and now_ns - changed_ns > RESPONSE_S * SECOND_NS:
         what = "the operator has not acted on the last change of the spec"
         return OperatorAbsence(what, changed_ns)
-    seen_ns = time_ns(status.get("seen"))
-    if state in BUSY or seen_ns:
-        written_ns = max(written_ns, seen_ns)
-        if written_ns and now_ns - written_ns > STATUS_TIMEOUT_S * SECOND_NS:
-            return OperatorAbsence("no operator has looked at this job", written_ns)
+    if state in BUSY and written_ns and now_ns - written_ns > STATUS_TIMEOUT_S * SECOND_NS:
+        return OperatorAbsence("no operator has looked at this job", written_ns)
     return None
 
 

@@ -78,7 +78,7 @@ async def opened(
 ) -> AsyncIterator[OpenBackend]:
     wanted = training_job(nodes or {"max": 1}, kubernetes=kubernetes)
     async with cluster_of(api) as cluster:
-        pod_informer, nodes_seen = PodInformer(cluster), NodeInformer(cluster)
+        pod_informer, nodes_seen = PodInformer(cluster), NodeInformer(cluster, 0.01)
         seen: OpenBackend
         backend = KubernetesBackend(
             wanted,
@@ -97,6 +97,29 @@ async def opened(
             await backend.close(release=False)
             watching.cancel()
             await asyncio.wait([watching])
+
+
+# -- notices -----------------------------------------------------------------------------------
+def test_a_taint_that_announces_the_end_of_a_machine_is_a_preemption_notice() -> None:
+    async def scenario() -> None:
+        api = FakeApi(listed=[pod("llm-a", "n1"), pod("llm-b", "n2")])
+        spot = {"key": "aws-node-termination-handler/spot-itn", "effect": "NoSchedule"}
+        api.objects["/api/v1/nodes/n1"] = {**kubernetes_node("n1"), "spec": {"taints": [spot]}}
+        cordoned = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
+        api.objects["/api/v1/nodes/n2"] = {**kubernetes_node("n2"), "spec": {"taints": [cordoned]}}
+        async with opened(api) as seen:
+            informer = seen.backend._shared.pod_informer
+            looks = seen.node_informer.watch_notices(informer.machines, informer.look_again)
+            watching = asyncio.create_task(looks)
+            await eventually(lambda: bool(seen.notices), "a notice")
+            informer.look_again("n1")
+            informer.look_again("n2")
+            watching.cancel()
+            await asyncio.wait([watching])
+        text = f"its Kubernetes node has the taint {spot['key']} and will be taken away"
+        assert seen.notices == [("llm-a", text)]
+
+    asyncio.run(scenario())
 
 
 # -- where a node is ---------------------------------------------------------------------------

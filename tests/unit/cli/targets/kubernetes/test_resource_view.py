@@ -14,7 +14,6 @@ from holdfast.orchestrator.cli.targets.kubernetes.resource_view import (
     operator_absence,
     spec_changed_ns,
     status_written_ns,
-    time_ns,
     view_of_object,
 )
 from holdfast.orchestrator.cli.targets.kubernetes.session import ClusterSession
@@ -112,17 +111,6 @@ def test_an_outdated_status_is_reported_as_absence_of_the_operator(
     assert (absence in missing.what) if missing and absence else missing is None and not absence
     view = view_of_object(document, status_written_ns(document) + seconds * NS)
     assert view.controller_alive == (not absence)
-
-
-@pytest.mark.parametrize("state", ["pending", "suspended", "running"])
-def test_a_job_that_no_operator_has_seen_for_a_minute_has_none(state: str) -> None:
-    document = make_object(make_view(state=state))
-    document["status"]["seen"] = "2023-11-14T22:15:00Z"
-    seen_ns = time_ns("2023-11-14T22:15:00Z")
-    assert operator_absence(document, seen_ns + 59 * NS) is None
-    missing = operator_absence(document, seen_ns + 61 * NS)
-    assert missing is not None
-    assert (missing.what, missing.since_ns) == ("no operator has looked at this job", seen_ns)
 
 
 def test_the_operator_has_time_to_look_at_a_new_job() -> None:
