@@ -165,3 +165,29 @@ def test_a_script_that_leaves_its_pools_open_succeeds(make: Make, tmp_path: Path
     assert job.wait().state == "succeeded"
     assert "results 7 7" in job.output()
     assert_nothing_is_left(job)
+
+
+def test_neither_a_kill_nor_the_end_of_a_job_leaves_shared_memory(
+    make: Make, tmp_path: Path
+) -> None:
+    shares = (
+        "import os, time, torch, torch.multiprocessing\n"
+        "from multiprocessing.shared_memory import SharedMemory\n"
+        "torch.multiprocessing.set_sharing_strategy('file_system')\n"
+        "shared, memory = torch.zeros(9).share_memory_(), SharedMemory(create=True, size=9)\n"
+        "torchs = [name for name in os.listdir('/dev/shm') if f'torch_{os.getpid()}_' in name]\n"
+        "with open('shared', 'a') as file:\n"
+        "    print(torchs[0], memory.name, file=file)\n"
+        "time.sleep(1000)\n"
+    )
+    job, names = make(script(tmp_path, shares)), tmp_path / "shared"
+    job.run()
+    job.until(lambda _view: names.exists() and names.read_text().count("\n") == 1)
+    job.kill(job.worker_pids()[0])
+    job.until(lambda _view: names.read_text().count("\n") == 2)
+    job.command.send_signal(signal.SIGINT)
+    assert job.wait().state == "cancelled"
+    written = names.read_text().split()
+    assert len(written) == 4
+    assert not [name for name in written if Path("/dev/shm", name).exists()]
+    assert_nothing_is_left(job)
