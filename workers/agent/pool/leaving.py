@@ -8,6 +8,7 @@ a user.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import signal
 import sys
 import threading
@@ -24,14 +25,13 @@ def silence_signals() -> None:
     """Take away the script's signal handlers: the program is over, and a handler that raises would
     end the report of why. They run in the main thread, whichever thread the kernel chooses."""
     while True:
-        try:
+        # A handler may raise just now: then the rest is taken away in another turn.
+        with contextlib.suppress(BaseException):
             for number in signal.valid_signals():
                 if callable(signal.getsignal(number)):
                     usual = number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM)
                     signal.signal(number, signal.SIG_DFL if usual else signal.SIG_IGN)
             return
-        except BaseException:
-            continue  # a handler raised just now
 
 
 def call_excepthook(error: BaseException) -> None:
