@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import job_to_mapping
@@ -13,8 +14,10 @@ from holdfast.orchestrator.core.events import (
     ControllerStarted,
     HeartbeatReceived,
     JobSubmitted,
+    NodeCopiedStep,
     NodeJoined,
     NodeLost,
+    NodeRemarked,
     Tick,
 )
 from holdfast.orchestrator.core.state import TimerName
@@ -82,6 +85,27 @@ def test_heartbeats_are_no_records_and_need_no_commit() -> None:
     assert ready == ((), (), False, ())
     (seen,) = [one for one in loop.view(3 * SECOND_NS).nodes if one.name == "a"]
     assert seen.heartbeat_age_s == 1.0
+
+
+def test_copies_that_stop_are_in_the_journal() -> None:
+    loop, ready = launched()
+    for action in ready.actions:
+        succeeded = ActionSucceeded(action_id=action.action_id, generation=action.generation)
+        loop.feed(2 * SECOND_NS, succeeded)
+    take(loop, 2 * SECOND_NS)
+    failed = NodeCopiedStep(
+        node="b", generation=1, wanted=0, step=0, staged_step=0, detail="a: timed out"
+    )
+    loop.feed(3 * SECOND_NS, failed)
+    ready = take(loop, 3 * SECOND_NS)
+    assert ready.records == () and ready.orders
+    for second in (14, 15):
+        late = msgspec.structs.replace(failed, wanted=ready.orders[0].step)
+        loop.feed(second * SECOND_NS, late)
+        ready = take(loop, second * SECOND_NS)
+        remarks = [one.event for one in ready.records if isinstance(one.event, NodeRemarked)]
+        assert len(remarks) == (second == 14)
+        assert all("for 11 s no step has been copied by all" in one.text for one in remarks)
 
 
 def test_heartbeats_that_wait_count_from_their_arrival() -> None:
