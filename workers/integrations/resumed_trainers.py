@@ -31,6 +31,7 @@ from holdfast.orchestrator.protocol.environment import (
     RESUME_SINCE,
 )
 from holdfast.workers import worker_protocol, worker_transport
+from holdfast.workers.agent.pool.file_audit import STARTS_OVER
 from holdfast.workers.agent.storage import script_checkpoints
 
 from . import lightning_data
@@ -89,6 +90,8 @@ def _adapt(
     def begin(*args: Any, **more: Any) -> Any:
         given = inspect.signature(inner).bind(*args, **more)
         chosen = None
+        if given.arguments.get(parameter) is False:
+            sys.audit(STARTS_OVER)
         if given.arguments.get(parameter) is None:
             chosen = given.arguments[parameter] = choose(given.arguments, since_ns)
         result = inner(*given.args, **given.kwargs)

@@ -38,6 +38,8 @@ _NOT_STATE = (".py", ".pyc", ".log", ".txt")
 OWN_CHECKPOINTS = "HOLDFAST_OWN_CHECKPOINTS"
 """Variable: {"known": [[path, times], ...], "hold": whether to wait} in JSON; not in a first start
 and not without a complete checkpoint."""
+STARTS_OVER = "holdfast.starts_over"
+"""Audit event of a script that begins at step 0 by its own word."""
 Series = tuple[Path, str]
 """(directory, name with # for its numbers) of checkpoints that follow each other."""
 
@@ -127,6 +129,7 @@ class FileAudit:
             "os.mkdir": self._made,
             "os.rename": self._renamed,
             "os.symlink": self._renamed,
+            STARTS_OVER: self._start_over,
         }
 
     def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -153,6 +156,9 @@ class FileAudit:
             if self._earlier.holds(real):
                 self._earlier = None
                 self._report_opened(str(real))
+
+    def _start_over(self) -> None:
+        self._earlier = None
 
     def _made(self, path: Any, *_more: Any) -> None:
         self._wrote(path, folder=True)

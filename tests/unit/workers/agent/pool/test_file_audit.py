@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.workers import worker_protocol, worker_transport
-from holdfast.workers.agent.pool.file_audit import Earlier, FileAudit, checkpoint_of
+from holdfast.workers.agent.pool.file_audit import STARTS_OVER, Earlier, FileAudit, checkpoint_of
 
 SCRIPT = """
 import os, pathlib, sys
@@ -119,6 +119,12 @@ def test_a_script_that_begins_at_step_0_waits_before_it_overwrites_its_checkpoin
     start.read(__file__)
     assert start.write(path) == "waits" and start.wrote == [(path, True, True)]
     assert Start(monkeypatch, (path, 2), hold=False).write(path) == "remark"
+
+
+def test_a_script_may_begin_at_step_0_by_its_own_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Start(monkeypatch, ("/o/ckpt.pt", 2))
+    start.audit.hook(STARTS_OVER, ())
+    assert start.write("/o/ckpt.pt") == ""
 
 
 @pytest.mark.parametrize(
