@@ -128,6 +128,8 @@ def architecture_of(config: object, name: str) -> Architecture:
     if not isinstance(config, Mapping):
         got = f"a {type(config).__name__}"
         raise CatalogueError([Problem("config.json", got, "an object with fields")], name)
+    if config.get("quantization_config"):
+        raise CatalogueError([_quantized(config["quantization_config"])], name)
     kind = _type(config, name)
     reader = _Reader(config)
     found = _sizes(reader, kind, str(config["model_type"]))
@@ -142,6 +144,16 @@ def architecture_of(config: object, name: str) -> Architecture:
     if reader.problems:
         raise CatalogueError(reader.problems, name)
     return Architecture(name=name, source=f"config.json of {name}", **found)
+
+
+def _quantized(written: Any) -> Problem:
+    """Weights of few bits are not trained; the original model has the same sizes."""
+    kind = written.get("quant_method", "") if isinstance(written, Mapping) else ""
+    got = f"quantized weights{f' ({kind})' if kind else ''}"
+    fix = (
+        "use the original model's config.json, or remove the field to plan training of all weights"
+    )
+    return Problem("quantization_config", got, "weights in bfloat16, float16 or float32", fix)
 
 
 def _type(config: Mapping[str, Any], name: str) -> ModelType:

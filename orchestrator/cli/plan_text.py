@@ -162,9 +162,9 @@ def _environment(plan: Plan) -> Iterator[RenderableType]:
 def _of_model(plan: ModelPlan, explain: bool) -> Iterator[RenderableType]:
     yield Text(plan.verdict, "bold green" if plan.fits else "bold red")
     yield (
-        f"sequences of {plan.sequence_length:,} tokens, {plan.global_batch:,} in a step; bfloat16 "
-        f"with float32 reduction, compiled blocks, AdamW; {plan.network} between nodes; "
-        f"{plan.num_considered:,} layouts considered"
+        f"sequences of {plan.sequence_length:,} tokens, {plan.global_batch:,} in a step; "
+        f"{_format(plan)} with float32 reduction, compiled blocks, AdamW; "
+        f"{plan.network} between nodes; {plan.num_considered:,} layouts considered"
     )
     if plan.offload_memory:
         yield f"offload: {plan.offload_memory}"
@@ -174,6 +174,12 @@ def _of_model(plan: ModelPlan, explain: bool) -> Iterator[RenderableType]:
     if plan.spec is not None:
         yield ""
         yield "the job that launches the first one: --save job.yaml"
+
+
+def _format(plan: ModelPlan) -> str:
+    if plan.format == "bfloat16":
+        return plan.format
+    return f"{plan.format} (the device has no bfloat16) and a loss scale,"
 
 
 def _strategies(plan: ModelPlan | Strategies) -> Iterator[RenderableType]:

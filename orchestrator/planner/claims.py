@@ -37,7 +37,7 @@ def ceiling(work: Workload, devices: int, device: Device) -> float:
     the fastest format that the products of the workload use: float8, or that of the parameters.
 
     Raises ValueError for a device without a peak in that format."""
-    name = "float8" if work.float8 else "float32" if work.width == 4 else "bfloat16"
+    name = "float8" if work.float8 else work.format
     peak = device.flops.get(name)
     if peak is None:
         raise ValueError(f"{device.name} has no peak for {name}")

@@ -9,7 +9,7 @@ import msgspec
 
 from ..catalogue.types import Architecture, Device
 from .estimate import Estimate, estimate
-from .memory import USABLE, describe_host, host_share, state_bytes
+from .memory import USABLE, describe_host, device_bytes, host_share, state_bytes
 from .ranking import Alternative, Order, Ranked, alternatives_of, lost_of, parallelism_of, ranked_by
 from .search import Cluster, Found, min_devices, search
 from .workload import ParallelLayout, Workload
@@ -24,6 +24,8 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     network: str
     sequence_length: int
     global_batch: int
+    format: str
+    """Number format of the first layout's products."""
     fits: bool
     verdict: str
     """One line."""
@@ -46,12 +48,15 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
 def plan_model(work: Workload, clusters: tuple[Cluster, ...], order: Order) -> ModelPlan:
     """Ranks the strategies of all clusters. Raises ValueError for an order by price of devices
     without one."""
-    found = [(cluster, search(work, cluster)) for cluster in clusters]
+    works = [in_format_of(work, cluster.hardware.device) for cluster in clusters]
+    pairs = zip(works, clusters, strict=True)
+    found = [(cluster, search(each, cluster)) for each, cluster in pairs]
     every = (Ranked(one, cluster) for cluster, answer in found for one in answer.ranked)
     ranked = ranked_by(order, every)
     alternatives = alternatives_of(ranked, order)
     best = ranked[0] if ranked else None
-    hardware = best.cluster.hardware if best else clusters[0].hardware
+    cluster = best.cluster if best else clusters[0]
+    work, hardware = in_format_of(work, cluster.hardware.device), cluster.hardware
     return ModelPlan(
         model=work.model.name,
         parameters=work.counts.total,
@@ -66,12 +71,19 @@ def plan_model(work: Workload, clusters: tuple[Cluster, ...], order: Order) -> M
         else "",
         chosen=alternatives[0] if alternatives else None,
         estimate=estimate(work, best.candidate.layout, hardware) if best else None,
-        device_memory_bytes=best.cluster.memory_bytes if best else clusters[0].memory_bytes,
+        device_memory_bytes=cluster.memory_bytes,
+        format=work.format,
         alternatives=alternatives,
         lost=lost_of(found),
         num_considered=sum(answer.num_considered for _, answer in found),
         spec=spec_of(work, best.candidate.layout) if best else None,
     )
+
+
+def in_format_of(work: Workload, device: Device) -> Workload:
+    """In float16, whose loss is scaled, on a device without bfloat16."""
+    lacks = work.format == "bfloat16" and "bfloat16" not in device.flops
+    return msgspec.structs.replace(work, format="float16") if lacks else work
 
 
 def _verdict(work: Workload, best: Ranked | None, found: list[tuple[Cluster, Found]]) -> str:
@@ -86,14 +98,20 @@ def _verdict(work: Workload, best: Ranked | None, found: list[tuple[Cluster, Fou
             f"{cluster.memory_bytes / 2**30:.1f} GiB ({share:.0%}), "
             f"{candidate.tokens_per_s:,.0f} tokens/s, MFU {candidate.mfu:.0%}"
         )
-    cluster = found[0][0]
-    total = state_bytes(work) * work.counts.total
+    cluster, answer = found[0]
+    total, room = state_bytes(work) * work.counts.total, USABLE * cluster.memory_bytes
     text = (
         f"does not fit: {name} ({billions:.1f} B) on {cluster.devices} x "
-        f"{cluster.hardware.device.name}: its states take {total / 2**30:,.0f} GiB, "
-        f"{USABLE:.0%} of the devices' memory are "
-        f"{USABLE * cluster.devices * cluster.memory_bytes / 2**30:,.0f}"
+        f"{cluster.hardware.device.name}: "
     )
+    if total > cluster.devices * room or not answer.lost:
+        text += (
+            f"its states take {total / 2**30:,.0f} GiB, {USABLE:.0%} of the devices' memory are "
+        )
+        text += f"{cluster.devices * room / 2**30:,.0f}"
+    else:
+        lost = min(answer.lost, key=lambda one: device_bytes(work, one.layout))
+        text += _least(work, lost.layout, room)
     fewest = min_devices(work, cluster)
     if fewest is None:
         return text
@@ -103,6 +121,18 @@ def _verdict(work: Workload, best: Ranked | None, found: list[tuple[Cluster, Fou
     in_devices = min_devices(work, cluster._replace(host_bytes=0))
     without = f", {in_devices} without" if in_devices is not None else ""
     return f"{text} with offload to main memory{without}"
+
+
+def _least(work: Workload, layout: ParallelLayout, room: float) -> str:
+    """What the layout that needs least memory needs, and its largest part."""
+    figures = estimate(work, layout)
+    parts = figures.categories()
+    what = max(parts, key=lambda name: parts[name])
+    return (
+        f"{layout.mesh.strategy} ({layout.mesh.describe()}) needs least memory, "
+        f"{figures.peak_bytes / 2**30:,.1f} GiB on each device, {parts[what] / 2**30:,.1f} of it "
+        f"{what}; {USABLE:.0%} of a device's memory are {room / 2**30:.1f}"
+    )
 
 
 # -- the job that launches it -------------------------------------------------------------------
@@ -144,6 +174,7 @@ def spec_of(work: Workload, layout: ParallelLayout) -> dict[str, Any] | None:
             "parallelism": {
                 **{name: size for name, size in axes.items() if size > 1 or name == "shard"},
                 **parallelism_of(layout),
+                **({"precision": {"parameters": work.format}} if work.format != "bfloat16" else {}),
             },
         },
     }

@@ -22,7 +22,7 @@ from .micro_batch import fitted_layout
 from .ranking import Order
 from .step_time import Hardware
 from .strategies import Strategies, strategies_of
-from .workload import workload_of
+from .workload import Workload, workload_of
 
 
 class RankPlan(msgspec.Struct, frozen=True):
@@ -149,6 +149,7 @@ def make_plan(
         host_memory=host,
         warnings=(
             *_warnings(job, mesh, facts, sizes, memory.device),
+            *_format_warnings(work, hardware),
             *_host_warnings(host),
         ),
     )
@@ -276,6 +277,18 @@ def _warnings(
             f"{replica} and no buddy copies: after a lost node the job restores from storage"
         )
     return found
+
+
+def _format_warnings(work: Workload | None, hardware: Hardware | None) -> list[str]:
+    if work is None or hardware is None or not work.on_gpu:
+        return []
+    name, known = hardware.device.name, hardware.device.flops
+    if work.format in known or "float16" not in known:
+        return []
+    return [
+        f"{name} has no {work.format}, and is timed as in float32: set "
+        "parallelism.precision.parameters: float16, whose loss is scaled"
+    ]
 
 
 def _host_warnings(host: HostMemory | None) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -200,7 +201,9 @@ def _contexts(work: Workload, tensor: int) -> Iterator[int]:
 
 
 def _divisors(number: int, most: int) -> Iterator[int]:
-    return (one for one in range(1, min(number, most) + 1) if number % one == 0)
+    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    large = [number // one for one in reversed(small) if one * one != number]
+    return (one for one in (*small, *large) if one <= most)
 
 
 def layouts(

@@ -106,9 +106,8 @@ def mfu(work: Workload, layout: ParallelLayout, hardware: Hardware, seconds: flo
 
 
 def peak_flops(work: Workload, device: Device) -> float:
-    wanted = "float32" if work.width == 4 else "bfloat16"
     # Devices without bfloat16 compute it with their float32 units.
-    peak = device.flops.get(wanted) or device.flops.get("float32")
+    peak = device.flops.get(work.format) or device.flops.get("float32")
     return peak or min(device.flops.values())
 
 

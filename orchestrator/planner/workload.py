@@ -14,6 +14,9 @@ from ..protocol.mesh import Mesh
 from .model import Counts, count_parameters, of_recipe
 
 OptimizerName = Literal["adamw", "adamw8bit", "muon", "dion"]
+Format = Literal["float32", "bfloat16", "float16"]
+WIDTHS: dict[Format, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,13 +33,18 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     in_backward: bool = False
     """The optimizer steps each block in the backward pass."""
     compiled: bool = False
-    width: int = 2
-    """Bytes of a parameter or activation in forward and backward."""
+    format: Format = "bfloat16"
+    """Number format of parameters and activations in forward and backward."""
     reduce_width: int = 4
     """Bytes of a gradient element that is reduced."""
     float8: bool = False
     """The matrix products of the blocks are computed in 8 bits."""
     on_gpu: bool = True
+
+    @property
+    def width(self) -> int:
+        """Bytes of a parameter or activation in forward and backward."""
+        return WIDTHS[self.format]
 
     @property
     def tokens_per_step(self) -> int:
@@ -117,7 +125,7 @@ def workload_of(job: TrainingJob) -> Workload | None:
         rank_fraction=config.optimizer.rank_fraction,
         in_backward=config.optimizer.in_backward,
         compiled=config.compile,
-        width=4 if format_ == "float32" else 2,
+        format=format_,
         reduce_width=4 if precision.reduce == "float32" else 2,
         float8=precision.linear == "float8",
         on_gpu=on_gpu,

@@ -197,13 +197,15 @@ def _threads(job: TrainingJob, membership: Membership, facts: NodeFacts) -> Iter
     cpu = job.spec.resources.cpu
     if cpu is not None:
         threads, why = max(1, int(cpu)), f"spec.resources.cpu is {cpu:g}"
-    else:
+    elif facts.cpus:  # 0: not known, in a plan
         workers, where = membership.workers_per_node, "of this node"
         if is_loopback(facts.address):
             # Of the full size, so that a resize does not change the order of any sum.
             workers, where = workers * job.spec.nodes.max, "of this machine at full size"
         threads = max(1, facts.cpus // workers)
         why = f"{facts.cpus} cores shared by {workers} workers {where}"
+    else:
+        return
     yield Setting("OMP_NUM_THREADS", str(threads), why, "resources")
 
 

@@ -310,8 +310,8 @@ def traffic() -> Numbers:
     single = layout(8, reshard=False)
     return {
         "ddp_elements": sent(nominal(70, reduce_width=1), layout(1, 8)) / ring,
-        "fsdp_elements": sent(nominal(70, width=1, reduce_width=1), layout(8)) / ring,
-        "zero2_elements": sent(nominal(70, width=1, reduce_width=1), single) / ring,
+        "fsdp_elements": sent(half, layout(8)) / 2 / ring,
+        "zero2_elements": sent(half, single) / 2 / ring,
         "ddp_bytes": sent(seventy, layout(1, 8)) / ring,
         "fsdp_bytes": sent(seventy, layout(8)) / ring,
         "fsdp_half_bytes": sent(half, layout(8)) / ring,

@@ -227,7 +227,7 @@ def _check_shapes(model: dict[str, _Target], header: Header, file: str) -> None:
         if got != want:
             wrong.append(f"{_short(name)}: got {_show(got)}; expected {_show(want)}")
     if wrong:
-        raise WrongModel(_message(file, {"of another shape or format": wrong}))
+        raise WrongModel(_message(file, {"of another shape or dtype": wrong}))
 
 
 class _Names:

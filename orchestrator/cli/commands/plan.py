@@ -240,7 +240,7 @@ def _of_model(
     from holdfast.orchestrator.catalogue.load import parse_devices
     from holdfast.orchestrator.planner.claims import check_throughput
     from holdfast.orchestrator.planner.model import count_parameters
-    from holdfast.orchestrator.planner.model_plan import cluster_of, plan_model
+    from holdfast.orchestrator.planner.model_plan import cluster_of, in_format_of, plan_model
     from holdfast.orchestrator.planner.workload import Workload
 
     if not devices:
@@ -272,7 +272,8 @@ def _of_model(
     )
     for cluster in clusters if claimed is not None else ():
         try:
-            check_throughput(work, cluster.devices, cluster.hardware.device, claimed or 0.0)
+            device = cluster.hardware.device
+            check_throughput(in_format_of(work, device), cluster.devices, device, claimed or 0.0)
         except ValueError as error:
             raise UserError(f"--claimed: {error}") from None
     return plan_model(work, tuple(clusters), by)  # type: ignore[arg-type]

@@ -114,6 +114,10 @@ LLAMA = SMALL | {"model_type": "llama"}
         ({"model_type": ["llama"]}, "model_type: got ['llama']; expected one of"),
         ({"model_type": "mixtral", "num_local_experts": 8}, "a mixture of experts (num_local"),
         ({"model_type": "qwen3_moe"}, "got 'qwen3_moe', a mixture of experts; expected a dense"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantization_config: got quantized weights (gptq); expected weights in bfloat16",
+        ),
         ({"num_experts": 8}, "got 'llama', a mixture of experts (num_experts)"),
         ({"hidden_size": None}, "hidden_size: got None; expected a whole number above zero"),
         ({"hidden_size": "64"}, "hidden_size: got '64'; expected a whole number above zero"),

@@ -111,6 +111,41 @@ def test_nothing_that_fits_has_a_verdict_with_the_fewest_devices() -> None:
     assert not search(work, alone._replace(devices=int(offloaded))).ranked
 
 
+def test_the_reason_names_what_does_not_fit() -> None:
+    """States of a model of 8 B fit 8 devices; activations of ten million tokens do not."""
+    plan = plan_model(
+        replace(workload("llama3-8b", 8), sequence_length=10_000_000),
+        (cluster(8, "H100-80"),),
+        "tokens",
+    )
+    assert "CP (context 8) needs least memory" in plan.verdict
+    assert "of it activations" in plan.verdict and "its states take" not in plan.verdict
+    assert "its states take" in _plan("llama3-405b", 4).verdict
+
+
+def test_a_device_without_bfloat16_trains_in_float16() -> None:
+    work = workload("llama3-8b")
+    volta = plan_model(work, (cluster(8, "V100-32"),), "tokens")
+    assert volta.format == "float16" and volta.spec is not None and volta.estimate is not None
+    assert workload_of(job_from_mapping(volta.spec)).format == "float16"  # type: ignore[union-attr]
+    time = volta.estimate.time
+    assert time is not None and 0.2 < time.mfu < 0.6
+    both = plan_model(work, (cluster(8, "V100-32"), cluster(8, "H100-80")), "tokens")
+    assert both.format == "bfloat16"
+
+
+def test_a_job_in_bfloat16_on_a_device_without_it_is_warned_about() -> None:
+    spec = _plan("llama3-8b", 8).spec
+    assert spec is not None
+    on = hardware("V100-32")
+    facts = replace(FACTS, gpus=(Gpu("Tesla V100-SXM2-32GB", on.device.memory_bytes),) * 8)
+    for format_, warned in (("auto", True), ("float16", False)):
+        spec["spec"]["parallelism"]["precision"] = {"parameters": format_}
+        plan = make_plan(job_from_mapping(spec), facts, hardware=on)
+        assert plan is not None
+        assert any("precision.parameters: float16" in one for one in plan.warnings) is warned
+
+
 def test_the_price_of_tokens_is_that_of_the_devices_and_the_step() -> None:
     plan = _plan("llama3-8b", 8, order="price")
     price = catalogue().device("H100-80").price

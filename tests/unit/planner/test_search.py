@@ -232,3 +232,12 @@ def test_a_tensor_axis_has_no_chunks() -> None:
     for case in CASES:
         for one in found(*case)[1].ranked:
             assert one.layout.mesh.tensor == 1 or one.layout.chunk_tokens == 0
+
+
+def test_a_million_devices_are_searched_by_their_divisors() -> None:
+    million = list(meshes(workload("llama3-8b", 4_000_000), cluster(1_000_000, "H100-80")))
+    assert {one.world_size for one in million} == {1_000_000}
+    assert len(million) == len(set(million)) < 2_000
+    assert {one.shard for one in million if one.shard * one.replicate == 1_000_000} == {
+        2**two * 5**five for two in range(7) for five in range(7)
+    }

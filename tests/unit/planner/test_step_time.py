@@ -259,7 +259,8 @@ def test_a_device_without_bfloat16_computes_it_at_its_peak_of_float32() -> None:
     volta = hardware("V100-32").device
     assert "bfloat16" not in volta.flops
     assert peak_flops(work, volta) == volta.flops["float32"]
-    assert peak_flops(replace(work, width=4), volta) == volta.flops["float32"]
+    assert peak_flops(replace(work, format="float16"), volta) == volta.flops["float16"]
+    assert peak_flops(replace(work, format="float32"), volta) == volta.flops["float32"]
 
 
 # -- one collective -----------------------------------------------------------------------------

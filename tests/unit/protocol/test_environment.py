@@ -200,6 +200,7 @@ def test_threads_follow_the_cpu_request_or_share_the_cores() -> None:
     assert environment(make_job())["OMP_NUM_THREADS"] == "4"
     one_machine = make_facts(address="127.0.0.1")
     assert environment(make_job(), one_machine)["OMP_NUM_THREADS"] == "2"
+    assert "OMP_NUM_THREADS" not in environment(make_job(), make_facts(cpus=0))
 
 
 def test_every_setting_has_a_reason() -> None:
