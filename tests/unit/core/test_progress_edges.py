@@ -431,7 +431,10 @@ def test_a_node_that_a_new_controller_does_not_reach_is_lost_and_does_not_hang()
     since_ns = job.now_ns
     while job.state.stop is None:
         job.wait(0.5)
-        watch.beat(9, node="b", quiet_s=(job.now_ns - since_ns) / SECOND)
+        quiet_s = (job.now_ns - since_ns) / SECOND
+        watch.beat(9, node="b", quiet_s=quiet_s, idle_s=max(0.0, quiet_s - 1.0))
+        if any(isinstance(verdict, HangSuspected) for verdict in watch.verdicts):
+            watch.inspect()
     assert not watch.hangs, "rank 0 has never reported to this controller"
     job.stopped("b", 9)
     assert (job.state.incidents[0].rule, job.state.incidents[0].culprit_node) == ("lost-first", "a")
