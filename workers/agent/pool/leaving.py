@@ -36,8 +36,13 @@ def silence_signals() -> None:
 
 def call_excepthook(error: BaseException) -> None:
     """Call the hook that the script has put in the place of Python's, which prints the traceback:
-    that was done."""
-    if sys.excepthook is not sys.__excepthook__:
+    that was done. torch.distributed wraps the hook, to print the rank before each line."""
+    hook: Any = sys.excepthook
+    while getattr(hook, "__name__", "") == "_distributed_excepthook":
+        names, cells = hook.__code__.co_freevars, hook.__closure__
+        known = "old_hook" in names
+        hook = cells[names.index("old_hook")].cell_contents if known else sys.__excepthook__
+    if hook is not sys.__excepthook__:
         _attempt(lambda: sys.excepthook(type(error), error, error.__traceback__))
 
 

@@ -7,11 +7,17 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+import torch
+
 from holdfast.workers.agent.pool import leaving
 
 LEAVE = """
 import atexit, os, sys, threading
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+import pytest
+import torch
+
 from holdfast.workers.agent.pool import leaving
 
 def main():
@@ -97,3 +103,19 @@ sys.excepthook = lambda kind, error, trace: print("hook", error) or {}["sent"]
 leaving.call_excepthook(ValueError("bad batch"))"""
     out, errors = leave_after(script, tmp_path)
     assert out == ["hook bad batch", "flushed", "left"] and "KeyError: 'sent'" in errors
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_torchs_own_hook_prints_no_second_traceback(
+    replaced: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hook = (lambda kind, error, trace: print("sent", error)) if replaced else sys.__excepthook__
+    monkeypatch.setattr(sys, "excepthook", hook)
+    for _ in range(2):  # the second group wraps the hook of the first
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+        torch.distributed.destroy_process_group()
+    assert sys.excepthook is not hook
+    leaving.call_excepthook(ValueError("bad batch"))
+    assert tuple(capsys.readouterr()) == ("sent bad batch\n" if replaced else "", "")
