@@ -114,11 +114,18 @@ CONTROLLER_ABSENCE_S = 900.0
 
 # -- detection --------------------------------------------------------------------------------
 HEARTBEAT_INTERVAL_S = 0.5
-"""The heartbeats of 10,000 nodes at 2 Hz take a quarter of one core of the controller."""
+"""Of jobs with up to a thousand nodes."""
 
 HEARTBEAT_TIMEOUT_S = 3.0
 """Time without heartbeat after which a node is lost: six heartbeats, so that TCP retransmissions
 after packet loss do not lose a node."""
+
+MAX_HEARTBEATS_PER_S = 2_000
+"""Of all agents of a job together: a controller spends up to 0.1 ms on each. Jobs with more than a
+thousand nodes have a longer interval than HEARTBEAT_INTERVAL_S."""
+
+MIN_HEARTBEATS_MISSED = 3
+"""Of a job with a longer interval: a node is lost after so many without a heartbeat at least."""
 
 ALL_SILENT_FACTOR = 4.0
 """Times the heartbeat timeout: how long all nodes may send no heartbeat before they are lost. If

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from .. import limits
-from ..api.v1alpha1 import TrainingJob
+from ..api.v1alpha1 import Recovery, TrainingJob
 from .actions import Action, AnyAction, LaunchGroup, Reason, ReasonCode
 from .state import JobState, TimerName
 from .transitions import JobPhase, check_transition
@@ -24,6 +24,18 @@ A = TypeVar("A", bound=Action)
 def stop_timeout_s(job: TrainingJob) -> float:
     """How long a node may take to confirm that its workers have ended."""
     return limits.STOP_TIMEOUT_GPU_S if job.spec.resources.num_gpus else limits.STOP_TIMEOUT_S
+
+
+def recovery_of(job: TrainingJob) -> Recovery:
+    """spec.recovery. The heartbeats of a large job are further apart, and its nodes are lost later:
+    all agents together send no more than a controller can take."""
+    recovery = job.spec.recovery
+    interval_s = job.spec.nodes.max / limits.MAX_HEARTBEATS_PER_S
+    if interval_s <= recovery.heartbeat_interval_s:
+        return recovery
+    timeout_s = max(recovery.heartbeat_timeout_s, limits.MIN_HEARTBEATS_MISSED * interval_s)
+    later = {"heartbeat_interval_s": interval_s, "heartbeat_timeout_s": timeout_s}
+    return recovery.model_copy(update=later)
 
 
 def seconds(value: float) -> int:

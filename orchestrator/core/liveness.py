@@ -39,16 +39,20 @@ class FailureDetector:
         """When the last time without any heartbeat ended."""
         self._lost_since_ns: int | None = None
         """When the time without any heartbeat began that was reported."""
+        self._quiet_until_ns = 0
+        """Before this no node can be lost, however many messages come."""
 
     # -- in -----------------------------------------------------------------------------------
     def begin(self, now_ns: int) -> None:
         """A new controller: it watches a node from the first message on."""
         self._observed, self._lost_since_ns, self.ended_ns = {}, None, 0
+        self._quiet_until_ns = 0
         self._any_ns = max(self._any_ns, now_ns)
 
     def reset(self, now_ns: int) -> None:
         """The heartbeat interval has changed: no heartbeat is late by the new one yet."""
         self._observed = dict.fromkeys(self._observed, now_ns)
+        self._quiet_until_ns = 0
 
     def arrived(self, now_ns: int, node: str, recovery: Recovery) -> None:
         """A message of the node waits to be observed."""
@@ -89,6 +93,8 @@ class FailureDetector:
 
     def judge(self, now_ns: int, nodes: Iterable[str], recovery: Recovery) -> list[AnyEvent]:
         """The events of this moment; each is returned once."""
+        if self._lost_since_ns is None and now_ns < self._quiet_until_ns:
+            return []
         known = dict.fromkeys(nodes)
         self._observed = {node: at for node, at in self._observed.items() if node in known}
         self._arrived = {node: at for node, at in self._arrived.items() if node in known}
@@ -116,6 +122,8 @@ class FailureDetector:
             out.append(
                 HeartbeatsLost(nodes=len(self._observed), seconds=quiet_s, patience_s=patience_s)
             )
+        first_ns = min((self._at(node) for node in self._observed), default=now_ns)
+        self._quiet_until_ns = first_ns + seconds(recovery.heartbeat_timeout_s)
         return out
 
     def _all_lost_ns(self, watched: Iterable[str], recovery: Recovery) -> int:

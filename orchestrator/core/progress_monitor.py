@@ -16,7 +16,7 @@ from .. import limits
 from ..api.v1alpha1 import Recovery, TrainingJob
 from ..protocol.facts import WorkerBeat, counting, largest
 from . import script_progress
-from .context import SECOND_NS, seconds
+from .context import SECOND_NS, recovery_of, seconds
 from .controller import Controller
 from .events import (
     AdjustRequested,
@@ -93,6 +93,7 @@ class ProgressMonitor:
     def __init__(self, job: TrainingJob, controller: Controller) -> None:
         self._recipe = job.spec.entrypoint.recipe is not None
         self._controller = controller
+        self._limits: tuple[TrainingJob, Recovery] | None = None
         self._detector = FailureDetector()
         self._current = _Generation()
         self._worst_gap_s = 0.0
@@ -117,7 +118,10 @@ class ProgressMonitor:
     @property
     def _recovery(self) -> Recovery:
         """The current limits: users may change them."""
-        return self._state.job.spec.recovery
+        job = self._state.job
+        if self._limits is None or self._limits[0] is not job:
+            self._limits = (job, recovery_of(job))
+        return self._limits[1]
 
     # -- in -----------------------------------------------------------------------------------
     def arrived(self, now_ns: int, node: str) -> None:

@@ -13,7 +13,7 @@ from itertools import islice
 from .. import limits
 from .actions import Reason, ReasonCode, ReleaseNode, RequestNodes
 from .checkpoints import newest_committed
-from .context import SECOND_NS, StepContext, seconds
+from .context import SECOND_NS, StepContext, recovery_of, seconds
 from .events import ActionSucceeded
 from .rank_assignment import best_size
 from .roster import NodeRecord, PendingNode
@@ -44,7 +44,7 @@ def awaiting_rejoin(state: JobState) -> bool:
 
 def rejoin_s(state: JobState) -> float:
     """How long nodes may take to reconnect to a new controller."""
-    return state.job.spec.recovery.heartbeat_timeout_s + limits.REJOIN_ALLOWANCE_S
+    return recovery_of(state.job).heartbeat_timeout_s + limits.REJOIN_ALLOWANCE_S
 
 
 def num_missing(state: JobState) -> int:

@@ -12,7 +12,7 @@ from ..planner.choose import choose_mesh
 from ..planner.memory import UNKNOWN, WorkerMemory
 from ..protocol.facts import NodeFacts, WorkerSeat
 from ..protocol.mesh import Mesh
-from .sizes import is_elastic
+from .sizes import elastic_sizes, is_elastic
 
 
 def mesh_for(job: TrainingJob, num_nodes: int, memory: WorkerMemory = UNKNOWN) -> Mesh | None:
@@ -52,7 +52,7 @@ def best_size(
     """The largest number of nodes <= limit that has a mesh; 0: none. `allows`: of a world size,
     whether it may be used."""
     workers = job.spec.workers_per_node
-    sizes = (size for size in range(limit, 0, -1) if allows(size * workers))
+    sizes = (size for size in elastic_sizes(job, limit) if allows(size * workers))
     return next((size for size in sizes if mesh_for(job, size, memory)), 0)
 
 

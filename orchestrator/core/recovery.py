@@ -12,7 +12,14 @@ from ..protocol.facts import Exit, Stack
 from . import hang_limits, launching, nodes, own_checkpoints, provisioning, quiesce, sizes
 from .actions import InspectGroup, Reason, ReasonCode, StopGroup
 from .checkpoints import DISTRUST_AFTER, refuse
-from .context import MAX_INCIDENTS, SECOND_NS, StepContext, seconds, stop_timeout_s
+from .context import (
+    MAX_INCIDENTS,
+    SECOND_NS,
+    StepContext,
+    recovery_of,
+    seconds,
+    stop_timeout_s,
+)
 from .events import (
     GroupInspected,
     GroupStopped,
@@ -328,7 +335,7 @@ def _fault_ns(state: JobState, stop: PendingStop, incident: IncidentRecord) -> i
     if known_ns is None or stop.purpose != "failure":
         return incident.at_ns
     trained_ns = state.first_step_ns if state.first_step_done else state.launched_ns
-    fault_ns, at_once_s = max(known_ns, trained_ns), state.job.spec.recovery.heartbeat_interval_s
+    fault_ns, at_once_s = max(known_ns, trained_ns), recovery_of(state.job).heartbeat_interval_s
     return fault_ns if incident.at_ns - fault_ns > seconds(at_once_s) else incident.at_ns
 
 

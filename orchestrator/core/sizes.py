@@ -7,6 +7,8 @@ restart does not help; the size at which it worked does. Pure functions over pla
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msgspec import Struct, field
 
 from ..api.v1alpha1 import TrainingJob
@@ -72,6 +74,18 @@ def is_elastic(job: TrainingJob, num_nodes: int) -> bool:
     if isinstance(allowed, str):
         return allowed == "any" or num_nodes == job.spec.nodes.max
     return num_nodes * job.spec.workers_per_node in allowed
+
+
+def elastic_sizes(job: TrainingJob, limit: int) -> Iterable[int]:
+    """Numbers of nodes up to the limit that spec.nodes and spec.elasticity allow, largest first."""
+    allowed, low, full = job.spec.elasticity, job.spec.nodes.min, job.spec.nodes.max
+    if allowed == "any":
+        return range(limit, low - 1, -1)
+    if isinstance(allowed, str):
+        return [full] if low <= full <= limit else []
+    workers = job.spec.workers_per_node
+    fitting = {world // workers for world in allowed if world % workers == 0}
+    return sorted((size for size in fitting if low <= size <= limit), reverse=True)
 
 
 def describe_elasticity(job: TrainingJob) -> str:

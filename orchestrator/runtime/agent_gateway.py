@@ -46,7 +46,9 @@ class AgentGateway:
         self.imports: tuple[str, ...] = ()
         """What the script imports, for nodes that join."""
         self._gone: set[str] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._unchecked: set[str] = set()
+        """Nodes whose connections closed since the backend was last asked."""
+        self._checking: asyncio.Task[None] | None = None
 
     # -- from the backend ----------------------------------------------------------------------
     def node_gone(self, gone: NodeGone) -> None:
@@ -101,11 +103,14 @@ class AgentGateway:
         if self._loop.state.terminal:
             return
         self._log.info("%s: the connection closed", node)
-        task = asyncio.get_running_loop().create_task(self._check(node))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._unchecked.add(node)
+        if self._checking is None or self._checking.done():
+            self._checking = asyncio.get_running_loop().create_task(self._check())
 
-    async def _check(self, node: str) -> None:
-        if node not in await self._backend.list_nodes():
-            detail = "the connection closed and the backend has no such node"
-            self._lost(node, "disconnected", detail)
+    async def _check(self) -> None:
+        """One list of the backend's nodes for all connections that closed before it is made."""
+        while self._unchecked:
+            nodes, self._unchecked = self._unchecked, set()
+            for node in sorted(nodes.difference(await self._backend.list_nodes())):
+                detail = "the connection closed and the backend has no such node"
+                self._lost(node, "disconnected", detail)

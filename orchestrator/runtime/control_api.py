@@ -106,7 +106,10 @@ class ControlApi:
             expected = f"at most {limit} at {state.job.spec.workers_per_node} workers per node"
             raise UserError(str(Problem("nodes", f"{nodes}", f"{expected}, on this machine")))
         before = state.target_nodes
+        interval_s = self._welcome().heartbeat_interval_s
         await self._request(events.ResizeRequested(nodes=nodes, by=_by(arguments)))
+        if self._welcome().heartbeat_interval_s != interval_s:
+            self._send_welcome()
         return wire.Reply(ok=True, detail=f"from {before} to {nodes} nodes")
 
     async def _adjust(self, arguments: dict[str, Any]) -> wire.Reply:
@@ -126,10 +129,15 @@ class ControlApi:
                 by=_by(arguments),
             )
         )
-        for link in list(self._links.values()):
-            link.send(self._welcome())  # the heartbeat interval may have changed
+        self._send_welcome()
         detail = f"nodes.min {low}, nodes.spares {spares}, recovery as in the spec"
         return wire.Reply(ok=True, detail=detail)
+
+    def _send_welcome(self) -> None:
+        """The heartbeat interval may have changed."""
+        welcome = self._welcome()
+        for link in list(self._links.values()):
+            link.send(welcome)
 
     async def _again(self, arguments: dict[str, Any]) -> wire.Reply:
         """A new generation with edited code, on the nodes that the job has."""

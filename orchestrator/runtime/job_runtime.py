@@ -19,6 +19,7 @@ import msgspec
 from .. import limits
 from ..api.v1alpha1 import TrainingJob, job_to_mapping
 from ..backends.base import Backend, NodeGone
+from ..core.context import recovery_of
 from ..core.events import AnyEvent, JobSubmitted
 from ..core.journal import Journal
 from ..core.state import JobState
@@ -311,7 +312,7 @@ class JobRuntime:
         )
 
     def _welcome(self) -> wire.Welcome:
-        recovery = self.state.job.spec.recovery  # it may have been adjusted
+        recovery = recovery_of(self.state.job)  # it may have been adjusted
         return msgspec.structs.replace(
             self._first_welcome,
             heartbeat_interval_s=recovery.heartbeat_interval_s,

@@ -34,27 +34,24 @@ class AwaitedAnswers:
     """Actions that were sent to a node and that it has not answered yet."""
 
     def __init__(self) -> None:
-        self._actions: dict[int, NodeAction] = {}
+        self._actions: dict[str, dict[int, NodeAction]] = {}
+        """Node -> id -> action."""
 
     def sent(self, action: NodeAction) -> None:
-        self._actions[action.action_id] = action
+        self._actions.setdefault(action.node, {})[action.action_id] = action
 
     def take(self, node: str, message: Answer) -> NodeAction | None:
         """The action that this message answers; None: it repeats an answer that was sent over an
         earlier connection."""
-        action = self._actions.get(message.action_id)
-        if action is None or action.node != node:
+        here = self._actions.get(node, {})
+        action = here.get(message.action_id)
+        if action is None or not isinstance(message, _ANSWER_OF[type(action)]):
             return None
-        if not isinstance(message, _ANSWER_OF[type(action)]):
-            return None
-        return self._actions.pop(message.action_id)
+        return here.pop(message.action_id)
 
     def forget(self, node: str) -> list[NodeAction]:
         """The node was lost or has reconnected: answers over its old connection will not come."""
-        found = [action for action in self._actions.values() if action.node == node]
-        for action in found:
-            del self._actions[action.action_id]
-        return found
+        return list(self._actions.pop(node, {}).values())
 
 
 def refusal(state: JobState, node: str, lost: Collection[str] = ()) -> str:

@@ -156,10 +156,11 @@ class Recovery(Part):
     """How failures are detected and what is done about them."""
 
     heartbeat_interval_s: Seconds = limits.HEARTBEAT_INTERVAL_S
-    """Seconds between two heartbeats of an agent."""
+    """Seconds between two heartbeats of an agent; in a job of more than 1,000 nodes at least 0.0005
+    per node."""
     heartbeat_timeout_s: Seconds = limits.HEARTBEAT_TIMEOUT_S
-    """Seconds without a heartbeat after which a node is lost. A closed connection is noticed at
-    once."""
+    """Seconds without a heartbeat after which a node is lost, at least three intervals in a job of
+    more than 1,000 nodes. A closed connection is noticed at once."""
     hang_timeout_s: Seconds | Auto = "auto"
     """Seconds without a step after which the workers hang, whatever they do. auto: 3 s for a
     stopped process; 3 s plus three times the job's own step time for a worker that uses no CPU and

@@ -15,7 +15,7 @@ from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.catalogue.load import device_as_reported
 from holdfast.orchestrator.core import own_checkpoints
 from holdfast.orchestrator.core.actions import AnyAction, CommitManifest
-from holdfast.orchestrator.core.context import SECOND_NS
+from holdfast.orchestrator.core.context import SECOND_NS, recovery_of
 from holdfast.orchestrator.core.events import (
     ActionFailed,
     ActionSucceeded,
@@ -387,7 +387,7 @@ def _worker(state: JobState, rank: int, local_rank: int, beat: WorkerBeat | None
         reports = beat.ticks > 0
         view.phase, view.step = beat.phase if beat.phase != "start" else "", beat.step
         view.state = "running" if beat.phase == "train" or running else "starting"
-        limit_s = state.job.spec.recovery.heartbeat_timeout_s
+        limit_s = recovery_of(state.job).heartbeat_timeout_s
         if beat.stopped or (reports and beat.pulse_age_s > limit_s):
             view.state = "suspect"
     hang = state.stop.hang if state.stop is not None else None

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.core.actions import Reason, RequestNodes
-from holdfast.orchestrator.core.context import MAX_NOTES, StepContext, seconds
+from holdfast.orchestrator.core.context import MAX_NOTES, StepContext, recovery_of, seconds
 from holdfast.orchestrator.core.controller import Controller
 from holdfast.orchestrator.core.events import HeartbeatReceived, JobSubmitted, Tick
 from holdfast.orchestrator.core.transitions import IllegalTransition
 
-from .harness import SECOND, Transcript
+from .harness import SECOND, Transcript, spec
 
 
 def context() -> StepContext:
@@ -87,3 +88,16 @@ def test_actions_have_ids_and_the_generation() -> None:
 @pytest.mark.parametrize(("value", "ns"), [(0.5, SECOND // 2), (2, 2 * SECOND)])
 def test_seconds_become_nanoseconds(value: Any, ns: int) -> None:
     assert seconds(value) == ns
+
+
+@pytest.mark.parametrize(
+    ("nodes", "interval_s", "timeout_s"), [(1000, 0.5, 3.0), (1200, 0.6, 3.0), (4096, 2.048, 6.144)]
+)
+def test_the_heartbeats_of_a_large_job_are_further_apart_and_its_nodes_are_lost_later(
+    nodes: int, interval_s: float, timeout_s: float
+) -> None:
+    job = job_from_mapping(spec({"min": 1, "max": nodes}))
+    recovery = recovery_of(job)
+    assert recovery.heartbeat_interval_s == interval_s
+    assert recovery.heartbeat_timeout_s == pytest.approx(timeout_s)
+    assert (recovery is job.spec.recovery) == (nodes == 1000)
