@@ -2,8 +2,8 @@
 
 Every process that reaches a port can connect, send nothing or a byte each second, and connect
 again. A port therefore keeps a limited number of strangers, each for a limited time. A peer's
-greeting takes milliseconds, so a new connection always replaces the oldest one of the address with
-the most.
+greeting takes milliseconds, so a new connection replaces the oldest one of the address with the
+most, as soon as that one has had its time to greet.
 
 Invariant: a stranger is ended by shutting its socket down. Its reader, a thread or an event loop,
 sees its end and closes it.
@@ -30,6 +30,11 @@ SWEEP_S = 0.5
 """Seconds between two looks for strangers whose time is up."""
 SHORTAGE_PAUSE_S = 0.05
 """Pause after a connection that could not be accepted, mostly for want of a descriptor."""
+PATIENCE_S = 0.5
+"""Time that a stranger has for its greeting even where others wait: a port that is full accepts no
+more until then. So a peer gets in behind any number that connect again at once."""
+LOOK_S = 0.02
+"""Pause before a full port looks again."""
 BACKLOG = 4096
 MAX_THREADS = 64
 """Strangers of a server with a thread for each; also requests that it is answering."""
@@ -110,6 +115,13 @@ class ConnectionLimit:
             if self._arrivals:
                 self._end_one()
 
+    def must_wait(self) -> bool:
+        """Whether the port is full of strangers that have only just come."""
+        with self._lock:
+            if len(self._arrivals) < self._most:
+                return False
+            return self._clock() < self._arrivals[self._next_to_end()][1] + PATIENCE_S
+
     def end_overdue(self) -> None:
         """End the strangers whose time is up."""
         due = self._clock() - self._limit_s
@@ -133,6 +145,8 @@ class ConnectionLimit:
         self._sweep(loop)
         try:
             while True:
+                while self.must_wait():
+                    await asyncio.sleep(LOOK_S)
                 try:
                     sock, source = await loop.sock_accept(listener)
                 except OSError:
@@ -169,8 +183,11 @@ class ConnectionLimit:
         self._sweeping = loop.call_later(SWEEP_S, self._sweep, loop)
 
     def _end_one(self) -> None:
+        self._end(self._next_to_end())
+
+    def _next_to_end(self) -> socket.socket:
         crowd = max(self._by_address.values(), key=len)
-        self._end(next(iter(crowd)))
+        return next(iter(crowd))
 
     def _end(self, sock: socket.socket) -> None:
         self._forget(sock)
@@ -216,6 +233,8 @@ class GuardedHttpServer(socketserver.ThreadingTCPServer):
         threading.Thread(target=self.serve_forever, name=name, daemon=True).start()
 
     def get_request(self) -> tuple[socket.socket, Any]:
+        while self._strangers.must_wait():
+            time.sleep(LOOK_S)
         try:
             return super().get_request()
         except OSError:

@@ -69,6 +69,19 @@ def test_a_new_connection_ends_the_oldest_of_the_address_with_the_most(stack: Ex
     assert len(door.limit) == 3
 
 
+def test_a_full_port_waits_until_its_next_stranger_had_time_to_greet(stack: ExitStack) -> None:
+    door = Door(stack, most=2)
+    waits = []
+    for second in (0.0, 0.1, 0.4, 0.6):
+        door.clock.now = second
+        waits.append(door.limit.must_wait())
+        if not waits[-1]:
+            door.enter(f"at {second}", "10.0.0.9")
+    assert waits == [False, False, True, False]
+    assert door.open_ones() == ["at 0.1", "at 0.6"]
+    assert door.limit.leave(door.ours["at 0.1"]) and not door.limit.must_wait()
+
+
 def test_a_peer_that_has_authenticated_is_not_ended(stack: ExitStack) -> None:
     door = Door(stack, most=1)
     door.enter("peer", "10.0.0.1")
