@@ -50,7 +50,7 @@ STARVED_MEMORY_S = 10.0
 INSPECT_AGAIN_S = 5.0
 """While a suspicion lasts: what workers do changes."""
 BIG_JOB_RANKS = 256
-CHECK_NS_PER_RANK = 10_000
+CHECK_NS_PER_RANK = 30_000
 """Checks of a big job are at least this far apart, times its ranks: a few percent of a core."""
 WORKING = ("build", "restore", "compile", "evaluate", "save", "finish")
 """Worker phases other than training, which may take long without progress."""
