@@ -100,6 +100,9 @@ class Agent(asyncio.Protocol):
                 self.interval_s = message.heartbeat_interval_s
                 self._welcomed = True
                 self._answered.set()
+            case wire.Refused():  # on a busy machine it was declared lost
+                self.alive, self._welcomed = False, True
+                self._answered.set()
             case wire.LaunchWorkers():
                 restore = message.membership.restore
                 self.launch, self.launched_s = message, time.monotonic()
