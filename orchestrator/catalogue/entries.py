@@ -110,6 +110,8 @@ DEVICE_FIELDS = {
     "memory": Field("memory_bytes", _quantity(SIZE)),
     "flops": Field("flops", _flops),
     "sustained": Field("sustained", _share, required=False),
+    "matmul_share": Field("matmul_share", _share, required=False),
+    "attention_share": Field("attention_share", _share, required=False),
     "memory_bandwidth": Field("memory_bandwidth", _quantity(RATE)),
     "link": Field("link", _text),
     "per_node": Field("per_node", _number, required=False),

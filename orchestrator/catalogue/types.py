@@ -29,6 +29,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     sustained: float = 1.0
     """Share of the peaks that its power limit leaves for long computations, fitted; MFU counts
     against the whole peak."""
+    matmul_share: float | None = None
+    """Share of `sustained` peaks that matrix products reach, fitted to published runs; None: the
+    planner's."""
+    attention_share: float | None = None
+    """Same for flash attention, forward and backward together."""
     memory_bandwidth: float
     """Bytes/s of the device's memory."""
     link: str

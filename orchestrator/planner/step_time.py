@@ -5,7 +5,8 @@ DDP's collectives run beside it, so a block takes the longer of the two. Collect
 and the context axis are waited for. A pipeline adds its bubble.
 
 The shares of the peaks in EFFICIENCY were fitted to TorchTitan's tables of Llama 3.1 on 8 to 512
-H100 (bench/plan_published.py --fit); a calibration replaces them by what was measured.
+H100 (bench/plan_published.py --fit), and those of a device in the catalogue to published runs on it
+(bench/plan_devices.py --fit); a calibration replaces them by what was measured.
 Sources: overlap: Miao et al. 2022 (Galvatron), section 3.3; latency and bandwidth of a message:
 Hockney 1994; bubbles: Narayanan et al. 2021, section 2.2, and Qi et al. 2023.
 """
@@ -38,11 +39,17 @@ class Hardware(NamedTuple):
     """Of one device to those of other nodes."""
     calibration: Calibration | None = None
     efficiency: Efficiency | None = None
-    """None: EFFICIENCY, that of GPUs."""
+    """None: EFFICIENCY, that of GPUs, with the shares of the device."""
 
     @property
     def shares(self) -> Efficiency:
-        return self.efficiency or EFFICIENCY
+        if self.efficiency is not None:
+            return self.efficiency
+        device = self.device
+        return EFFICIENCY._replace(
+            matmul=device.matmul_share or EFFICIENCY.matmul,
+            attention=device.attention_share or EFFICIENCY.attention,
+        )
 
     @property
     def factors(self) -> Calibration:

@@ -380,12 +380,13 @@ def test_a_process_that_only_shows_numbers_lives_with_a_wrong_file(
         load.catalogue_or_built_in.cache_clear()
 
 
+@pytest.mark.parametrize("field", ["sustained", "matmul_share", "attention_share"])
 @pytest.mark.parametrize("written", ["0", "1.2", "-0.5", "true", "500W"])
-def test_the_share_that_a_power_limit_leaves_is_above_zero_and_up_to_one(
-    written: str, tmp_path: Path
+def test_a_share_of_a_peak_is_above_zero_and_up_to_one(
+    field: str, written: str, tmp_path: Path
 ) -> None:
-    message = refused(tmp_path, f"{DEVICE}    sustained: {written}\n")
-    assert "devices.X1.sustained" in message and "a share above 0 and up to 1" in message
+    message = refused(tmp_path, f"{DEVICE}    {field}: {written}\n")
+    assert f"devices.X1.{field}" in message and "a share above 0 and up to 1" in message
 
 
 def test_a_device_sustains_its_peak_where_nothing_else_is_written(tmp_path: Path) -> None:
