@@ -187,12 +187,12 @@ def test_neither_a_kill_nor_the_end_of_a_job_leaves_shared_memory(
     )
     job, names = make(script(tmp_path, shares)), tmp_path / "shared"
     job.run()
-    job.until(lambda _view: names.exists() and names.read_text().count("\n") == 1)
+    job.until(lambda _view: names.exists() and names.read_text().count("\n") == 2)
     job.kill(job.worker_pids()[0])
-    job.until(lambda _view: names.read_text().count("\n") == 2)
+    job.until(lambda _view: names.read_text().count("\n") == 4)
     job.command.send_signal(signal.SIGINT)
     assert job.wait().state == "cancelled"
     written = names.read_text().split()
-    assert len(written) == 4
+    assert len(written) == 8  # two ranks, two starts
     assert not [name for name in written if Path("/dev/shm", name).exists()]
     assert_nothing_is_left(job)
