@@ -15,7 +15,9 @@ def workers_done(ctx: StepContext, stop: PendingStop) -> None:
     final = min((exit.step for _node, exit in state.exits.values()), default=-1)
     newest, held = newest_committed(state), next(iter(state.nodes.complete()), None)
     best = max(newest.step if newest else -1, held[0][0] if held else -1)
-    if stop.lost and best < final and (newest or any(n.staged for n in state.nodes.values())):
+    recipe = state.job.spec.entrypoint.recipe
+    ours = recipe is not None or state.counted_by == "session" or newest is not None
+    if stop.lost and best < final and ours:
         _train_again(ctx, f"step {final} was lost with {', '.join(stop.lost)}")
     else:
         start_drain(ctx, DrainKind.FINISH)

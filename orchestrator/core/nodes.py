@@ -194,10 +194,10 @@ def rejoin_expired(ctx: StepContext) -> list[NodeLost]:
     """Nodes that did not reconnect to a new controller in time."""
     limit_s = provisioning.rejoin_s(ctx.state)
     detail = f"did not reconnect within {limit_s:g} s of the controller's start"
-    ago_s = _absence_s(ctx)
+    ago_s, roster = _absence_s(ctx), ctx.state.nodes
     return [
-        NodeLost(node=name, cause="silent", detail=detail, ago_s=ago_s)
-        for name in ctx.state.nodes.unconfirmed
+        NodeLost(node=node.name, cause="silent", detail=detail, ago_s=ago_s)
+        for node in roster.in_order(roster.unconfirmed)
     ]
 
 

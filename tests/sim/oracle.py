@@ -29,6 +29,8 @@ FULL_SIZE_S = limits.STANDBYS_WAIT_S + 45.0
 """A job has its full size again so long after the last fault, if there is room."""
 RESIZED_S = 20.0
 """A requested step is staged before the job has another size."""
+UNDER_WAY = 2
+"""Commits of older steps that may end after the job."""
 RELEASED_S = 5.0
 """A suspended job has released its nodes by then."""
 GROWS_S = limits.STANDBYS_WAIT_S + 30.0
@@ -262,6 +264,10 @@ class Oracle:
         ids again; answers to those of another connection are not accepted."""
         if self.world.num_full_disks:
             self._ids = {n: None for n in self._ids if n < state.next_action_id}
+            self.finished &= state.terminal
+            # A generation that was launched without a record is launched again under its number.
+            self._node_of = {n: of for n, of in self._node_of.items() if n <= state.generation}
+            self._seats = {k: v for k, v in self._seats.items() if k[0] <= state.generation}
         self.code = state.job.spec.code or ""
         self._code_of = {n: code for n, code in self._code_of.items() if n <= state.generation}
         if not state.new_code:
@@ -305,11 +311,15 @@ class Storage:
         self.files: dict[str, dict[str, Payload | None]] = {}
         self.manifests: dict[str, tuple[Mesh, tuple[ShardFile, ...]]] = {}
         self.damaged: dict[str, None] = {}
+        self.late_files: dict[str, None] = {}
+        """Directories with files that were written while the job ended."""
         self.away = False
         """It cannot be read, as a volume that is not mounted."""
 
     def write(self, directory: str, file: str, staged: object, payload: Payload | None) -> None:
         self.files.setdefault(directory, {})[file] = payload
+        if self.world.oracle.finished:
+            self.late_files[directory] = None
 
     def commit(self, step: int, generation: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> None:
         directory = directory_name(step, generation)
@@ -344,8 +354,8 @@ class Storage:
         keep = self.world.host.job.spec.checkpoint.retention.keep_last
         state = self.world.host.state
         restore = state.membership.restore if state.membership else None
-        # The commit of an older step may end after that of the last one, with which the job ends.
-        allowed = {directory_name(*key) for key in good[-keep - 1 :]}
+        # The job ends with the commit of its last step; those of older steps may be under way.
+        allowed = {directory_name(*key) for key in good[-keep - UNDER_WAY :]}
         allowed |= {directory_name(*key) for key in keys if key > max(good, default=(-1, -1))}
         allowed |= {restore.directory} if restore is not None else set()
         # Nothing has read those that the world damaged in silence.
@@ -354,7 +364,8 @@ class Storage:
         extra = [name for name in self.manifests if name not in allowed and name not in unread]
         self.world.oracle.require(not extra, f"{extra} are kept; {keep} are wanted")
         newest = max(keys, default=(-1, -1))
-        old = [name for name in self.files if name not in self.manifests]
+        known = self.manifests.keys() | self.late_files.keys()
+        old = [name for name in self.files if name not in known]
         old = [name for name in old if (parse_directory_name(name) or newest) < newest]
         self.world.oracle.require(not old, f"{old} have no manifest and are kept")
 
