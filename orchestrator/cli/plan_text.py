@@ -171,9 +171,19 @@ def _of_model(plan: ModelPlan, explain: bool) -> Iterator[RenderableType]:
     yield from _strategies(plan)
     if plan.estimate is not None:
         yield from _figures(plan.estimate, plan.device_memory_bytes, explain)
+    if plan.own_loop_bytes is not None and plan.chosen is not None:
+        yield ""
+        yield _own_loop(plan.own_loop_bytes, plan.chosen.peak_bytes)
     if plan.spec is not None:
         yield ""
         yield "the job that launches the first one: --save job.yaml"
+
+
+def _own_loop(num_bytes: int, planned: int) -> str:
+    text = f"in a script that wraps only blocks and model with fully_shard: {num_bytes / 2**30:.1f}"
+    if num_bytes <= planned:
+        return f"{text} GiB, as planned"
+    return f"{text} GiB; wrap embedding and head too, as the recipe does"
 
 
 def _format(plan: ModelPlan) -> str:

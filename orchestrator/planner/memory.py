@@ -300,7 +300,7 @@ def _gathered(work: Workload, layout: ParallelLayout, part: StageEnds) -> Iterat
         text = f"{reduce} P{by}: accumulateGradients is whole"
         during = FORWARD | LOSS | BACKWARD_BEGINS | BACKWARD_ENDS
         yield Term("gradients", "whole gradients", reduce * total, during, lambda: text, _FSDP2)
-    yield from _transients(work, layout, by)
+    yield from (_of_root(work, layout, by) if work.own_loop else _transients(work, layout, by))
 
 
 def _transients(work: Workload, layout: ParallelLayout, by: str) -> Iterator[Term]:
@@ -343,6 +343,32 @@ def _transients(work: Workload, layout: ParallelLayout, by: str) -> Iterator[Ter
         "transients", "gradient of the embedding and its reduction", max(computed, reduced),
         EMBEDDING, lambda: f"V D = {counts.embedding:,}{by}; whole while it is computed", _FSDP2,
     )  # fmt: skip
+
+
+def _of_root(work: Workload, layout: ParallelLayout, by: str) -> Iterator[Term]:
+    """As _transients, where embedding and head are in the root group: it is gathered from the first
+    block to the end of backward, and the head's whole gradient waits for the embedding's."""
+    counts, width, reduce = work.counts, work.width, work.reduce_width
+    tensor, ahead = layout.mesh.tensor, layout.prefetch_blocks
+    block, head = counts.layer / tensor, counts.head / tensor
+    root, kept = (counts.embedding + counts.head) / tensor, layout.reshard is False
+    if not kept:
+        yield Term(
+            "weights", "embedding and head, of the root group", width * root, ALWAYS ^ STEP,
+            lambda: f"{width} x (embedding + head){by}", _FSDP2,
+        )  # fmt: skip
+    gathered = 0 if kept else width * (1 + max(1, ahead))
+    waiting = width * head
+    for phase, size in (
+        (FORWARD, 0 if kept else width * (2 + ahead) * block),
+        (BACKWARD_BEGINS, gathered * block + waiting),
+        (BACKWARD_ENDS, (gathered + width + reduce) * block + waiting),
+        (EMBEDDING, (width + reduce) * root + reduce * root / layout.mesh.num_fsdp_shards),
+    ):
+        yield Term(
+            "transients", "gathered blocks and whole gradients", size, phase,
+            lambda: f"groups of a block and of the root{by}", _FSDP2,
+        )  # fmt: skip
 
 
 def _without_shards(work: Workload, layout: ParallelLayout) -> Iterator[Term]:

@@ -41,6 +41,9 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     lost: tuple[Alternative, ...]
     """Strategies that do not fit."""
     num_considered: int
+    own_loop_bytes: int | None = None
+    """Peak of the chosen one in a script that wraps the blocks and the whole model with
+    fully_shard."""
     spec: dict[str, Any] | None = None
     """A TrainingJob that launches the chosen one; None: the recipe does not have this model."""
 
@@ -76,6 +79,11 @@ def plan_model(work: Workload, clusters: tuple[Cluster, ...], order: Order) -> M
         alternatives=alternatives,
         lost=lost_of(found),
         num_considered=sum(answer.num_considered for _, answer in found),
+        own_loop_bytes=device_bytes(
+            msgspec.structs.replace(work, own_loop=True), best.candidate.layout
+        )
+        if best
+        else None,
         spec=spec_of(work, best.candidate.layout) if best else None,
     )
 
@@ -139,7 +147,7 @@ def _least(work: Workload, layout: ParallelLayout, room: float) -> str:
 def spec_of(work: Workload, layout: ParallelLayout) -> dict[str, Any] | None:
     """A TrainingJob with the recipe; None: the recipe does not have this architecture."""
     model = work.model
-    if not _recipe_has(model):
+    if not recipe_has(model):
         return None
     mesh, workers = layout.mesh, min(layout.workers_per_node, layout.mesh.world_size)
     axes = {"replicate": mesh.replicate, "shard": mesh.shard, "tensor": mesh.tensor}
@@ -180,7 +188,8 @@ def spec_of(work: Workload, layout: ParallelLayout) -> dict[str, Any] | None:
     }
 
 
-def _recipe_has(model: Architecture) -> bool:
+def recipe_has(model: Architecture) -> bool:
+    """Whether the recipe can train it; others need a loop of their own."""
     plain = not (model.biases or model.qkv_bias or model.layer_norm or model.learned_positions)
     untied = not model.tied_embeddings
     return plain and untied and model.gated_ffn and model.num_heads * model.head_dim == model.dim

@@ -240,7 +240,12 @@ def _of_model(
     from holdfast.orchestrator.catalogue.load import parse_devices
     from holdfast.orchestrator.planner.claims import check_throughput
     from holdfast.orchestrator.planner.model import count_parameters
-    from holdfast.orchestrator.planner.model_plan import cluster_of, in_format_of, plan_model
+    from holdfast.orchestrator.planner.model_plan import (
+        cluster_of,
+        in_format_of,
+        plan_model,
+        recipe_has,
+    )
     from holdfast.orchestrator.planner.workload import Workload
 
     if not devices:
@@ -269,6 +274,7 @@ def _of_model(
         sequence_length=tokens,
         global_batch=samples,
         compiled=True,
+        own_loop=not recipe_has(architecture),
     )
     for cluster in clusters if claimed is not None else ():
         try:
