@@ -28,7 +28,7 @@ ROWS = Path(__file__).parent / "published_rows.csv"
 PAGE = Path(__file__).parent / "results" / "plan_devices.md"
 WITHIN = 0.20
 NETWORKS = {"A100-80": "infiniband-200", "A100-40": "infiniband-200"}
-PER_NODE = {"llm-foundry": 8, "KempnerForge": 4}
+PER_NODE = {"llm-foundry": 8, "KempnerForge": 4, "TorchTitan": 8}
 _MPT = {
     "125m": (768, 12, 12), "350m": (1024, 16, 24), "760m": (1536, 12, 24), "1b": (2048, 16, 24),
     "3b": (2560, 20, 32), "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 56, 48),
@@ -56,6 +56,7 @@ class Row(msgspec.Struct, frozen=True):
     passes: int
     reshard: int
     checkpointing: int
+    """0: none; 1: full; 2: of every second block."""
     compiled: int
     tokens: float
     """Per second and device."""
@@ -80,6 +81,12 @@ def rows() -> list[Row]:
 
 def architecture(name: str) -> Architecture:
     kind, size = name.split("-")
+    if kind == "llama2":
+        dim, heads, layers, ffn = (5120, 40, 40, 13824) if size == "13b" else _LLAMA[size]
+        return Architecture(
+            name=name, vocab_size=32000, dim=dim, num_layers=layers, num_heads=heads,
+            num_kv_heads=40 if size == "13b" else 8, head_dim=dim // heads, ffn_dim=ffn,
+        )  # fmt: skip
     if kind == "mpt":
         dim, heads, layers = _MPT[size]
         return Architecture(
@@ -110,7 +117,9 @@ def predict(row: Row, matmul: float | None = None, attention: float | None = Non
         micro_batch=row.micro_batch,
         num_micro_batches=row.passes,
         reshard=bool(row.reshard),
-        checkpointing=ActivationCheckpointing(mode="full" if row.checkpointing else "none"),
+        checkpointing=ActivationCheckpointing(
+            mode="full" if row.checkpointing else "none", every_nth_block=max(1, row.checkpointing)
+        ),
     )
     device = known().device(row.device)
     device = msgspec.structs.replace(
@@ -174,8 +183,10 @@ _TEXT = """\
 # Published runs on A100, H100 and H200 against the planner
 
 `python -m bench.plan_devices` writes this page. Nothing was measured here: the figures are those of
-mosaicml/llm-foundry (scripts/train/benchmarking: MPT of 125 M to 70 B) and of
-KempnerInstitute/KempnerForge (benchmarks/: Llama of 8 B to 70 B). Rows in float8 are left out.
+mosaicml/llm-foundry (scripts/train/benchmarking: MPT of 125 M to 70 B), of
+KempnerInstitute/KempnerForge (benchmarks/: Llama of 8 B to 70 B), and of TorchTitan on 64 A100
+(docs/performance.md, which does not say whether blocks are compiled; taken as eager). Rows in
+float8, and those of TorchTitan that keep some operations of a block, are left out.
 
 Two shares of the peaks were fitted (`--fit`), on these rows only: A100 on mpt-3b and mpt-7b on
 devices of 80 GB, H200 on the rows of one node, which have one sequence length and so fix only the
