@@ -325,6 +325,9 @@ class Host:
                 world.storage.delete(action.step, action.written_by)
                 self._result(action)
             case a.FinishJob():
+                # No controller is started again for a job that has ended.
+                self.journal.broken = False
+                self.journal.commit()
                 world.after(0.02, world.release_all)
                 self._result(action)
 
