@@ -23,7 +23,7 @@ MAX_COMMAND_CHARS = 16 * 1024
 """Of entrypoint.command: far above any line that a person writes, and read within milliseconds."""
 
 MAX_RESUME_WORDS = 64
-"""Of entrypoint.resumeArgs."""
+"""Words of entrypoint.resumeArgs."""
 
 MAX_ENVIRONMENT_BYTES = 2**20
 """Of spec.env: half of what Linux passes to a program, arguments included, with the usual stack
@@ -59,7 +59,7 @@ MAX_CODE_FILES = 10_000
 """The same; creating them takes a second."""
 
 MAX_RAY_ARCHIVE_BYTES = 100 * 2**20
-"""Of a job's code on Ray, compressed: the head takes no larger upload (client_max_size of Ray's
+"""Compressed code of a job on Ray: the head takes no larger upload (client_max_size of Ray's
 dashboard), and rejects one after the whole of it was sent."""
 
 CODE_PART_BYTES = 960 * 1024
@@ -80,7 +80,7 @@ MAX_UNAUTHENTICATED_BYTES = 16 * 2**20
 """All such messages that a controller holds at a time; the connection that exceeds it is closed."""
 
 GREETING_TIMEOUT_S = 10.0
-"""For all of a greeting at any port: TLS handshake and first message or HTTP request. It takes
+"""Limit of a greeting at any port: TLS handshake and first message or HTTP request. It takes
 milliseconds; a machine that is short of processors needs seconds."""
 
 MAX_STRANGERS = 1024
@@ -114,18 +114,18 @@ CONTROLLER_ABSENCE_S = 900.0
 
 # -- detection --------------------------------------------------------------------------------
 HEARTBEAT_INTERVAL_S = 0.5
-"""Of jobs with up to a thousand nodes."""
+"""Interval of jobs with up to a thousand nodes."""
 
 HEARTBEAT_TIMEOUT_S = 3.0
 """Time without heartbeat after which a node is lost: six heartbeats, so that TCP retransmissions
 after packet loss do not lose a node."""
 
 MAX_HEARTBEATS_PER_S = 2_000
-"""Of all agents of a job together: a controller spends up to 0.1 ms on each. Jobs with more than a
-thousand nodes have a longer interval than HEARTBEAT_INTERVAL_S."""
+"""Heartbeats of all agents of a job together: a controller spends up to 0.1 ms on each. Jobs with
+more than a thousand nodes have a longer interval than HEARTBEAT_INTERVAL_S."""
 
 MIN_HEARTBEATS_MISSED = 3
-"""Of a job with a longer interval: a node is lost after so many without a heartbeat at least."""
+"""A node is lost after so many intervals at least, if the interval of its job is longer."""
 
 ALL_SILENT_FACTOR = 4.0
 """Times the heartbeat timeout: how long all nodes may send no heartbeat before they are lost. If

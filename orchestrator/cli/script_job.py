@@ -99,7 +99,7 @@ class ScriptRun:
     env: dict[str, str] = field(default_factory=dict)
     python: str | None = None
     resume_args: tuple[str, ...] = ()
-    """In each start that finds a checkpoint."""
+    """Arguments of each start that finds a checkpoint."""
     is_local: bool = False
     """Whether it runs on this machine, whose GPUs a launcher would count."""
 

@@ -143,7 +143,7 @@ class Inflight(dict[int, AnyAction]):
         super().__init__()
         self.requests: dict[int, RequestNodes] = {}
         self.releases: dict[str, ReleaseNode] = {}
-        """By node."""
+        """Node -> its release."""
         for action_id, action in (actions or {}).items():
             self[action_id] = action
 

@@ -139,7 +139,7 @@ class NodeRemarked(Event, frozen=True, kw_only=True, tag="node-remarked"):
     node: str
     text: str
     shown: bool = False
-    """As the job's reason while it runs."""
+    """It is the job's reason while the job runs."""
 
 
 class OwnCheckpointSeen(Event, frozen=True, kw_only=True, tag="own-checkpoint"):
@@ -279,8 +279,8 @@ class ActionSucceeded(Event, frozen=True, kw_only=True, tag="action-succeeded"):
     start_limit_s: float = limits.NODE_WAIT_S
     """Of RequestNodes: a node that has not joined after this is released."""
     incomplete: tuple[tuple[int, int], ...] = ()
-    """Of CommitManifest: (step, generation) of checkpoints of older generations in storage that
-    have no manifest."""
+    """(step, generation) of older checkpoints in storage without a manifest; only after a
+    CommitManifest."""
 
 
 class ActionFailed(Event, frozen=True, kw_only=True, tag="action-failed"):

@@ -108,6 +108,6 @@ def posted_step(state: JobState) -> int:
 
 
 def describe(state: JobState) -> str:
-    """For the decision about a restart: Holdfast restores no state of this script."""
+    """Clause of a decision to restart a script whose state Holdfast does not restore."""
     path = newest(state)
     return f"the script last wrote {path}" if path else "no checkpoint of the script was seen"

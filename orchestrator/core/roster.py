@@ -224,7 +224,7 @@ class Promises:
 
     def __init__(self, promises: Iterable[PendingNode] = ()) -> None:
         self._all: dict[str | int, PendingNode] = {}
-        """By name; those without one by a number."""
+        """Name, or a number if there is none -> promise."""
         self._unnamed: dict[int, None] = {}
         self._number = 0
         for promise in promises:

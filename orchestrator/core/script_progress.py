@@ -26,7 +26,7 @@ that its peers wait for."""
 
 
 PACE_COLLECTIVES = 64
-"""Until then a pause between collectives may show that a script was still loading."""
+"""A pause before this many collectives may show that a script was still loading."""
 LOADING_PAUSE_S = 1.0
 """Shorter pauses are not taken for loading."""
 

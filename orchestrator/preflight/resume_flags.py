@@ -16,7 +16,7 @@ from .source import Module, Project
 _FLAG = re.compile(r"--(auto[-_])?(resume|continue)([-_]from.*|[-_]training|[-_]path)?")
 _PARAMETER = re.compile(r"(resume|continue)(_from.*)?")
 _OPTIONS = ("add_argument", "option", "Option")
-"""Of argparse, click and typer."""
+"""Functions of argparse, click and typer."""
 _SWITCHES = ("store_true", "BooleanOptionalAction")
 NANO_GPT = "init_from"
 """A setting of nanoGPT and its descendants, which read `--init_from=resume`."""
@@ -44,16 +44,16 @@ def _flags(module: Module) -> Iterator[tuple[ast.AST, str, list[str]]]:
     typed = any(name.startswith("typer") for name in module.aliases.values())
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call) and _name(node.func) in _OPTIONS:
-            yield from _of_option(node)
+            yield from _option_flags(node)
         elif isinstance(node, ast.FunctionDef) and typed:
-            yield from _of_parameters(node)
+            yield from _parameter_flags(node)
     for node in module.tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else []
         if any(isinstance(one, ast.Name) and one.id == NANO_GPT for one in targets):
             yield node, f"{NANO_GPT} = ...", [f"--{NANO_GPT}=resume"]
 
 
-def _of_option(call: ast.Call) -> Iterator[tuple[ast.AST, str, list[str]]]:
+def _option_flags(call: ast.Call) -> Iterator[tuple[ast.AST, str, list[str]]]:
     names = [one.value for one in call.args if isinstance(one, ast.Constant)]
     flag = next((n for n in names if isinstance(n, str) and _FLAG.fullmatch(n)), None)
     if flag is None:
@@ -67,7 +67,7 @@ def _of_option(call: ast.Call) -> Iterator[tuple[ast.AST, str, list[str]]]:
     yield call, flag, [flag] if switch else [flag, "{checkpoint}"]
 
 
-def _of_parameters(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, str, list[str]]]:
+def _parameter_flags(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, str, list[str]]]:
     for one in (*function.args.args, *function.args.kwonlyargs):
         if _PARAMETER.fullmatch(one.arg) and one.annotation is not None:
             flag = "--" + one.arg.replace("_", "-")

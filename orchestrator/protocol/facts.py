@@ -323,7 +323,7 @@ class OwnCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     """A file or a folder, without links up to its last name."""
     generation: int
-    """That wrote it last."""
+    """The one that wrote it last."""
     times: int = 1
     """How often one generation wrote it, at most."""
 

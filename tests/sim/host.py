@@ -103,7 +103,7 @@ class Host:
         self.deposed = False
         """Another controller has claimed the journal."""
         self.skew_ns = 0
-        """By how much the clock of this controller is ahead."""
+        """Nanoseconds that the clock of this controller is ahead."""
         self.journal = journal or SimJournal(
             loses_uncommitted=world.seed % 2 == 1, compact_at=(None, 7, 40)[world.seed % 3]
         )

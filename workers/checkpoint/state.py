@@ -43,7 +43,7 @@ class StagePart(NamedTuple):
     """What the ranks of a pipeline tell each other of their stages before a restore."""
 
     names: list[str]
-    """Of parameters, buffers and modules with state."""
+    """Names of parameters, buffers and modules with state."""
     sizes: dict[str, list[int]]
     """Optimizer -> number of parameters in each of its groups."""
 

@@ -22,7 +22,7 @@ RequirementLine = Annotated[str, Field(min_length=1, max_length=1024, pattern=LI
 MODULE_PATTERN = r"^[^./\s]+(\.[^./\s]+)*$"
 _IN_A_URL = re.compile(r"(?P<scheme>[\w+.-]+)://(?P<user>[^/@\s:]*)(?P<password>:[^/@\s]*)?@")
 CHECKPOINT = "{checkpoint}"
-"""In resumeArgs."""
+"""Placeholder for the path in resumeArgs."""
 _PLACEHOLDER = re.compile(r"(?<!\$)\{\w+\}")
 _VARIABLE = re.compile(r"\$\{\w+\}")
 

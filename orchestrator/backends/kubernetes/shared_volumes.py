@@ -43,9 +43,10 @@ class SharedVolume:
 
 
 def checkpoints(source: Mapping[str, Any], root: str, own: str, path: str) -> SharedVolume:
-    """With the directory `own`, NAMESPACE/NAME, at the path where the operator has it; without one
-    if the job's checkpoints are elsewhere. `root`: where the operator mounts the volume. The
-    operator creates the directory before the pods: the kubelet follows links in a subPath."""
+    """Volume with the directory `own`, NAMESPACE/NAME, at the path where the operator has it;
+    without one if the job's checkpoints are elsewhere. `root`: where the operator mounts the
+    volume. The operator creates the directory before the pods: the kubelet follows links in a
+    subPath."""
     place = posixpath.join(posixpath.normpath(root), own)
     is_here = bool(source) and posixpath.normpath(path.removeprefix("file://")) == place
     mount = {"name": CHECKPOINTS, "mountPath": place, "subPath": own} if is_here else {}

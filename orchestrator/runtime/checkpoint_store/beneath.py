@@ -23,7 +23,7 @@ OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 """The last one: a FIFO must not hold up the reader."""
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY
 MOST_READ_BYTES = 1 << 28
-"""In one call. Manifests and headers are far smaller; a file may claim any size."""
+"""Bytes that one call reads. Manifests and headers are far smaller; a file may claim any size."""
 
 
 class FilesBeneath(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types

@@ -42,8 +42,8 @@ class HeldBox(NamedTuple):
 
 
 def read_boxes(system: Any, path: str) -> dict[str, HeldBox]:
-    """Of one file, by tensor. Raises BadHeader if it has no such header, or what the store's
-    library raises."""
+    """Boxes of one file, by tensor. Raises BadHeader if it has no such header, or what the
+    store's library raises."""
     start = bytes(system.cat_file(path, start=0, end=8))
     size = int.from_bytes(start, "little")
     if size > limits.MAX_HEADER_BYTES:

@@ -67,7 +67,7 @@ class Incident(msgspec.Struct, kw_only=True):
     steps_lost_at_least: bool = False
     """Ranks were lost without a last report, so it may be a few more."""
     seconds: dict[str, float] = {}
-    """By phase: detect (where known), stop, place, launch, first-step; and total."""
+    """Phase -> seconds: detect (where known), stop, place, launch, first-step; and total."""
     overtaken_by: int | None = None
     """Number of the next incident, if it began before all ranks had finished a step."""
     no_steps: bool = False

@@ -199,7 +199,7 @@ def test_kubectl_reads_each_word_that_we_write_as_it_was_given(dry: Kubectl) -> 
 
 
 def test_kubectl_rejects_a_number_without_quotes_and_names_its_field(dry: Kubectl) -> None:
-    """As in a pod: what was written is lost before the API server sees it."""
+    """Pods are the same: what was written is lost before the API server sees it."""
     for field, change in {
         "spec.entrypoint.args[1]": {"entrypoint": {"script": "t.py", "args": ["--lr", "2e-3"]}},
         "spec.env.LR": {"env": {"LR": "2e-3"}},

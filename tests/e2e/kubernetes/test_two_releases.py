@@ -67,7 +67,8 @@ def refusal(kubectl: Kubectl, *words: str) -> str:
 def test_the_policies_of_a_release_hold_in_the_namespaces_that_it_watches(
     binaries: programs.Binaries, tmp_path: Path
 ) -> None:
-    """In all namespaces if it watches all. The one for the operator itself always holds in all."""
+    """Policies hold in all namespaces if the release watches all. The one for the operator itself
+    always holds in all."""
     skip_without(binaries, ("helm",))
     chart = Helm(binaries.path("helm"), tmp_path)
     here = {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["a", "b"]}

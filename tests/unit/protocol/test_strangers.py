@@ -150,7 +150,7 @@ def test_a_port_goes_on_after_it_had_no_descriptor(stack: ExitStack) -> None:
 
 
 def test_a_process_gets_the_descriptors_that_the_system_allows() -> None:
-    """In a child, whose limits end with it."""
+    """The limits end with the child that has them."""
     pid = os.fork()
     if pid == 0:
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 3000))

@@ -20,7 +20,7 @@ CLEAN_UP_S = 4.0
 """torch_shm_manager removes files 2 s after its last client has ended (SHUTDOWN_TIMEOUT in torch's
 manager.cpp). The next workers do not wait for it."""
 _CLEANERS = (b"resource_tracker", b"torch_shm_manager")
-"""Of multiprocessing (and of loky), and of torch's sharing strategy file_system."""
+"""Names of those of multiprocessing (and loky) and of torch's sharing strategy file_system."""
 
 
 class Orphans:
@@ -76,7 +76,7 @@ class Orphans:
             self.end()
 
     def wait(self) -> None:
-        """Until none is left."""
+        """Return when none is left."""
         while self._due_s:
             self.reap(self.due_in_s())
 

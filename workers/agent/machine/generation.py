@@ -121,8 +121,8 @@ class Worker:
 
     @property
     def ends_itself(self) -> bool:
-        """In an unplanned stop it gets some time: it saves, or it cleans up after an error of its
-        own. The loss of a peer is not one."""
+        """It gets some time in an unplanned stop: it saves, or cleans up after an error of its own.
+        The loss of a peer is not one."""
         if self.failed is not None:
             return not self.failed.secondary
         return self.phase == "save"
@@ -317,7 +317,7 @@ class Generation:
         return [*out, commands.InspectWorkers(self.generation, saving)]
 
     def no_longer_saves(self, ranks: Iterable[int] = ()) -> list[Command]:
-        """In a stop that waits for saves: kill workers that neither save nor clean up, and `ranks`,
+        """Kill workers that neither save nor clean up, in a stop that waits for saves, and `ranks`,
         which wait for their peers."""
         if self.stop is None or self.stop.stage != "save":
             return []
@@ -384,7 +384,7 @@ def launched(action_id: int, generation: int, *, ok: bool, detail: str) -> Comma
 
 
 def exit_reports(group: Generation, *ranks: int) -> list[WorkerExitReport]:
-    """Of these ranks, or of all that have ended."""
+    """Reports of these ranks, or of all that have ended."""
     return [
         WorkerExitReport(generation=group.generation, exit=exit)
         for exit in group.exits

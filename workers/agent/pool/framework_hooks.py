@@ -95,7 +95,7 @@ def _audit_torch_save(module: ModuleType) -> None:
 
 
 def _audit_safetensors(module: ModuleType) -> None:
-    """As above; it reads in Rust."""
+    """Audit what safetensors reads, in Rust."""
     inner = module.safe_open
 
     def safe_open(filename: Any, *given: Any, **named: Any) -> Any:

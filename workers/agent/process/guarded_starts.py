@@ -170,7 +170,7 @@ def _describe(path: Path, written_ns: int) -> str:
 
 
 def _earlier(fork: commands.Fork, job: TrainingJob) -> str:
-    """For file_audit.py."""
+    """What file_audit.py gets of earlier generations, as JSON."""
     known = [(one.path, one.times) for one in fork.membership.own_checkpoints]
     hold = job.spec.recovery.on_ignored_checkpoint == "hold"
     return json.dumps({"known": known, "hold": hold}) if known else ""

@@ -89,7 +89,7 @@ def installed(
 
 
 def install(root: Path) -> tuple[str, ...]:
-    """With a checkpoint volume for each namespace, as docs/user/storage.md has it."""
+    """Install the chart with a checkpoint volume for each namespace, see docs/user/storage.md."""
     second = [{"name": JOBS, "persistentVolumeClaim": {"claimName": f"{CLAIM}-{JOBS}"}}]
     mount = [{"name": JOBS, "mountPath": f"{root}/{JOBS}", "subPath": JOBS}]
     volume, cache = (

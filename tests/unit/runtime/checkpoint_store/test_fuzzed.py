@@ -156,7 +156,7 @@ def archive() -> bytes:
 
 
 def mutated_archive(data: bytes, chance: random.Random) -> bytes:
-    """With header sums that fit, so that the members are looked at."""
+    """An archive whose header sums fit, so that its members are read."""
     made = bytearray(with_odd_bytes(data, chance)[: len(data)].ljust(len(data), b"\0"))
     for at in range(0, 4 * 512, 512):
         made[at + 148 : at + 156] = b" " * 8
