@@ -15,6 +15,7 @@ pytestmark = pytest.mark.e2e
 
 SCRIPT = """
 import os, pathlib, sys, time
+import torch
 
 out, ending = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 out.mkdir(parents=True, exist_ok=True)
@@ -22,7 +23,7 @@ out.mkdir(parents=True, exist_ok=True)
 step = 0
 while not ending.exists():
     step += 1
-    (out / "next").write_text(f"{step} {os.getpid()}")
+    torch.save([step, os.getpid()], out / "next")
     os.replace(out / "next", out / "model.ckpt")
     time.sleep(0.05)
 """
@@ -38,8 +39,10 @@ def job_of(place: Path, name: str) -> Job:
 
 
 def steps_and_pid(directory: Path) -> tuple[int, int]:
-    steps, pid = (directory / "model.ckpt").read_text().split()
-    return int(steps), int(pid)
+    import torch
+
+    steps, pid = torch.load(directory / "model.ckpt")
+    return steps, pid
 
 
 def test_a_restart_touches_only_its_own_checkpoints_and_is_held_before_it_overwrites_one(

@@ -5,14 +5,17 @@ Audit events of Python are synchronous: the report is sent before the file exist
 middle of a save does not lose it. `torch.save` opens its file in C++, so its event is added. What a
 program without Python or a new interpreter of the script writes is not seen.
 
-In a restart rank 0 also reports whether it opens a checkpoint of the job. If it has opened none and
-is about to write over one that earlier generations saved again and again, it has begun at step 0.
-It then waits for the agent to end it, unless the spec says otherwise: the file is still whole.
+In a restart rank 0 also reports whether it opens a checkpoint of the job. If it has opened none,
+trains, and is about to write over one that earlier generations saved again and again, it has begun
+at step 0. It then waits for the agent to end it, unless the spec says otherwise: the file is still
+whole. A script that fetches its checkpoint to this path first does not train yet.
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import mmap
 import os
 import re
 import socket
@@ -23,7 +26,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-FILES = (".ckpt", ".pt", ".pth")
+_FILE = re.compile(r"\.(?:ckpt|pt|pth|safetensors)(?:\.(?:tar|gz|bz2|xz|zst|lz4))*$")
+"""End of the name of a checkpoint."""
+_MAYBE_FILE = re.compile(r"\.(?:bin|pkl|pickle|joblib|npz|h5|hdf5|msgpack|tar|tgz|zip)(?:\.gz)?$")
+"""End of the name of a checkpoint, if a word of _STATE is before it."""
+_NO_SUFFIX = re.compile(r"[^.]*(?:snapshot|checkpoint|ckpt)[^.]*", re.IGNORECASE)
 LATEST = "latest"
 """Written last by DeepSpeed."""
 _CHECKPOINT = re.compile(r"(?:checkpoint|ckpt|global_step|step|epoch|iter)[-_=]?\d+(?:\.ckpt)?")
@@ -32,21 +39,27 @@ _NUMBERED = re.compile(r".*(?:\d|\.ckpt)")
 _DEPTH = 3
 """Folders above a file that may be the checkpoint that it belongs to."""
 _WRITES = os.O_WRONLY | os.O_RDWR
-_STATE = re.compile(r"ckpt|checkpoint|snapshot|model|weight|state|epoch|step|iter", re.IGNORECASE)
-"""In the name of one of several files in a row that hold the state of a training."""
-_NOT_STATE = (".py", ".pyc", ".log", ".txt")
+_STATE = re.compile(
+    r"ckpt|checkpoint|snapshot|model|weight|state|epoch|step|iter|optim|last|latest|best|resume",
+    re.IGNORECASE,
+)
+"""In the name of a file that holds the state of a training."""
+_NOT_STATE = (".py", ".pyc", ".log", ".txt", ".csv", ".md", ".yaml", ".yml", ".lock")
 OWN_CHECKPOINTS = "HOLDFAST_OWN_CHECKPOINTS"
 """Variable: {"known": [[path, times], ...], "hold": whether to wait} in JSON; not in a first start
 and not without a complete checkpoint."""
 STARTS_OVER = "holdfast.starts_over"
 """Audit event of a script that begins at step 0 by its own word."""
+SAVES = "holdfast.saves"
+"""Audit event of torch.save and safetensors (framework_hooks.py), which open files natively."""
+_MAX_SAVED = 64
 Series = tuple[Path, str]
 """(directory, name with # for its numbers) of checkpoints that follow each other."""
 
 
 def series_of(path: Path) -> tuple[Series, tuple[int, ...]]:
     """(series, the numbers in the name)."""
-    numbers = tuple(int(one) for one in re.findall(r"\d+", path.name))
+    numbers = tuple(int(digits) for digits in re.findall(r"\d+", path.name))
     return (path.parent, re.sub(r"\d+", "#", path.name)), numbers
 
 
@@ -59,15 +72,19 @@ class Earlier:
         self._since_ns = since_ns
         members: dict[Series, list[tuple[int, ...]]] = {}
         again = []
+        self._states: set[Path] = set()
+        self._once: set[Path] = set()
+        """Written once in a start, and not named as a state."""
         for text, times in known:
-            series, numbers = series_of(Path(text))
+            path = Path(text)
+            series, numbers = series_of(path)
             members.setdefault(series, []).append(numbers)
-            is_file = text.endswith((*FILES, LATEST))
-            is_state = (
-                _STATE.search(series[1]) if is_file else _CHECKPOINT.fullmatch(Path(text).name)
-            )
+            whole = _CHECKPOINT.fullmatch(path.name)
+            is_file = not whole and (is_file_name(path.name) or not _NUMBERED.fullmatch(path.name))
+            is_state = _STATE.search(series[1]) if is_file else whole
             if (is_file and times > 1) or (is_state and len(members[series]) > 1):
                 again.append(series)
+            (self._states if is_state or times > 1 else self._once).add(path)
         self._newest = {series: max(members[series]) for series in again}
         self._directories = {series[0] for series in again}
 
@@ -75,14 +92,24 @@ class Earlier:
         return bool(self._newest)
 
     def holds(self, path: Path) -> bool:
-        """Whether a file that is read may be the training's state, in whatever format: it is beside
-        these checkpoints or in one, and was written since the job was submitted."""
-        if path.suffix in _NOT_STATE or self._directories.isdisjoint(path.parents):
+        """Whether a file that is read may be the training's state: a checkpoint of the job, a file
+        in one, or a file beside one with a checkpoint's name, written since the job began."""
+        if path.suffix in _NOT_STATE or not (self._is_known(path) or self._is_beside(path)):
             return False
         try:
             return path.stat().st_mtime_ns >= self._since_ns
         except OSError:
             return False
+
+    def _is_known(self, path: Path) -> bool:
+        return path in self._states or not self._states.isdisjoint(path.parents)
+
+    def _is_beside(self, path: Path) -> bool:
+        if path.parent in self._directories:
+            is_state = is_file_name(path.name) or _STATE.search(path.name)
+            return bool(is_state) and path not in self._once
+        above = self._directories.intersection(path.parents)
+        return any(_STATE.search(path.relative_to(folder).parts[0]) for folder in above)
 
     def overwritten(self, path: Path) -> bool:
         """Whether this takes the place of one, or is older than one."""
@@ -95,21 +122,44 @@ class Earlier:
         return any(name == known and directory != other for other, known in self._newest)
 
 
+def is_file_name(name: str) -> bool:
+    """Whether a file of this name is a checkpoint."""
+    if _FILE.search(name):
+        return True
+    if (end := _MAYBE_FILE.search(name)) is not None:
+        return _STATE.search(name[: end.start()]) is not None
+    return name == LATEST or _NO_SUFFIX.fullmatch(name) is not None
+
+
 def checkpoint_of(path: Path, *, folder: bool) -> Path | None:
     """The checkpoint that a written file or a new folder belongs to; None: to none."""
     above = (path, *path.parents) if folder else path.parents
-    whole = [one for one in above[:_DEPTH] if _CHECKPOINT.fullmatch(one.name)]
+    whole = [parent for parent in above[:_DEPTH] if _CHECKPOINT.fullmatch(parent.name)]
     if whole:
         return whole[-1]
-    name = path.name
-    counts = _NUMBERED.fullmatch(name) if folder else name == LATEST or name.endswith(FILES)
+    counts = _NUMBERED.fullmatch(path.name) if folder else is_file_name(path.name)
     return path if counts else None
 
 
+def _trains(saves: bool) -> bool:
+    """Whether this process trains already. `saves`: it calls torch.save or the like."""
+    from holdfast.orchestrator import limits
+    from holdfast.workers.session import inspection
+
+    if saves and os.environ.get("WORLD_SIZE", "1") == "1":
+        return True
+    if inspection.num_collectives() >= (1 if saves else limits.BEGUN_COLLECTIVES):
+        return True
+    optimizer = getattr(sys.modules.get("torch.optim"), "Optimizer", None)
+    return optimizer is not None and any(
+        issubclass(type(thing), optimizer) and thing.state for thing in gc.get_objects()
+    )
+
+
 class FileAudit:
-    """Of one process. `wrote` takes the path of a checkpoint that is about to be written, whether
-    none of `earlier` was opened, and whether this process waits for its end; `opened` takes one
-    that is read."""
+    """The reports of one process. `wrote` takes the path of a checkpoint that is about to be
+    written, whether none of `earlier` was opened, and whether this process waits for its end;
+    `opened` takes one that is read. `trains`: whether a write may be a training's save."""
 
     def __init__(
         self,
@@ -118,18 +168,24 @@ class FileAudit:
         earlier: Earlier | None = None,
         *,
         hold: bool = False,
+        trains: Callable[[bool], bool] = lambda saves: True,
     ) -> None:
         self._report, self._report_opened = wrote, opened
-        self._earlier, self._hold = earlier, hold
+        self._earlier, self._hold, self._trains = earlier, hold, trains
+        self._judged = mmap.mmap(-1, 1) if earlier is not None else None
+        """1 when this process, or one forked from it such as a saver, has read its state."""
         self._busy = threading.local()
         self._folders: set[Path] = set()
         """Reported already. A file may be written again and again."""
+        self._saved: dict[Path, None] = {}
+        """Files of torch.save, which may be renamed."""
         self._on: dict[str, Callable[..., None]] = {
             "open": self._opened,
             "os.mkdir": self._made,
             "os.rename": self._renamed,
             "os.symlink": self._renamed,
-            STARTS_OVER: self._start_over,
+            SAVES: self._saves,
+            STARTS_OVER: self._judge,
         }
 
     def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -151,33 +207,59 @@ class FileAudit:
             return
         if writes:
             self._wrote(path, folder=False)
-        elif self._earlier is not None:
+        elif (earlier := self._unjudged()) is not None:
             real = Path(os.fsdecode(path)).resolve()
-            if self._earlier.holds(real):
-                self._earlier = None
+            if earlier.holds(real):
+                self._judge()
                 self._report_opened(str(real))
 
-    def _start_over(self) -> None:
-        self._earlier = None
+    def _unjudged(self) -> Earlier | None:
+        return None if self._judged is None or self._judged[0] else self._earlier
+
+    def _judge(self) -> None:
+        if self._judged is not None:
+            self._judged[0] = 1
 
     def _made(self, path: Any, *_more: Any) -> None:
         self._wrote(path, folder=True)
 
-    def _renamed(self, source: Any, target: Any, *_more: Any) -> None:
-        self._wrote(target, folder=Path(os.fsdecode(source)).is_dir())
+    def _saves(self, path: Any) -> None:
+        if not isinstance(path, int):
+            written = Path(os.fsdecode(path)).absolute()
+            self._wrote(path, folder=False, saves=True, is_final=written in self._saved)
+            self._saved[written] = None
+            while len(self._saved) > _MAX_SAVED:
+                del self._saved[next(iter(self._saved))]
 
-    def _wrote(self, path: Any, *, folder: bool) -> None:
-        found = checkpoint_of(Path(os.fsdecode(path)).absolute(), folder=folder)
-        if found is None or found in self._folders:
+    def _renamed(self, source: Any, target: Any, *_more: Any) -> None:
+        before = Path(os.fsdecode(source)).absolute()
+        saves = before in self._saved
+        self._saved.pop(before, None)
+        self._wrote(target, folder=before.is_dir(), saves=saves, is_final=saves)
+
+    def _wrote(
+        self, path: Any, *, folder: bool, saves: bool = False, is_final: bool = False
+    ) -> None:
+        """`is_final`: whether a saved file keeps its name; others may be renamed when whole."""
+        written = Path(os.fsdecode(path)).absolute()
+        named = checkpoint_of(written, folder=folder)
+        if named is None and not saves:
             return
-        if folder or not found.name.endswith((*FILES, LATEST)):
-            self._folders.add(found)
-        place = found.parent.resolve() / found.name
-        over = self._earlier is not None and self._earlier.overwritten(place)
-        unread = over or (self._earlier is not None and self._earlier.repeated(place))
-        waits = over and self._hold
+        checkpoint = named or written
+        place = checkpoint.parent.resolve() / checkpoint.name
+        earlier = self._unjudged()
+        over = earlier is not None and earlier.overwritten(place)
+        if named is None and not is_final and not (saves and over):
+            return
+        unread = over or (earlier is not None and earlier.repeated(place))
+        unread = unread and self._trains(saves)
+        waits = over and unread and self._hold
         if unread:
-            self._earlier = None
+            self._judge()
+        elif checkpoint in self._folders:
+            return
+        if folder or checkpoint != written:
+            self._folders.add(checkpoint)
         self._report(str(place), unread, waits)
         if waits:
             self._busy.now = False  # a handler of SIGTERM that saves waits as well
@@ -206,10 +288,10 @@ def install(wire: int) -> None:
     def opened(path: str) -> None:
         send(worker_protocol.CheckpointOpened(path=path))
 
-    given = json.loads(os.environ.get(OWN_CHECKPOINTS, "{}"))
+    setting = json.loads(os.environ.get(OWN_CHECKPOINTS, "{}"))
     # Others may get the state from rank 0.
-    reads = bool(given) and os.environ.get("RANK") == "0"
-    known = [(path, times) for path, times in given["known"]] if reads else []
+    reads = bool(setting) and os.environ.get("RANK") == "0"
+    known = [(path, times) for path, times in setting["known"]] if reads else []
     earlier = Earlier(known, int(os.environ.get("HOLDFAST_RESUME_SINCE", "0"))) or None
-    hold = bool(given.get("hold"))
-    sys.addaudithook(FileAudit(wrote, opened, earlier, hold=hold).hook)
+    hold = bool(setting.get("hold"))
+    sys.addaudithook(FileAudit(wrote, opened, earlier, hold=hold, trains=_trains).hook)

@@ -30,6 +30,8 @@ TENSORBOARD = {
     "pytorch_lightning.loggers.tensorboard": ("TensorBoardLogger", "one_run_of_lightning"),
 }  # fmt: skip
 """Module -> its class, and what adapts it (workers/integrations/tensorboard_runs.py)."""
+SAVES = "holdfast.saves"
+"""Audit event of a save that no event of Python shows, see file_audit.py."""
 STARTED_AGAIN = "HOLDFAST_RESUME_SINCE"
 """In the environment if checkpoints of the script are looked at, see protocol/environment.py."""
 
@@ -88,23 +90,28 @@ def _audit_torch_save(module: ModuleType) -> None:
     inner = module._open_zipfile_writer_file.__init__
 
     def begin(self: Any, name: Any) -> None:
-        sys.audit("open", name, "wb", 0)
+        sys.audit(SAVES, name)
         inner(self, name)
 
     module._open_zipfile_writer_file.__init__ = begin
 
 
 def _audit_safetensors(module: ModuleType) -> None:
-    """Audit what safetensors reads, in Rust."""
-    inner = module.safe_open
+    """Audit safetensors, which reads and writes in Rust."""
+    inner, write = module.safe_open, getattr(module, "serialize_file", None)
 
     def safe_open(filename: Any, *given: Any, **named: Any) -> Any:
         sys.audit("open", filename, "rb", 0)
         return inner(filename, *given, **named)
 
-    for one in (module, sys.modules.get("safetensors.torch")):
-        if getattr(one, "safe_open", None) is inner:
-            one.safe_open = safe_open  # type: ignore[union-attr]
+    def serialize_file(tensors: Any, filename: Any, *given: Any, **named: Any) -> Any:
+        sys.audit(SAVES, filename)
+        return write(tensors, filename, *given, **named)  # type: ignore[misc]
+
+    for user in filter(None, (module, sys.modules.get("safetensors.torch"))):
+        for old, new in ((inner, safe_open), (write, serialize_file)):
+            if old is not None and getattr(user, new.__name__, None) is old:
+                setattr(user, new.__name__, new)
 
 
 def _read_other_sizes(engine: ModuleType) -> None:

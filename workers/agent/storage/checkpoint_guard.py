@@ -45,8 +45,23 @@ LOOK_TIMEOUT_S = 5.0
 TOO_SLOW = f"the file system did not answer within {LOOK_TIMEOUT_S:.0f} s; the rest stays as it is"
 GROWTH_S = 0.5
 """For so long a checkpoint that may be another job's must not change before it is renamed."""
-SINGLE_FILES = (".ckpt", ".pt", ".pth")
-"""Ends of the names of checkpoints that are one file."""
+SINGLE_FILES = (".ckpt", ".pt", ".pth", ".pth.tar")
+"""Ends of the names of checkpoints that are one file, where no rank reported what it wrote."""
+_RESUMED = re.compile(
+    r"(?<![a-z])(?:last|latest|checkpoint|ckpt|snapshot|state|epoch|step|iter|resume)(?![a-z])",
+    re.IGNORECASE,
+)
+"""In the name of a file from which a script resumes."""
+_EXPORTED = re.compile(
+    r"(?<![a-z])(?:best|ema|swa|avg|weights?|final|export(?:ed)?|adapter|optim(?:izer)?|scheduler"
+    r"|rng|scaler)(?![a-z])",
+    re.IGNORECASE,
+)
+"""In the name of a file that lacks a part of the state."""
+SAME_SAVE_NS = 30 * 10**9
+"""Files of one directory that are this close in time may be from one save: the largest counts."""
+_LARGER = 1.2
+"""Factor between sizes that shows that a file holds more of the state."""
 SKIPPED = ("__pycache__", "node_modules", "site-packages", "wandb", "mlruns")
 ASIDE = ".incomplete"
 """End of the name of a folder with what was set aside."""
@@ -63,27 +78,48 @@ class Findings:
     """(when it was written, where) of the newest complete checkpoint of this job. A file that may
     be something else, such as a cache, counts only if there is no other."""
     certainty: int = 0
-    """How surely that is one: a folder or tag of a framework, 2; *.ckpt, 1; *.pt, *.pth, 0."""
+    """How surely the script resumes from it: a folder or tag of a framework, 2; for files see
+    `certainty_of`."""
+    size: int = 0
+    """Bytes of a file."""
     divided: tuple[Path, int] | None = None
     """(where, by how many ranks) of a newest complete checkpoint that ZeRO of DeepSpeed divided."""
     num_entries: int = 0
     cut_short: str = ""
     """Why not everything was looked at; empty: it was."""
 
-    def complete(self, path: Path, written_ns: int, certainty: int) -> None:
-        if self.newest is None or (certainty, written_ns) > (self.certainty, self.newest[0]):
-            self.newest, self.certainty = (written_ns, path), certainty
+    def complete(self, path: Path, written_ns: int, certainty: int, size: int = 0) -> None:
+        if self.newest is None or self._comes_before(path, written_ns, certainty, size):
+            self.newest, self.certainty, self.size = (written_ns, path), certainty, size
+
+    def _comes_before(self, path: Path, written_ns: int, certainty: int, size: int) -> bool:
+        assert self.newest is not None
+        newest_ns, newest = self.newest
+        is_same_save = (
+            certainty == self.certainty
+            and path.parent == newest.parent
+            and abs(written_ns - newest_ns) < SAME_SAVE_NS
+            and re.sub(r"\d+", "#", path.name) != re.sub(r"\d+", "#", newest.name)
+        )
+        if is_same_save and max(size, self.size) > _LARGER * min(size, self.size):
+            return size > self.size
+        return (certainty, written_ns) > (self.certainty, newest_ns)
+
+
+def certainty_of(name: str) -> int:
+    """Order among files: a name to resume from, 1; another one, 0; a best or exported model, -1."""
+    return -1 if _EXPORTED.search(name) else int(_RESUMED.search(name) is not None)
 
 
 def roots(job: TrainingJob, spec_directory: str) -> list[Path]:
     """Directories and files that the spec or the script's arguments name."""
     home = files.resolve(spec_directory, job.spec.working_directory).absolute()
     if named := job.spec.checkpoint.guard_directories:
-        return [files.resolve(home, one) for one in named]
+        return [files.resolve(home, directory) for directory in named]
     program = job.spec.entrypoint.program
     words = (*program.args, *program.words)
-    found = [home / value for word in words for value in _paths(word)]
-    existing = [one for one in found if one != home and one.parent != one and one.exists()]
+    paths = [home / value for word in words for value in _paths(word)]
+    existing = [path for path in paths if path not in (home, path.parent) and path.exists()]
     return list(dict.fromkeys(existing[:MAX_ROOTS]))
 
 
@@ -129,12 +165,12 @@ class _Look:
         self._links: list[Path] = []
         self._foreign = False
         """What is looked at may belong to another job."""
-        self.found = Findings()
+        self.findings = Findings()
 
     def run(self, where: Iterable[Path], written: list[Path], *, named: bool) -> Findings:
         self._written(written)
         self._guarded(partial(self._files, self._links))  # what they lead to was looked at
-        newest, self._foreign, self._links = self.found.newest, True, []
+        newest, self._foreign, self._links = self.findings.newest, True, []
         for root in where:
             real = root.resolve()
             if any(path.is_relative_to(real) for path in written):
@@ -145,19 +181,20 @@ class _Look:
                 self._guarded(partial(self._files, [root]))
         self._guarded(partial(self._files, self._links))
         if newest is not None or not named:
-            self.found.newest = newest
-        return self.found
+            self.findings.newest = newest
+        return self.findings
 
     def _written(self, written: list[Path]) -> None:
         """From the top: what is in a checkpoint is judged with it."""
         judged: set[Path] = set()
-        for directory in sorted({path.parent for path in written}, key=lambda one: len(one.parts)):
+        directories = {path.parent for path in written}
+        for directory in sorted(directories, key=lambda path: len(path.parts)):
             if judged.intersection((directory, *directory.parents)):
                 continue
-            here = [one for one in written if one.parent == directory and os.path.lexists(one)]
-            folders = [one for one in here if one.is_dir() and not one.is_symlink()]
-            rest = self._in(directory, folders, [one for one in here if one not in folders])
-            judged.update(one for one in folders if one not in rest)
+            here = [path for path in written if path.parent == directory and os.path.lexists(path)]
+            folders = [path for path in here if path.is_dir() and not path.is_symlink()]
+            rest = self._in(directory, folders, [path for path in here if path not in folders])
+            judged.update(folder for folder in folders if folder not in rest)
 
     def _expect_time(self) -> None:
         if time.monotonic() >= self._deadline_s:
@@ -178,27 +215,27 @@ class _Look:
                         entries = [entry for entry, _ in zip(scan, range(left), strict=False)]
                     left -= len(entries)
                     folders = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
-                    names = [Path(e.path) for e in entries if _of_interest(e)]
+                    names = [Path(e.path) for e in entries if _is_single(e)]
                 except TimeoutError:
-                    self.found.cut_short = TOO_SLOW
+                    self.findings.cut_short = TOO_SLOW
                     return
                 except OSError:
                     continue
-                self.found.num_entries += len(entries)
+                self.findings.num_entries += len(entries)
                 deeper += self._in(directory, folders, names)
                 if left <= 0:
-                    self.found.cut_short = f"{root} has more than {MAX_ENTRIES} entries"
+                    self.findings.cut_short = f"{root} has more than {MAX_ENTRIES} entries"
                     return
             level = deeper
 
     def _in(self, directory: Path, folders: list[Path], names: list[Path]) -> list[Path]:
         """Judge what is in one directory; returns the folders to look into."""
-        if any(one.name == "latest" and not one.is_symlink() for one in names):
+        if any(path.name == "latest" and not path.is_symlink() for path in names):
             self._guarded(partial(self._deepspeed, directory))
             folders = [] if script_checkpoints.tags_in(directory) else folders
-        saved = [one for one in names if one.suffix in SINGLE_FILES]
-        self._links += [one for one in saved if one.is_symlink()]
-        self._guarded(partial(self._files, [one for one in saved if not one.is_symlink()]))
+        saved = [path for path in names if path.name != "latest"]
+        self._links += [path for path in saved if path.is_symlink()]
+        self._guarded(partial(self._files, [path for path in saved if not path.is_symlink()]))
         rest = []
         for series in _series(folders):
             numbered = _number(series[0]) >= 0 or series[0].suffix == ".ckpt"
@@ -209,9 +246,10 @@ class _Look:
             else:
                 rest += series
         return [
-            one
-            for one in rest
-            if not (one.name.startswith(".") or one.name in SKIPPED or one.name.endswith(ASIDE))
+            folder
+            for folder in rest
+            if not (folder.name.startswith(".") or folder.name in SKIPPED)
+            and not folder.name.endswith(ASIDE)
         ]
 
     def _guarded(self, work: Callable[[], None]) -> None:
@@ -219,7 +257,7 @@ class _Look:
         try:
             work()
         except OSError as error:
-            self.found.cut_short = str(error)
+            self.findings.cut_short = str(error)
 
     # -- series of directories ----------------------------------------------------------------
     def _directories(self, kind: script_checkpoints.Kind, ordered: Sequence[Path]) -> None:
@@ -233,7 +271,7 @@ class _Look:
                 self._set_aside(newest, why)
                 continue
             if kind:
-                self.found.complete(newest, written_ns, 2)
+                self.findings.complete(newest, written_ns, 2)
             return
 
     def _written_ns(self, directory: Path) -> int:
@@ -252,13 +290,15 @@ class _Look:
                 if path.lstat().st_mtime_ns >= self._since_ns:
                     self._set_aside(path, "what it points to does not exist")
                 continue
-            written_ns = path.stat().st_mtime_ns
+            status = path.stat()
+            written_ns = status.st_mtime_ns
             if written_ns < self._since_ns or path.is_dir():
                 continue
             if why := script_checkpoints.torn(path):
                 self._set_aside(path, why)
             else:
-                self.found.complete(path, written_ns, 1 if path.suffix == ".ckpt" else 0)
+                certainty = certainty_of(path.name)
+                self.findings.complete(path, written_ns, certainty, status.st_size)
 
     def _set_aside(self, path: Path, why: str) -> None:
         if not self._may_change(path, why):
@@ -266,14 +306,14 @@ class _Look:
         then = _moved(path)
         if then is not None:
             what = f"checkpoint {path} is incomplete ({why}); it was renamed to {then}"
-            self.found.set_aside.append(what)
+            self.findings.set_aside.append(what)
 
     def _may_change(self, path: Path, why: str) -> bool:
         user = in_use(path) if self._foreign else ""
         self._expect_time()
         if user:
             text = f"checkpoint {path} is incomplete ({why}) and stays as it is: {user}"
-            self.found.set_aside.append(text)
+            self.findings.set_aside.append(text)
         return not user
 
     # -- DeepSpeed ----------------------------------------------------------------------------
@@ -295,28 +335,28 @@ class _Look:
         files.replace(latest, good.name.encode())
         self._complete_tag(directory)
         text = f"checkpoint {directory}: {why}; latest names {good.name} now, which is complete"
-        self.found.set_aside.append(text)
+        self.findings.set_aside.append(text)
 
     def _complete_tag(self, directory: Path) -> None:
-        self.found.complete(directory, (directory / "latest").stat().st_mtime_ns, 2)
+        self.findings.complete(directory, (directory / "latest").stat().st_mtime_ns, 2)
         tag = script_checkpoints.tag_of_latest(directory)
         parts, model_ranks = script_checkpoints.optimizer_parts(tag) if tag else (0, 0)
-        if tag and parts and self.found.newest and self.found.newest[1] == directory:
-            self.found.divided = (tag, parts * model_ranks)
+        if tag and parts and self.findings.newest and self.findings.newest[1] == directory:
+            self.findings.divided = (tag, parts * model_ranks)
 
 
-def _of_interest(entry: os.DirEntry[str]) -> bool:
+def _is_single(entry: os.DirEntry[str]) -> bool:
     named = entry.name == "latest" or entry.name.endswith(SINGLE_FILES)
     return named and not entry.is_dir(follow_symlinks=False)
 
 
 def _series(folders: Iterable[Path]) -> list[list[Path]]:
     """Folders whose names differ in the number at their end only."""
-    found: dict[str, list[Path]] = {}
-    for one in folders:
-        match = _NUMBERED.fullmatch(one.name)
-        found.setdefault(f"{match[1]}#" if match else one.name, []).append(one)
-    return list(found.values())
+    series: dict[str, list[Path]] = {}
+    for folder in folders:
+        match = _NUMBERED.fullmatch(folder.name)
+        series.setdefault(f"{match[1]}#" if match else folder.name, []).append(folder)
+    return list(series.values())
 
 
 def _is_empty(directory: Path) -> bool:
@@ -347,9 +387,9 @@ def in_use(path: Path) -> str:
 
 def _state(path: Path) -> list[tuple[str, int, int]]:
     """Sizes and times of a file, or of all files of a folder."""
-    every = [path, *path.rglob("*")] if path.is_dir() else [path]
-    found = [(str(one), one.lstat()) for one in every]
-    return [(name, status.st_size, status.st_mtime_ns) for name, status in found]
+    files_below = [path, *path.rglob("*")] if path.is_dir() else [path]
+    statuses = [(str(file), file.lstat()) for file in files_below]
+    return [(name, status.st_size, status.st_mtime_ns) for name, status in statuses]
 
 
 def _moved(path: Path) -> Path | None:

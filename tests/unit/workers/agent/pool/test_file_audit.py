@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from holdfast.workers import worker_protocol, worker_transport
-from holdfast.workers.agent.pool.file_audit import STARTS_OVER, Earlier, FileAudit, checkpoint_of
+from holdfast.workers.agent.pool import framework_hooks
+from holdfast.workers.agent.pool.file_audit import (
+    SAVES,
+    STARTS_OVER,
+    Earlier,
+    FileAudit,
+    checkpoint_of,
+)
 
 SCRIPT = """
 import os, pathlib, sys
@@ -26,6 +35,13 @@ pathlib.Path("checkpoint-5/trainer_state.json").write_text("{}")
 pathlib.Path("tmp").write_text("")
 os.replace("tmp", "best.ckpt")
 pathlib.Path("notes.txt").write_text("")
+torch.save({}, "unusual")
+torch.save({}, "unusual")
+for name in ("next", "next", "next"):
+    torch.save({}, name)
+    os.replace(name, "other")
+from safetensors.torch import save_file
+save_file({"w": torch.zeros(1)}, "w.safetensors")
 open("best.ckpt").close()
 try:
     open("nowhere/model.pth", "wb")
@@ -46,7 +62,14 @@ def test_what_a_process_writes_is_reported_each_time(tmp_path: Path) -> None:
         while (message := worker_transport.receive(ours)[0]) is not None:
             assert isinstance(message, worker_protocol.CheckpointWritten)
             seen.append(str(Path(message.path).relative_to(tmp_path)))
-    assert seen == ["out/ckpt.pt", "out/ckpt.pt", "checkpoint-5", "best.ckpt", "nowhere/model.pth"]
+    assert seen == [
+        "out/ckpt.pt", "out/ckpt.pt", "checkpoint-5", "best.ckpt", "unusual", "other",
+        "other", "other", "w.safetensors", "nowhere/model.pth",
+    ]  # fmt: skip
+
+
+def test_the_hooks_and_the_audit_name_one_event() -> None:
+    assert framework_hooks.SAVES == SAVES
 
 
 @pytest.mark.parametrize(
@@ -60,9 +83,17 @@ def test_what_a_process_writes_is_reported_each_time(tmp_path: Path) -> None:
         ("/o/21-23-11", True, "/o/21-23-11"),
         ("/o/latest", False, "/o/latest"),
         ("/o/log.txt", False, ""),
+        *((f"/o/{name}", False, f"/o/{name}") for name in (
+            "checkpoint.pth.tar", "ckpt.pkl", "state.safetensors", "model.bin", "last.npz",
+            "weights.h5", "snapshot", "ckpt_3.tar", "epoch_3.pt.gz", "model.v2.tar",
+        )),
+        *((f"/o/{name}", False, "") for name in (
+            "train.bin", "events.out.tfevents.1.host.2", "metrics.csv", "vocab.pkl", "model.json",
+            "shard-000.tar", "ckpt.pt.A1b2", "last.log",
+        )),
         ("/o/models", True, ""),
     ],
-)
+)  # fmt: skip
 def test_the_checkpoint_that_a_file_belongs_to(path: str, folder: bool, checkpoint: str) -> None:
     expected = Path(checkpoint) if checkpoint else None
     assert checkpoint_of(Path(path), folder=folder) == expected
@@ -86,13 +117,17 @@ class Start:
     """Rank 0 of a script that was started again."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *known: tuple[str, int], hold: bool = True
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *known: tuple[str, int],
+        hold: bool = True,
+        trains: Callable[[bool], bool] = lambda saves: True,
     ) -> None:
         self.wrote: list[tuple[str, bool, bool]] = []
         self.opened: list[str] = []
         earlier = Earlier(known, 1) or None
-        self.audit = FileAudit(lambda *one: self.wrote.append(one), self.opened.append, earlier,
-                               hold=hold)  # fmt: skip
+        self.audit = FileAudit(lambda *report: self.wrote.append(report), self.opened.append,
+                               earlier, hold=hold, trains=trains)  # fmt: skip
 
         def ends() -> None:
             raise Ended
@@ -101,11 +136,14 @@ class Start:
 
     def write(self, path: str) -> str:
         """What follows: "", a remark, or that it waits."""
+        return self.see("open", path, "wb", 0)
+
+    def see(self, event: str, *arguments: object) -> str:
         try:
-            self.audit.hook("open", (path, "wb", 0))
+            self.audit.hook(event, arguments)
         except Ended:
             return "waits"
-        return "remark" if self.wrote[-1][1] else ""
+        return "remark" if self.wrote and self.wrote[-1][1] else ""
 
     def read(self, path: str) -> None:
         self.audit.hook("open", (path, "rb", 0))
@@ -169,3 +207,99 @@ def test_a_log_or_a_module_beside_the_checkpoint_is_not_its_state(
     for name in ("train.log", "model.py", "missing.bin"):
         start.read(str(tmp_path / name))
     assert start.opened == []
+
+
+def test_a_save_of_torch_under_any_name_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Start(monkeypatch, ("/o/unusual", 2)).see(SAVES, "/o/unusual") == "waits"
+    renamed = Start(monkeypatch, ("/o/unusual", 2))
+    assert renamed.see(SAVES, "/o/next") == "" and renamed.wrote == []
+    assert renamed.see("os.rename", "/o/next", "/o/unusual", -1, -1) == "waits"
+
+
+@pytest.mark.parametrize("name", ["data/train.bin", "train.bin", "vocab.pt", "metrics.csv"])
+def test_data_below_the_checkpoints_directory_is_not_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """An earlier start wrote it once, and each start reads it."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / name).write_text("data")
+    path = str(tmp_path / "ckpt.pt")
+    start = Start(monkeypatch, (path, 2), (str(tmp_path / "vocab.pt"), 1))
+    start.read(str(tmp_path / name))
+    assert start.opened == [] and start.write(path) == "waits"
+
+
+def test_a_checkpoint_of_the_job_in_another_directory_is_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other" / "resume.npz"
+    other.parent.mkdir()
+    other.write_text("state")
+    start = Start(monkeypatch, (str(tmp_path / "out/ckpt.pt"), 2), (str(other), 2))
+    start.read(str(other))
+    assert start.write(str(tmp_path / "out/ckpt.pt")) == ""
+
+
+def test_a_checkpoint_that_is_fetched_before_the_training_is_not_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The download of an object store is renamed to the path that the training saves to."""
+    path, begun = tmp_path / "ckpt.pt", [False]
+    fetched = tmp_path / "ckpt.pt.A1b2"
+    fetched.write_text("state")
+    start = Start(monkeypatch, (str(path), 2), trains=lambda saves: begun[0])
+    assert start.see("os.rename", str(fetched), str(path), -1, -1) == ""
+    fetched.rename(path)
+    unread = Start(monkeypatch, (str(path), 2), trains=lambda saves: begun[0])
+    assert unread.write(str(path)) == ""
+    start.read(str(path))
+    begun[0] = True
+    assert start.write(str(path)) == "" and unread.write(str(path)) == "waits"
+
+
+TRAINS = """
+import os, sys
+from holdfast.workers.agent.pool.file_audit import _trains
+import torch, torch.distributed as dist
+def seen():
+    return _trains(False), _trains(True)
+os.environ["WORLD_SIZE"] = "1"
+assert seen() == (False, True)
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.Adam(model.parameters())
+os.environ["WORLD_SIZE"] = "2"
+assert seen() == (False, False)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.barrier()
+assert seen() == (False, True)
+for _ in range(8):
+    dist.barrier()
+assert seen() == (True, True)
+dist.destroy_process_group()
+assert seen() == (False, False)
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+assert seen() == (True, True)
+"""
+
+
+def test_a_process_trains_after_collectives_or_a_step_of_an_optimizer() -> None:
+    subprocess.run([sys.executable, "-c", TRAINS], check=True)
+
+
+def test_a_saver_that_was_forked_before_the_load_goes_by_what_the_rank_has_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ckpt.pt"
+    path.write_text("state")
+    start = Start(monkeypatch, (str(path), 2))
+    awaited, has_read = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(awaited, 1)
+        os._exit(0 if start.write(str(path)) == "" else 1)
+    start.read(str(path))
+    os.write(has_read, b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(awaited)
+    os.close(has_read)

@@ -207,6 +207,45 @@ def test_a_file_that_may_be_a_cache_is_named_only_without_a_checkpoint(
     assert found.newest[1] == (own.parent if make is tag else own)
 
 
+@pytest.mark.parametrize(
+    ("resumed", "other"),
+    [
+        ("last.pt", "best.pt"),
+        ("checkpoint.pth.tar", "model_best.pth.tar"),
+        ("ckpt.pkl", "ema.pkl"),
+        ("model_3.pt", "final.pt"),
+        ("model.pt", "optim.pt"),
+        ("checkpoint_last.pt", "checkpoint_best.pt"),
+        ("epoch_2.pt", "epoch_1.pt"),
+        ("snapshot", "model.bin"),
+    ],
+)
+def test_a_script_resumes_from_its_state_rather_than_from_an_exported_model(
+    tmp_path: Path, resumed: str, other: str
+) -> None:
+    """Each save writes the state first, so that it is the older one."""
+    for name in (resumed, other):
+        torch_file(tmp_path / name)
+    ages = (0, 60) if resumed.startswith("epoch") else (2, 0)
+    now_ns = time.time_ns()
+    for name, age_s in zip((resumed, other), ages, strict=True):
+        os.utime(tmp_path / name, ns=(now_ns - age_s * 10**9,) * 2)
+    newest = look([], 0, written=[tmp_path / other, tmp_path / resumed]).newest
+    assert newest is not None and newest[1] == tmp_path / resumed
+
+
+@pytest.mark.parametrize("age_s", [2, 600])
+def test_the_larger_file_of_one_save_comes_first(tmp_path: Path, age_s: int) -> None:
+    torch_file(tmp_path / "small.pt")
+    (tmp_path / "large.pt").write_bytes(b"x" * 9000)
+    then_ns = time.time_ns() - age_s * 10**9
+    os.utime(tmp_path / "large.pt", ns=(then_ns, then_ns))
+    for written in (["large.pt", "small.pt"], ["small.pt", "large.pt"]):
+        newest = look([], 0, written=[tmp_path / name for name in written]).newest
+        assert newest is not None
+        assert newest[1].name == ("large.pt" if age_s == 2 else "small.pt")
+
+
 @pytest.mark.parametrize("damage", ["torn", "missing", "empty latest"])
 def test_latest_of_deepspeed_names_the_newest_complete_tag(tmp_path: Path, damage: str) -> None:
     for number in (5, 10):
