@@ -366,7 +366,10 @@ class Storage:
         newest = max(keys, default=(-1, -1))
         known = self.manifests.keys() | self.late_files.keys()
         old = [name for name in self.files if name not in known]
-        old = [name for name in old if (parse_directory_name(name) or newest) < newest]
+        # A lost node may have left a step of the generation that wrote the last one.
+        old = [n for n in old if (parse_directory_name(n) or newest)[1] < newest[1]]
+        # A controller that died with the last commit has cleaned nothing.
+        old = old if "result was lost" not in state.reason.text else []
         self.world.oracle.require(not old, f"{old} have no manifest and are kept")
 
     def incomplete(self, generation: int) -> tuple[tuple[int, int], ...]:
