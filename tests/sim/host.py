@@ -170,6 +170,7 @@ class Host:
     def crash(self) -> None:
         """SIGKILL."""
         self.world.log("** the controller dies")
+        self.world.crashed_s = self.world.time_s
         self.journal.crash()
         self.up = False
         self.crashes += 1

@@ -311,6 +311,7 @@ class Storage:
         self.files: dict[str, dict[str, Payload | None]] = {}
         self.manifests: dict[str, tuple[Mesh, tuple[ShardFile, ...]]] = {}
         self.damaged: dict[str, None] = {}
+        self.committed_s = 0.0
         self.late_files: dict[str, None] = {}
         """Directories with files that were written while the job ended."""
         self.away = False
@@ -331,6 +332,7 @@ class Storage:
                 f"{directory}/{file.file} is {have.get(file.file)}, not {expected}",
             )
         self.manifests[directory] = (mesh, files)
+        self.committed_s = self.world.time_s
 
     def delete(self, step: int, generation: int) -> None:
         """The newest checkpoint that can be read is never deleted."""
@@ -369,7 +371,7 @@ class Storage:
         # A lost node may have left a step of the generation that wrote the last one.
         old = [n for n in old if (parse_directory_name(n) or newest)[1] < newest[1]]
         # A controller that died with the last commit has cleaned nothing.
-        old = old if "result was lost" not in state.reason.text else []
+        old = [] if self.world.crashed_s > self.committed_s else old
         self.world.oracle.require(not old, f"{old} have no manifest and are kept")
 
     def incomplete(self, generation: int) -> tuple[tuple[int, int], ...]:

@@ -67,8 +67,8 @@ class World(VirtualTime):
         self.cpu_pressure = 0.0
         self._measuring = False
         self.num_faults = self.num_codes = 0
-        self.fault_s = 0.0
-        """When the last fault happened."""
+        self.fault_s = self.crashed_s = 0.0
+        """When the last fault happened, and when a controller died."""
         # Of its own random numbers: other draws of the seed stay what they are.
         self.codes = random.Random(f"new code {seed}")
         self.takeovers = random.Random(f"takeovers {seed}")
