@@ -20,7 +20,7 @@ TIME_CAUSES = {
     "redone": ("yellow", "lost steps trained again"),
     "stalled": ("magenta", "training blocked by checkpoint staging"),
     "waiting": ("blue", "waiting for nodes"),
-    "suspended": ("bright_black", "suspended on request"),
+    "suspended": ("bright_black", "suspended, or held for a decision"),
     "finishing": ("cyan", "final checkpoint and shutdown"),
 }
 BAR_WIDTH = 40

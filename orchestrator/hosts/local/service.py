@@ -294,7 +294,9 @@ class LocalJobHost:
         now_s = self._loop.time()
         if self._signalled_s is None:
             self._signalled_s = now_s
-            self._on_note(f"{by}: cancelling the job; press Ctrl-C again to kill all nodes at once")
+            more = "; press Ctrl-C again to kill all nodes at once"
+            may_press = number == signal.SIGINT or bool(sys.stdin and sys.stdin.isatty())
+            self._on_note(f"{by}: cancelling the job{more if may_press else ''}")
             self.runtime.submit(CancelRequested(by=by))
         elif (
             number == signal.SIGINT

@@ -184,6 +184,26 @@ def test_a_signal_that_is_delivered_twice_does_not_kill_the_nodes(
     drive(scenario())
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_note_names_ctrl_c_only_to_who_can_press_it(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+
+    async def scenario() -> None:
+        harness = JobHarness(tmp_path, make_job())
+        harness.start()
+        await harness.running()
+        monkeypatch.setattr(harness.service, "_on_note", notes.append)
+        harness.service._on_signal(number)
+        async with asyncio.timeout(BOUND_S):
+            await harness.task
+
+    drive(scenario())
+    assert "cancelling the job" in notes[0]
+    assert ("press Ctrl-C again" in notes[0]) == (number == signal.SIGINT)
+
+
 def test_sigterm_never_forces(tmp_path: Path) -> None:
     async def scenario() -> None:
         harness = JobHarness(tmp_path, make_job(), timing=LocalHostTiming(second_ctrl_c_s=0.0))
