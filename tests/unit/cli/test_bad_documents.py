@@ -23,7 +23,7 @@ NOWHERE = "http://127.0.0.1:1"
 """An address that is asked only after the checks of the files."""
 
 LINES = [  # the last line of the spec, and a part of the message
-    ("env: {MY_TOKEN: 12}", "spec.env.MY_TOKEN: got (hidden); expected a valid string"),
+    ("env: {MY_TOKEN: [12]}", "spec.env.MY_TOKEN: got (hidden); expected a valid string"),
     ("suspend: !!bool perhaps", "line 7, column 12: got a value that is not a valid bool"),
     ("image: !!timestamp x", "line 7, column 10: got a value that is not a valid timestamp"),
     ("image: !!timestamp 2024-01-02", "the document: got Object of type date is not JSON"),

@@ -76,7 +76,7 @@ def test_the_plan_shows_settings_but_no_secrets(holdfast: Holdfast, write: Write
 
 
 def test_a_secret_of_a_wrong_type_is_not_repeated(holdfast: Holdfast, write: Write) -> None:
-    result = holdfast("validate", write(SPEC + "  env: {MY_TOKEN: 123456789}\n"))
+    result = holdfast("validate", write(SPEC + "  env: {MY_TOKEN: [123456789]}\n"))
     assert result.code == 2
     assert "spec.env.MY_TOKEN: got (hidden)" in result.err
     assert "123456789" not in result.out + result.err
