@@ -142,6 +142,8 @@ class Inflight(dict[int, AnyAction]):
     def __init__(self, actions: Mapping[int, AnyAction] | None = None) -> None:
         super().__init__()
         self.requests: dict[int, RequestNodes] = {}
+        self.num_requested = 0
+        """Nodes of these requests."""
         self.releases: dict[str, ReleaseNode] = {}
         """Node -> its release."""
         for action_id, action in (actions or {}).items():
@@ -151,6 +153,7 @@ class Inflight(dict[int, AnyAction]):
         super().__setitem__(action_id, action)
         if isinstance(action, RequestNodes):
             self.requests[action_id] = action
+            self.num_requested += action.count
         elif isinstance(action, ReleaseNode):
             self.releases[action.node] = action
 
@@ -158,6 +161,7 @@ class Inflight(dict[int, AnyAction]):
         action = super().pop(action_id, default)
         if isinstance(action, RequestNodes):
             del self.requests[action_id]
+            self.num_requested -= action.count
         elif isinstance(action, ReleaseNode):
             del self.releases[action.node]
         return action
@@ -165,4 +169,5 @@ class Inflight(dict[int, AnyAction]):
     def clear(self) -> None:
         super().clear()
         self.requests.clear()
+        self.num_requested = 0
         self.releases.clear()

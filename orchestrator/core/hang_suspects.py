@@ -8,19 +8,7 @@ from dataclasses import dataclass
 from ..protocol.facts import SuspectBasis, WorkerBeat, counting
 from .context import SECOND_NS
 from .hang_limits import PULSE_STALE_S, InspectedStack, describe
-
-
-@dataclass(slots=True)
-class RankProgress:
-    """The newest heartbeat of a rank."""
-
-    beat: WorkerBeat
-    moved_ns: int
-    """Last sign of progress, by the controller's clock."""
-    seen_ns: int = 0
-    """When the beat came."""
-    ran_ns: int = 0
-    """When the process was last seen not stopped."""
+from .rank_progress import RankProgress
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,8 @@ class FailureDetector:
         """When the time without any heartbeat began that was reported."""
         self._quiet_until_ns = 0
         """Before this no node can be lost, however many messages come."""
+        self._judged_ns = 0
+        """When that was computed."""
 
     # -- in -----------------------------------------------------------------------------------
     def begin(self, now_ns: int) -> None:
@@ -83,8 +85,13 @@ class FailureDetector:
         since_ns = at_ns - seconds(FRESH_BEATS * recovery.heartbeat_interval_s)
         return all(self.last_ns(node) >= since_ns for node in nodes)
 
-    def next_ns(self, nodes: Iterable[str], recovery: Recovery) -> int | None:
-        """When to judge again, if no message comes until then."""
+    def next_ns(
+        self, nodes: Iterable[str], recovery: Recovery, *, rough: bool = False
+    ) -> int | None:
+        """When to judge again, if no message comes until then. `rough`: that may be too early, and
+        mostly needs no walk over all nodes."""
+        if rough and self._lost_since_ns is None and self._judged_ns < self._quiet_until_ns:
+            return self._quiet_until_ns if self._observed else None
         watched = [node for node in nodes if node in self._observed]
         due = [self._lost_ns(node, recovery) for node in watched]
         if watched and self._lost_since_ns is None:
@@ -123,6 +130,7 @@ class FailureDetector:
                 HeartbeatsLost(nodes=len(self._observed), seconds=quiet_s, patience_s=patience_s)
             )
         first_ns = min((self._at(node) for node in self._observed), default=now_ns)
+        self._judged_ns = now_ns
         self._quiet_until_ns = first_ns + seconds(recovery.heartbeat_timeout_s)
         return out
 

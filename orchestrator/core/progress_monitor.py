@@ -8,8 +8,7 @@ applies to the rank whose progress is the oldest.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import median
 
 from .. import limits
@@ -35,14 +34,11 @@ from .events import (
     WorkerExited,
 )
 from .hang_limits import Condition, InspectedStack, Limit, condition, outside_since_ns
-from .hang_suspects import RankProgress, Suspects
+from .hang_suspects import Suspects
 from .liveness import FailureDetector
-from .script_progress import Began
+from .rank_progress import WORKING, RankProgress, WatchedGeneration, any_works
 from .state import JobState
-from .stragglers import Stragglers
 
-RECENT_STEPS = 32
-"""Step times that the median is taken over."""
 GAP_BEATS = 2.0
 """Heartbeat intervals that a time without progress may be longer than the heartbeats showed."""
 STARVED_MEMORY_S = 10.0
@@ -52,39 +48,6 @@ INSPECT_AGAIN_S = 5.0
 BIG_JOB_RANKS = 256
 CHECK_NS_PER_RANK = 30_000
 """Checks of a big job are at least this far apart, times its ranks: a few percent of a core."""
-WORKING = ("build", "restore", "compile", "evaluate", "save", "finish")
-"""Worker phases other than training, which may take long without progress."""
-
-
-@dataclass(slots=True)
-class _Generation:
-    number: int = 0
-    began: Began = field(default_factory=Began)
-    ranks: dict[int, RankProgress] = field(default_factory=dict)
-    done: int = -1
-    """Last step finished by all ranks, according to heartbeats."""
-    first: int = -1
-    """The step after which this generation began."""
-    reported: int = -1
-    """The step of the last StepCompleted."""
-    reported_ns: int = 0
-    step_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
-    num_steps: int = 0
-    hung: bool = False
-    suspected_ns: int | None = None
-    """When a hang was last suspected; None: there is progress."""
-    suspected_since_ns: int = 0
-    """The oldest progress at that time."""
-    inspected: dict[int, InspectedStack] = field(default_factory=dict)
-    busy_ns: int = 0
-    """When a rank was last seen at work while none had progress: what follows it is no hang yet."""
-    starved_ns: int = 0
-    """When the machine was last short of CPU time while no rank had progress."""
-    stragglers: Stragglers = field(default_factory=Stragglers)
-
-
-def _works(live: dict[int, RankProgress]) -> bool:
-    return any(known.beat.phase in WORKING for known in live.values())
 
 
 class ProgressMonitor:
@@ -95,7 +58,7 @@ class ProgressMonitor:
         self._controller = controller
         self._limits: tuple[TrainingJob, Recovery] | None = None
         self._detector = FailureDetector()
-        self._current = _Generation()
+        self._current = WatchedGeneration()
         self._worst_gap_s = 0.0
         """Longest time without progress of a rank in training that ended by itself."""
         self._contended: dict[str, int] = {}
@@ -110,6 +73,9 @@ class ProgressMonitor:
         self._checked_ns = 0
         self._due: tuple[int | None] | None = None
         """The deadline as of the last check, in a job so big that computing it costs."""
+        self._live_ranks: dict[int, RankProgress] | None = None
+        """The live ranks and the quietest of them, as of the last event."""
+        self._quiet: tuple[tuple[int, int] | None] | None = None
 
     @property
     def _state(self) -> JobState:
@@ -133,6 +99,7 @@ class ProgressMonitor:
     def observe(self, now_ns: int, event: AnyEvent) -> tuple[AnyEvent, ...]:
         """Take an event in, after the controller has; returns what follows from it, and from events
         that were not checked yet."""
+        self._live_ranks = self._quiet = None
         out = self._follow(now_ns)
         self._take(now_ns, event)
         self._waiting = True
@@ -160,7 +127,7 @@ class ProgressMonitor:
                 # How long agents may take to reconnect is a timer of the controller.
                 self._detector.begin(now_ns)
                 # A replay has no heartbeats, so what it shows of progress does not count.
-                self._current, self._unchecked = _Generation(), False
+                self._current, self._unchecked = WatchedGeneration(), False
                 self._follow(now_ns)
             case WorkerExited() | HangDetected() | NodeLost():
                 self._report_due = True
@@ -186,14 +153,14 @@ class ProgressMonitor:
         if self._due is None or not pause_ns:
             self._due = (self._first_due_ns(),)
         due = self._due[0]
+        check_ns = self._checked_ns + pause_ns
         if self._waiting:
-            check_ns = self._checked_ns + pause_ns
-            due = check_ns if due is None else min(due, check_ns)
-        return due
+            return check_ns
+        return max(due, check_ns) if due is not None else None
 
     def _first_due_ns(self) -> int | None:
-        hang = self._hang_limit()
-        lost_ns = self._detector.next_ns(self._state.nodes, self._recovery)
+        hang, rough = self._hang_limit(), self._pause_ns() > 0
+        lost_ns = self._detector.next_ns(self._state.nodes, self._recovery, rough=rough)
         suspicion_ns = self._suspicion_ns()
         due = (lost_ns, hang.due_ns if hang is not None else None, suspicion_ns)
         return min((at for at in due if at is not None), default=None)
@@ -211,7 +178,7 @@ class ProgressMonitor:
             return []
         out = self._report_step(now_ns) if self._report_due else []
         self._unchecked, step = False, state.step
-        self._current = _Generation(state.generation, first=step, done=step, reported=step)
+        self._current = WatchedGeneration(state.generation, first=step, done=step, reported=step)
         if state.first_step_done and state.membership is not None:
             # A new controller: its journal has the progress and the step time.
             restore = state.membership.restore
@@ -357,7 +324,7 @@ class ProgressMonitor:
             return Limit(began_ns + seconds(limit_s), limit_s, "start-up")
         if self._by_collectives(live) and (limit := self._collectives_limit(live)) is not None:
             return limit
-        if _works(live):
+        if any_works(live):
             newest_ns = max(known.moved_ns for known in live.values())
             limit_s = limits.SAVE_TIMEOUT_S
             return Limit(newest_ns + seconds(limit_s), limit_s, "save")
@@ -373,8 +340,12 @@ class ProgressMonitor:
 
     def _live(self) -> dict[int, RankProgress]:
         """Ranks that have neither ended nor run to the end of their script."""
-        ranks, exits = self._current.ranks.items(), self._state.exits
-        return {rank: r for rank, r in ranks if rank not in exits and not r.beat.leaves}
+        if self._live_ranks is None:
+            ranks, exits = self._current.ranks.items(), self._state.exits
+            self._live_ranks = {
+                rank: r for rank, r in ranks if rank not in exits and not r.beat.leaves
+            }
+        return self._live_ranks
 
     def _silent(self, live: dict[int, RankProgress]) -> bool:
         """A script of which no step was ever counted, and no rank prepares for one."""
@@ -392,6 +363,11 @@ class ProgressMonitor:
         return begun and self._recovery.hang_timeout_s == "auto"
 
     def _quietest(self, live: dict[int, RankProgress]) -> tuple[int, int] | None:
+        if self._quiet is None:
+            self._quiet = (self._find_quietest(live),)
+        return self._quiet[0]
+
+    def _find_quietest(self, live: dict[int, RankProgress]) -> tuple[int, int] | None:
         """The rank with the oldest progress, and when that was. Of a script, one of those that
         report; if collectives show its progress, that is a collective, a step or a phase of any
         rank. None: not known, also when the ranks that report have ended."""
@@ -404,11 +380,11 @@ class ProgressMonitor:
             moved_ns = [k.moved_ns for k in live.values() if k.beat.ticks or steps]
             return min(live), max([begun_ns, *moved_ns])
         every = counting(known.beat for known in self._current.ranks.values())
-        reporting = {beat.rank for beat in every} & live.keys()
+        reporting = [beat.rank for beat in every if beat.rank in live]
         if not reporting:
             return None
-        rank = min(reporting, key=lambda rank: (live[rank].moved_ns, rank))
-        return rank, live[rank].moved_ns
+        oldest_ns, rank = min((live[rank].moved_ns, rank) for rank in reporting)
+        return rank, oldest_ns
 
     def _collectives_limit(self, live: dict[int, RankProgress]) -> Limit | None:
         """Limit of a script whose progress is its collectives: a rank does nothing that its peers
@@ -431,7 +407,7 @@ class ProgressMonitor:
             since_ns = max(current.busy_ns, min(current.starved_ns, self._outside_ns(live)))
         else:
             limit_s, since_ns = recovery.hang_timeout_s, 0
-        if _works(live):
+        if any_works(live):
             limit_s = max(limit_s, limits.SAVE_TIMEOUT_S)
         due_ns = self._due_after(max(begun_ns, since_ns), limit_s)
         limit = Limit(due_ns, limit_s, "collectives", begun_ns)
@@ -525,7 +501,7 @@ class ProgressMonitor:
         current, state, live = self._current, self._state, self._live()
         if not state.active or state.stop is not None or current.hung or not live:
             return None
-        by_collectives, works = self._by_collectives(live), _works(live)
+        by_collectives, works = self._by_collectives(live), any_works(live)
         silent = by_collectives and current.num_steps == 0
         if works and not silent:
             return None

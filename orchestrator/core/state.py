@@ -424,8 +424,7 @@ class JobState(Struct):
     @property
     def expected_nodes(self) -> int:
         """Requested and not yet joined."""
-        requested = sum(action.count for action in self.inflight.requests.values())
-        return requested + len(self.pending_nodes)
+        return self.inflight.num_requested + len(self.pending_nodes)
 
     @property
     def terminal(self) -> bool:

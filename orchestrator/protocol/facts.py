@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
@@ -151,7 +152,7 @@ def largest(reports: Sequence[StepReport]) -> dict[str, Any]:
     """The largest of each number; the loss is that of the first report that has one."""
     loss = next((one.loss for one in reports if one.loss is not None), None)
     names = [name for name in StepReport.__struct_fields__ if name != "loss"]
-    return {"loss": loss} | {name: max(getattr(one, name) for one in reports) for name in names}
+    return {"loss": loss} | {name: max(map(attrgetter(name), reports)) for name in names}
 
 
 StepSource = Literal["", "session", "script", "posted", "collectives"]

@@ -40,6 +40,7 @@ class AgentGateway:
         node's request for a part of the job's code."""
         self._send_code = send_code
         self._backend, self._executor = backend, executor
+        self._locates = backend if isinstance(backend, LocatesNodes) else None
         self._loop, self._submit, self._log = loop, submit, log
         self._answered = answered
         self._evidence = EvidenceBudget()
@@ -69,8 +70,8 @@ class AgentGateway:
     def joined(self, link: AgentConnection, hello: wire.Hello) -> None:
         self._log.info("%s joined, generation %d", hello.node, hello.generation)
         facts = hello.facts
-        if isinstance(self._backend, LocatesNodes):
-            facts = self._backend.facts_of(hello.node, facts)
+        if self._locates is not None:
+            facts = self._locates.facts_of(hello.node, facts)
         self._submit(translate.joined(hello, facts))
         # After that event, on which the core sends unanswered orders again.
         self._executor.forget(hello.node, f"{hello.node} has reconnected")

@@ -18,6 +18,7 @@ from holdfast.orchestrator.core.events import (
     HeartbeatReceived,
     JobSubmitted,
     NodeJoined,
+    NodeLost,
     StepCompleted,
     WorkerExited,
 )
@@ -26,7 +27,7 @@ from holdfast.orchestrator.runtime.job_loop import JobLoop
 
 from ..core.harness import SECOND, facts, spec
 
-FEW, MANY = 256, 2048
+FEW, MANY = 640, 2048
 """Both are big jobs for the progress monitor."""
 MEASURED = 64
 GROWTH = 1.25
@@ -158,6 +159,11 @@ class BigJob:
         )
         assert len(self.of(LaunchGroup)) == len(self.names)
 
+    def lose(self) -> None:
+        """Every second node, one by one; for each of them another one is requested."""
+        self.apply("lost", (NodeLost(node=name, cause="gone") for name in self.names[::2]))
+        assert len(self.of(RequestNodes)) == len(self.names) // 2
+
     def live(self) -> dict[str, float]:
         """All phases of a job's life."""
         self.join()
@@ -170,6 +176,7 @@ class BigJob:
         self._apply(ControllerStarted(incarnation=2, nodes=tuple(self.names)))
         self.rejoin("rejoin")
         self.stop()
+        self.lose()
         return self.work
 
 
