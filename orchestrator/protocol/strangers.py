@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import resource
 import socket
 import socketserver
@@ -36,6 +37,9 @@ more until then. So a peer gets in behind any number that connect again at once.
 LOOK_S = 0.02
 """Pause before a full port looks again."""
 BACKLOG = 4096
+ACCEPTED_TOGETHER = 16
+"""Connections that are accepted before a busy event loop does other work: one in each turn would
+keep the agents of a large job waiting for minutes."""
 MAX_THREADS = 64
 """Strangers of a server with a thread for each; also requests that it is answering."""
 
@@ -144,7 +148,7 @@ class ConnectionLimit:
         listener.setblocking(False)
         self._sweep(loop)
         try:
-            while True:
+            for number in itertools.count():
                 while self.must_wait():
                     await asyncio.sleep(LOOK_S)
                 try:
@@ -156,7 +160,8 @@ class ConnectionLimit:
                 task = loop.create_task(self._begin(sock, str(source[0]), begin, context))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-                await asyncio.sleep(0)  # sock_accept does not yield while connections wait
+                if number % ACCEPTED_TOGETHER == 0:
+                    await asyncio.sleep(0)  # sock_accept does not yield while connections wait
         finally:
             listener.close()
             if self._sweeping is not None:
