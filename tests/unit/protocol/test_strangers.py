@@ -149,6 +149,27 @@ def test_a_port_goes_on_after_it_had_no_descriptor(stack: ExitStack) -> None:
     asyncio.run(asyncio.wait_for(scene(), 60))
 
 
+def test_a_crowd_is_accepted_in_fewer_turns_than_it_has_connections(stack: ExitStack) -> None:
+    async def scene() -> None:
+        listener, begun = listen("127.0.0.1"), list[socket.socket]()
+        for _ in range(64):
+            stack.enter_context(socket.create_connection(listener.getsockname()))
+
+        async def begin(sock: socket.socket) -> None:
+            begun.append(stack.enter_context(sock))
+
+        serving = asyncio.create_task(ConnectionLimit(10.0, 128).serve(listener, begin))
+        turns = 0
+        while len(begun) < 64:
+            await asyncio.sleep(0)
+            turns += 1
+        serving.cancel()
+        await asyncio.wait([serving])
+        assert turns < 32
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
 def test_a_process_gets_the_descriptors_that_the_system_allows() -> None:
     """The limits end with the child that has them."""
     pid = os.fork()
