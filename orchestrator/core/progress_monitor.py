@@ -390,13 +390,16 @@ class ProgressMonitor:
         """Limit of a script whose progress is its collectives: a rank does nothing that its peers
         wait for, or while it loads, no rank does. None: what they do is not known, or they work."""
         current, recovery = self._current, self._recovery
-        if not len(live) == len(current.ranks) > 1:
+        if not live or len(live) != len(current.ranks):
             return None
         if (found := self._quietest(live)) is None:
             idle_ns = max(known.seen_ns - seconds(known.beat.idle_s) for known in live.values())
             limit_s, idle_ns = recovery.startup_timeout_s, max(idle_ns, self._state.launched_ns)
             limit = Limit(self._due_after(idle_ns, limit_s), limit_s, "start-up", idle_ns)
-            return limit if self._current_at(limit.due_ns) else None
+            early = idle_ns - self._state.launched_ns <= seconds(limit_s)
+            return limit if early and self._current_at(limit.due_ns) else None
+        if len(live) == 1:
+            return None
         begun_ns = found[1]
         if recovery.hang_timeout_s == "auto":
             if self._condition(live) != "idle":

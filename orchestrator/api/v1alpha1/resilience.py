@@ -180,7 +180,9 @@ class Recovery(Part):
     not wait for (2 to 5 s); it takes about 0.5 GB of each GPU's memory. For whole GPUs with
     resources.gpu 1."""
     startup_timeout_s: Seconds = limits.STARTUP_TIMEOUT_S
-    """Seconds from the launch of a generation to its first step."""
+    """Seconds from the launch of a generation to its first step. A script that reports no steps may
+    do nothing for so long while it loads. On one machine, nodes have as long to start, 120 s at
+    least."""
     replacement_wait_s: Wait = limits.REPLACEMENT_WAIT_S
     """Seconds that the job waits for a replacement of a lost node before it goes on with fewer
     nodes. It does not wait if its earlier nodes took longer than that to start."""

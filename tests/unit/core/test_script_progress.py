@@ -275,12 +275,16 @@ def test_a_silent_script_that_computes_or_has_hardly_begun_does_not_hang() -> No
     few = {f"rank{r}": {"collectives": 3} for r in range(4)}
     _quiet(fresh, 590, {"rank2": "nothing"}, **few)
     assert not fresh.hangs, "it may still be loading"
-    works = {**few, "rank1": {"collectives": 3, "idle_s": 0.0}}
-    _quiet(fresh, 900, {"rank2": "nothing"}, since_s=590, **works)
-    assert not fresh.hangs, "a rank computes or reads"
-    _quiet(fresh, 900, {"rank2": "nothing"}, since_s=1_490, **few)
+    _quiet(fresh, 900, {"rank2": "nothing"}, since_s=590, **few)
     (hang,) = fresh.hangs
     assert "start-up limit is 600.0 s" in hang.evidence, "no rank does anything: a stale lock"
+    works = {**few, "rank1": {"collectives": 3, "idle_s": 0.0}}
+    busy = Script()
+    busy.beats(*[{"collectives": MIN_COLLECTIVES - 1}] * 4)
+    _quiet(busy, 900, {"rank2": "nothing"}, **works)
+    assert not busy.hangs, "a rank computes or reads"
+    _quiet(busy, 900, {"rank2": "nothing"}, **few)
+    assert not busy.hangs, "it has worked for longer than the limit and waits now"
 
 
 def test_a_pause_that_ended_by_itself_makes_the_next_one_longer() -> None:
