@@ -52,7 +52,9 @@ def report(
         share.append(" of the time since the first launch", style="not bold")
         parts += ["", share, ledger(view)]
         if view.step < 0 and view.ledger.get("productive"):
-            parts.append("the script reports no steps, so all running time counts as productive")
+            parts.append(
+                "no steps are reported: time is productive, except loading, hangs and restarts"
+            )
     if view.incidents:
         parts += ["", _count(view)]
         ended = view.state in TERMINAL
