@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -27,7 +27,7 @@ class Stateful(Protocol):
 Extra = MutableMapping[str, Any] | Stateful | None
 """One object, or a dict of values and of objects by name."""
 
-_USER, _OBJECTS, _IN_SCRIPT = "user", "objects", "in_script"
+_USER, _OBJECTS, _IN_SCRIPT, _SCHEDULES = "user", "objects", "in_script", "schedules"
 _POSITION = ("last_epoch", "_step_count", "_last_lr")
 """What a schedule has that is not a setting."""
 _FIX = (
@@ -39,7 +39,9 @@ _FIX = (
 
 def export_user(extra: Extra, in_script: Mapping[str, Any]) -> dict[str, Any]:
     """JSON values for a header. Raises UserError for an unsupported value, with its name."""
-    settings = {_IN_SCRIPT: in_script} if in_script else {}
+    settings: dict[str, Any] = {_IN_SCRIPT: in_script} if in_script else {}
+    if schedules := _schedules(extra):
+        settings[_SCHEDULES] = {name: type(one).__name__ for name, one in schedules.items()}
     if extra is None:
         return {_USER: {}}
     if isinstance(extra, Stateful):
@@ -52,14 +54,17 @@ def export_user(extra: Extra, in_script: Mapping[str, Any]) -> dict[str, Any]:
 
 def settings_of(extra: Extra) -> dict[str, Any]:
     """The settings of the schedules in `extra`, as JSON values; one without a name is ""."""
-    given = {"": extra} if isinstance(extra, Stateful) else extra or {}
     found = {}
-    for name, one in given.items():
+    for name, one in _schedules(extra).items():
         with contextlib.suppress(UserError):  # raised where it matters, when it is staged
-            if isinstance(one, LRScheduler):
-                state = _packed(one.state_dict())
-                found[name] = {k: v for k, v in state.items() if k not in _POSITION}
+            state = _packed(one.state_dict())
+            found[name] = {k: v for k, v in state.items() if k not in _POSITION}
     return found
+
+
+def _schedules(extra: Extra) -> dict[str, LRScheduler]:
+    given = {"": extra} if isinstance(extra, Stateful) else extra or {}
+    return {name: one for name, one in given.items() if isinstance(one, LRScheduler)}
 
 
 def changed_settings(in_script: Mapping[str, Any], header: Mapping[str, Any]) -> Iterator[str]:
@@ -89,7 +94,7 @@ def import_user(extra: Extra, header: Mapping[str, Any], say: Callable[[str], No
                 f"as in the checkpoint: extra={{{stored[0]!r}: {stored[0]}, ...}}"
             )
         if user:
-            extra.load_state_dict(user)
+            _load("", extra, user, header, say)
         else:
             say(f"extra: the checkpoint has none; the {type(extra).__name__} stays as the script "
                 "made it")  # fmt: skip
@@ -102,7 +107,7 @@ def import_user(extra: Extra, header: Mapping[str, Any], say: Callable[[str], No
         )
     for name in given:
         if name in stored:
-            extra[name].load_state_dict(user[name])
+            _load(name, extra[name], user[name], header, say)
     for name in extra:
         if name not in (stored if name in given else user):
             say(f"extra: the checkpoint has no state of {name!r}; it stays as the script made it")
@@ -110,6 +115,34 @@ def import_user(extra: Extra, header: Mapping[str, Any], say: Callable[[str], No
         if name not in given:
             say(f"extra: the checkpoint has state of {name!r}, which the script does not give")
     extra.update({n: v for n, v in user.items() if n not in stored and n not in given})
+
+
+def _load(
+    name: str,
+    held: Stateful,
+    state: dict[str, Any],
+    header: Mapping[str, Any],
+    say: Callable[[str], None],
+) -> None:
+    """Load one object, and name a schedule that gets the state of another kind."""
+    if isinstance(held, LRScheduler):
+        mine, kind = held.state_dict().keys(), type(held).__name__
+        before = header.get(_SCHEDULES, {}).get(name, kind)
+        if before != kind or _settings(mine) != _settings(state):
+            what = f"a {before}" if before != kind else "another schedule"
+            lacks = _listed(sorted(_settings(mine) - _settings(state)))
+            stays = f"; {lacks} stay as the script made them" if lacks else ""
+            say(
+                f"{f'extra[{name!r}]' if name else 'extra'}: the checkpoint has the state of "
+                f"{what}, and the script gives a {kind}: it continues at the step of the "
+                f"checkpoint, and the learning rate may jump{stays}"
+            )
+    held.load_state_dict(state)
+
+
+def _settings(keys: Iterable[str]) -> set[str]:
+    """Names that torch keeps from one version to the next."""
+    return {key for key in keys if not key.startswith("_")}
 
 
 def _packed(values: Mapping[str, Any]) -> Any:

@@ -41,7 +41,8 @@ class _Blobs:
         if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _PLAIN_ARRAYS:
             what = "array" if isinstance(value, np.ndarray) else "number"
             return [what, value.dtype.str, list(value.shape), *self._place(value.tobytes())]
-        raise UnsupportedValue(kind.__name__)
+        of = f" of {value.dtype}" if kind in (torch.Tensor, np.ndarray) else ""
+        raise UnsupportedValue(kind.__name__ + of)
 
     def _place(self, data: bytes) -> tuple[int, int]:
         begin = len(self.data)

@@ -306,6 +306,29 @@ def test_a_changed_setting_of_the_script_is_printed_with_both_values(
     assert again[2]["sch"].T_max == 100
 
 
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("step", "cosine", "a StepLR, and the script gives a CosineAnnealingLR: it continues at"),
+        ("step", "cosine", "'T_max', 'eta_min' stay as the script made them"),
+        ("multiplicative", "lambda", "a MultiplicativeLR, and the script gives a LambdaLR"),
+        ("cosine", "cosine", ""),
+    ],
+)
+def test_a_schedule_that_gets_the_state_of_another_kind_is_named(
+    before: str, after: str, said: str, named: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer, schedule = made(SCHEDULES[before])
+    file = staged_alone(model, optimizer, {"sch": schedule} if named else schedule)
+    model, optimizer, schedule = made(SCHEDULES[after])
+    restore_alone(file, model, optimizer, {"sch": schedule} if named else schedule)
+    shown = capsys.readouterr().err
+    assert said in shown and ("extra['sch']: the checkpoint has the" in shown) == (
+        named and bool(said)
+    )
+
+
 def test_a_schedule_over_a_tensor_is_restored() -> None:
     def script() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         model = nn.Linear(2, 2)

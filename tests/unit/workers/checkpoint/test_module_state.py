@@ -67,6 +67,7 @@ def test_what_has_no_counterpart_is_named(capsys: pytest.CaptureFixture[str]) ->
     [
         (object(), "got object from get_extra_state of Scaled"),
         ([nn.Parameter(torch.ones(1))], "got Parameter from"),
+        (torch.ones(2, dtype=torch.complex128), "got Tensor of torch.complex128 from"),
     ],
 )
 def test_state_that_cannot_be_stored_is_rejected_by_name(state: Any, what: str) -> None:
