@@ -7,7 +7,8 @@ was submitted.
 Whose it is: other jobs, converters and downloads may write below the same directory. Touched is
 what ranks of this job reported to have written (pool/file_audit.py), and what lies in a directory
 that the spec or an argument names and in which no rank was seen to write. Of the latter, files that
-a process has open or that still grow stay as they are.
+a process has open or that still grow stay as they are. Where ranks report what they write, a new
+file that none reported is another program's, and stays too.
 
 Every node looks before it starts its own workers, and no rank trains before all are started, so no
 save is under way. On a shared file system one of the nodes renames; the others find it done. Of the
@@ -20,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +47,9 @@ LOOK_TIMEOUT_S = 5.0
 TOO_SLOW = f"the file system did not answer within {LOOK_TIMEOUT_S:.0f} s; the rest stays as it is"
 GROWTH_S = 0.5
 """For so long a checkpoint that may be another job's must not change before it is renamed."""
+SETTLED_S = 60.0
+"""Since so long what no rank reported must not have changed: a download from another node may
+pause."""
 SINGLE_FILES = (".ckpt", ".pt", ".pth", ".pth.tar")
 """Ends of the names of checkpoints that are one file, where no rank reported what it wrote."""
 _RESUMED = re.compile(
@@ -165,12 +170,15 @@ class _Look:
         self._links: list[Path] = []
         self._foreign = False
         """What is looked at may belong to another job."""
+        self._reported = False
+        """Ranks report what they write, so that what is looked at probably does."""
         self.findings = Findings()
 
     def run(self, where: Iterable[Path], written: list[Path], *, named: bool) -> Findings:
         self._written(written)
         self._guarded(partial(self._files, self._links))  # what they lead to was looked at
         newest, self._foreign, self._links = self.findings.newest, True, []
+        self._reported = not named
         for root in where:
             real = root.resolve()
             if any(path.is_relative_to(real) for path in written):
@@ -309,7 +317,7 @@ class _Look:
             self.findings.set_aside.append(what)
 
     def _may_change(self, path: Path, why: str) -> bool:
-        user = in_use(path) if self._foreign else ""
+        user = (self._reported and _recent(path)) or in_use(path) if self._foreign else ""
         self._expect_time()
         if user:
             text = f"checkpoint {path} is incomplete ({why}) and stays as it is: {user}"
@@ -383,6 +391,20 @@ def in_use(path: Path) -> str:
                     return f"process {process.parent.name} has it open"
     time.sleep(GROWTH_S)
     return "it still grows" if _state(path) != before else ""
+
+
+def _recent(path: Path) -> str:
+    """How long ago a checkpoint changed, if it may change again; a time to come counts as now. The
+    clock is the file system's, where a file can be made."""
+    changed_ns = max(written_ns for _, _, written_ns in _state(path))
+    try:
+        with tempfile.TemporaryFile(dir=path.parent) as file:
+            now_ns = os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        now_ns = time.time_ns()
+    age_s = max(0.0, (now_ns - changed_ns) / 1e9)
+    written = f"it was written {age_s:.0f} s ago, and not by a rank of this job"
+    return written if age_s < SETTLED_S else ""
 
 
 def _state(path: Path) -> list[tuple[str, int, int]]:

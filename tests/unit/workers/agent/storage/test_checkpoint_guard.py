@@ -465,3 +465,25 @@ def test_a_folder_that_still_grows_stays_as_it_is(
     monkeypatch.setattr(time, "sleep", lambda _s: later.write_bytes(b"more"))
     found = look([tmp_path], 0)
     assert names(tmp_path) == ["checkpoint-5"] and "it still grows" in found.set_aside[0]
+
+
+@pytest.mark.parametrize("make", [torch_file, dcp])
+def test_what_another_program_wrote_a_moment_ago_stays_as_it_is(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    """A download from another node that pauses: no process has it open here."""
+    path = tmp_path / ("base.ckpt" if make is torch_file else "step-1")
+    make(path)
+    if make is torch_file:
+        cut(path)
+    else:
+        (path / ".metadata").unlink()
+    for age_s in (0, 50, -DAY_NS // 10**9):
+        for file in (path, *path.glob("*")):
+            os.utime(file, ns=(time.time_ns() - age_s * 10**9,) * 2)
+        (said,) = look([tmp_path], 0, named=False).set_aside
+        assert path.exists() and "s ago, and not by a rank of this job" in said
+    for file in (path, *path.glob("*")):
+        os.utime(file, ns=(time.time_ns() - 70 * 10**9,) * 2)
+    look([tmp_path], 0, named=False)
+    assert not path.exists()
