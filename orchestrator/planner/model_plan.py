@@ -11,7 +11,7 @@ from ..catalogue.types import Architecture, Device
 from .estimate import Estimate, estimate
 from .memory import USABLE, describe_host, device_bytes, host_share, state_bytes
 from .ranking import Alternative, Order, Ranked, alternatives_of, lost_of, parallelism_of, ranked_by
-from .search import Cluster, Found, min_devices, search
+from .search import Cluster, Found, min_batch, min_devices, search
 from .workload import ParallelLayout, Workload
 
 
@@ -112,7 +112,11 @@ def _verdict(work: Workload, best: Ranked | None, found: list[tuple[Cluster, Fou
         f"does not fit: {name} ({billions:.1f} B) on {cluster.devices} x "
         f"{cluster.hardware.device.name}: "
     )
-    if total > cluster.devices * room or not answer.lost:
+    if not answer.num_considered:
+        least = min_batch(work, cluster)
+        text += f"its batch of {work.global_batch:,} is too small for these devices, which need "
+        text += f"at least {least:,} samples in a step"
+    elif total > cluster.devices * room:
         text += (
             f"its states take {total / 2**30:,.0f} GiB, {USABLE:.0%} of the devices' memory are "
         )

@@ -192,12 +192,24 @@ def _divides(work: Workload, tensor: int) -> bool:
 
 
 def _contexts(work: Workload, tensor: int) -> Iterator[int]:
-    context = 1
-    while work.sequence_length % (2 * context * tensor) == 0:
-        yield context
+    """Powers of two. A context axis has two pieces of a sequence on each rank, and a tensor axis
+    divides each rank's share."""
+    yield 1
+    length, context = work.sequence_length, 2
+    while length // context >= MIN_TOKENS_PER_RANK and length % (2 * context) == 0:
+        if length % (context * tensor) == 0:
+            yield context
         context *= 2
-        if work.sequence_length // context < MIN_TOKENS_PER_RANK:
-            return
+
+
+def min_batch(work: Workload, cluster: Cluster) -> int:
+    """The fewest samples of a step with which these devices have a layout: one for each
+    data-parallel rank, and as many micro-batches as a pipeline has stages."""
+    unlimited = msgspec.structs.replace(work, global_batch=cluster.devices)
+    return min(
+        mesh.data_parallel_size * max(mesh.pipeline - 1, 1) + (mesh.pipeline > 1)
+        for mesh in meshes(unlimited, cluster)
+    )
 
 
 def _divisors(number: int, most: int) -> Iterator[int]:

@@ -123,6 +123,16 @@ def test_the_reason_names_what_does_not_fit() -> None:
     assert "its states take" in _plan("llama3-405b", 4).verdict
 
 
+@pytest.mark.parametrize(("devices", "batch", "least"), [(7, 1, "7"), (1_048_576, 7, "8,193")])
+def test_a_batch_that_is_too_small_for_the_devices_is_the_reason(
+    devices: int, batch: int, least: str
+) -> None:
+    plan = plan_model(workload("llama3-8b", batch), (cluster(devices),), "tokens")
+    assert not plan.fits and plan.num_considered == 0
+    assert f"its batch of {batch} is too small" in plan.verdict
+    assert f"at least {least} samples" in plan.verdict and "states" not in plan.verdict
+
+
 def test_a_device_without_bfloat16_trains_in_float16() -> None:
     work = workload("llama3-8b")
     volta = plan_model(work, (cluster(8, "V100-32"),), "tokens")

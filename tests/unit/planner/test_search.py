@@ -8,13 +8,15 @@ import time
 import pytest
 from msgspec.structs import replace
 
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.planner.memory import USABLE, device_bytes, main_memory_holds
-from holdfast.orchestrator.planner.model_plan import plan_model
+from holdfast.orchestrator.planner.model_plan import plan_model, spec_of
 from holdfast.orchestrator.planner.search import (
     Found,
     estimate,
     layouts,
     meshes,
+    min_batch,
     min_devices,
     search,
 )
@@ -225,6 +227,30 @@ def test_more_ranks_than_samples_are_no_answer() -> None:
     work = workload("llama3-8b", 4)
     for mesh in meshes(work, cluster(64)):
         assert mesh.data_parallel_size <= 4
+
+
+@pytest.mark.parametrize("length", [8191, 8190, 4104, 4095, 2047, 2**31 - 1])
+def test_a_sequence_is_divided_as_validation_accepts(length: int) -> None:
+    """Length 4104 is 8 x 513: context 2 beside tensor 4 divides it, context 2 beside tensor 8 does
+    not. No context axis and no tensor axis divide nothing, so an odd length has layouts too."""
+    work, on = workload("llama3-8b", 64, sequence_length=length), cluster(8)
+    found = [*meshes(work, on)]
+    for mesh in found:
+        layout = next(layouts(work, mesh, on.per_node), None)
+        spec = spec_of(work, layout) if layout else None
+        assert spec is None or job_from_mapping(spec)
+    assert {one.context for one in found if length % 2} <= {1}
+    assert {one.strategy for one in found} >= {"FSDP", "DDP", "HSDP", "FSDP + PP"}
+    assert any((one.context, one.tensor) == (2, 4) for one in found) == (length == 4104)
+    assert bool(search(work, on).ranked) == (length < 2**31 - 1)
+
+
+@pytest.mark.parametrize("devices", [1, 6, 7, 8, 24, 104, 1_048_576])
+def test_fewer_samples_than_the_smallest_batch_have_no_layout(devices: int) -> None:
+    on = cluster(devices)
+    least = min_batch(workload("llama3-8b"), on)
+    assert search(workload("llama3-8b", least), on).num_considered
+    assert not search(workload("llama3-8b", least - 1), on).num_considered
 
 
 def test_a_tensor_axis_has_no_chunks() -> None:
