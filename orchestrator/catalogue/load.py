@@ -172,7 +172,7 @@ def _read(file: Path) -> object:
         why = f"{file} ({error.strerror or error})"
         problem = Problem("catalogue", why, "a YAML file that can be read", fix)
         raise UserError(str(problem)) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         text = " ".join(str(error).split())
         problem = Problem("catalogue", text, "YAML with devices, links or architectures")
         raise CatalogueError([problem], str(file)) from error

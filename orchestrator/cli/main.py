@@ -6,6 +6,7 @@ imported before a command needs it: `holdfast --help` must be fast.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from ..errors import HoldfastError
+from ..errors import HoldfastError, Problem
 from .commands import (
     chaos,
     checkpoint,
@@ -28,12 +29,15 @@ from .commands import (
     submit,
 )
 from .options import PLUGIN, complete
-from .output import stderr
+from .output import discard_output, stderr
 
 # Newer versions of typer bundle click, older ones import it; in both, these are the bases of the
 # one usage error that typer exports.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 CLICK_EXCEPTION: type[Exception] = typer.BadParameter.__mro__[2]
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a full disk, whichever file is on it: standard output or one of a command."""
+WRITABLE = "a file on a disk with space and quota left"
 
 app = typer.Typer(
     name="holdfast",
@@ -134,8 +138,19 @@ def main(
     that help texts show, `default_target` applies when no option chooses a target."""
     _prepare_streams()
     try:
-        words = complete(sys.argv[1:] if arguments is None else arguments)
+        _run(sys.argv[1:] if arguments is None else arguments, program, default_target)
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        discard_output()
+        fail(str(Problem(error.filename or "output", str(error.strerror), WRITABLE)), 1)
+
+
+def _run(arguments: list[str], program: str, default_target: str | None) -> NoReturn:
+    try:
+        words = complete(arguments)
         result = app(args=words, prog_name=program, standalone_mode=False, obj=default_target)
+        sys.stdout.flush()
     except HoldfastError as error:
         fail(str(error), error.exit_code)
     except CLICK_EXCEPTION as error:

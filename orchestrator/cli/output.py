@@ -55,7 +55,12 @@ def ignoring_closed_output() -> Iterator[None]:
     try:
         yield
     except (OSError, SystemExit):  # rich exits when a pipe is closed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
+
+
+def discard_output() -> None:
+    """Let the interpreter's last flush succeed: what is left in its buffer cannot be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_json(value: Any) -> None:

@@ -236,7 +236,7 @@ def _lists(option: str, text: str) -> dict[str, list[str]]:
         expected = expected.replace("s3://bucket/team-a", "https://minio.example.com")
     try:
         found = json.loads(text or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         got = f"{text} ({error})"
         raise UserError(str(Problem(option, got, expected))) from None
     lists = found.values() if isinstance(found, dict) else [None]
@@ -256,7 +256,7 @@ def _requests(text: str) -> dict[str, str]:
         found = json.loads(text or "{}")
         for amount in found.values():
             parse_quantity(amount)
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         got = f"{text} ({error})"
         raise UserError(str(Problem("--worker-requests", got, expected))) from None
     return {name: str(amount) for name, amount in found.items()}
@@ -286,7 +286,7 @@ def _volume(option: str, text: str) -> dict[str, Any]:
     expected = 'JSON such as {"persistentVolumeClaim": {"claimName": "shared"}}'
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(str(Problem(option, f"{text} ({error})", expected))) from None
     if not isinstance(found, dict):
         raise UserError(str(Problem(option, text, expected)))

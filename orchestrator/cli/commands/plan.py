@@ -75,7 +75,7 @@ SequenceOption = Annotated[
     int | None,
     typer.Option(
         "--sequence",
-        min=1,
+        min=2,
         max=limits.MAX_COUNT,
         help="With --model: tokens of a sample.",
         show_default="8192, or the model's longest",
@@ -305,7 +305,7 @@ def _architecture(known: Catalogue, name: str) -> Any:
     except OSError as error:
         got = f"{name} ({error.strerror})"
         raise UserError(str(Problem("--model", got, "a file that can be read"))) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(str(Problem("--model", f"{name} ({error})", "JSON"))) from None
     return architecture_of(config, path.parent.name or path.stem)
 

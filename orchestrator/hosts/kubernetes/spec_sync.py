@@ -119,7 +119,7 @@ class SpecSync:
                 return
             given = {key: wanted[key] for key in CHAOS_ARGUMENTS if wanted.get(key) is not None}
             kind = str(wanted.get("kind", ""))
-        except (ValueError, AttributeError, TypeError):
+        except (ValueError, AttributeError, TypeError, RecursionError):
             verb, example = "chaos", '{"kind": "kill-worker", "rank": 1}'
             if name == names.RESUME:
                 verb, example = "resume", '{"start_over": false, "by": "me"}'
@@ -136,7 +136,7 @@ class SpecSync:
             if verb not in QUESTIONS:
                 raise ValueError(verb)
             by, number = str(asked.get("by", "")), str(asked.get("id", ""))
-        except (ValueError, AttributeError, TypeError, KeyError):
+        except (ValueError, AttributeError, TypeError, KeyError, RecursionError):
             example = '{"verb": "stacks", "arguments": {"ranks": [0]}, "by": "me", "id": "1"}'
             problem = f"annotation {names.INSPECT}: got {text!r}; expected JSON such as {example}"
             self._events.record("Warning", "Refused", problem, {names.REQUEST: "inspect"})

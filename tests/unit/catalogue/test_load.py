@@ -351,6 +351,7 @@ def test_a_wrong_entry_is_refused_by_file_entry_and_field(
         ("[1]", "catalogue: got [1]; expected entries"),
         ("devices:", "devices: got None; expected entries, each a name with fields"),
         ("devices: {a: [}", "expected YAML with devices, links or architectures"),
+        (3000 * "[", "expected YAML with devices, links or architectures"),
         ("links: {a: {bandwidth: 1GB/s}}", "links.a: got no latency"),
         ("links: {lo: {shared: 2}}", "links.lo.shared: got 2; expected true or false"),
         ("architectures: {mistral-7b: {dim: 4kB}}", "mistral-7b.dim: got '4kB'; expected a whole"),

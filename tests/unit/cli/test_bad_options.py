@@ -14,6 +14,7 @@ from .conftest import Holdfast
 from .test_bad_input import SCRIPT
 
 Write = Callable[[str], Path]
+DEEP = 3000 * "["
 
 
 def test_a_plan_for_more_nodes_than_the_maximum_is_that_of_a_resize(
@@ -62,7 +63,7 @@ def test_a_kubeconfig_that_is_a_directory_is_reported_as_one(tmp_path: Path) -> 
     assert f"--kubeconfig: got {tmp_path} (a directory)" in str(problem(None, tmp_path))
 
 
-@pytest.mark.parametrize("text", ["a: 2024-13-45", 3000 * "["], ids=["no date", "deep"])
+@pytest.mark.parametrize("text", ["a: 2024-13-45", DEEP], ids=["no date", "deep"])
 def test_a_file_that_cannot_be_parsed_is_not_a_kubeconfig(text: str, tmp_path: Path) -> None:
     (tmp_path / "config").write_text(text)
     assert "which is not a kubeconfig" in str(problem(None, tmp_path / "config"))
@@ -74,16 +75,19 @@ def test_a_file_that_cannot_be_parsed_is_not_a_kubeconfig(text: str, tmp_path: P
         ("--agent-endpoint", "nonsense", "HOST:PORT"),
         ("--agent-endpoint", "host:99999", "HOST:PORT"),
         ("--listen", "²", "a port, or an address and a port"),
+        ("--user-credentials", DEEP, "JSON such as"),
+        ("--worker-requests", DEEP, "JSON such as"),
+        ("--cache-volume", DEEP, "JSON such as"),
     ],
 )
-def test_addresses_of_an_operator_are_checked_before_a_cluster_is_contacted(
+def test_options_of_an_operator_are_checked_before_a_cluster_is_contacted(
     option: str, value: str, expected: str, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", "/nowhere")
     options = {"--agent-endpoint": "host:7077", option: value}
     result = holdfast("operator", *(word for pair in options.items() for word in pair))
     assert result.code == 2
-    assert f"{option}: got {value}; expected {expected}" in result.err
+    assert f"{option}: got {value}" in result.err and f"; expected {expected}" in result.err
 
 
 def test_compiled_code_and_checkpoints_do_not_share_a_volume(

@@ -60,6 +60,16 @@ def test_json_has_every_character_whatever_the_encoding_of_the_output() -> None:
         assert json.loads(done.stdout.decode(encoding)) == ["caf\u00e9 \U0001f600"]
 
 
+@pytest.mark.parametrize("words", ["version", "checkpoint --help", "schema", ""])
+def test_output_that_a_full_disk_does_not_take_is_reported(words: str) -> None:
+    command = [sys.executable, "-m", "holdfast.orchestrator.cli.main", *words.split()]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: output: got No space left on device; expected")
+    assert done.stderr.count("\n") == 1
+
+
 def test_the_plugin_is_installed_under_the_name_that_kubectl_expects() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert project["scripts"]["kubectl-holdfast"] == f"{reordered.__module__}:kubectl_main"

@@ -108,9 +108,12 @@ def test_a_configuration_that_lacks_a_field_names_it(
     assert lacking in result.err
 
 
-def test_a_configuration_that_is_not_json_is_refused(tmp_path: Path, holdfast: Holdfast) -> None:
+@pytest.mark.parametrize("text", ["{hidden_size: 1", "[" * 100_000], ids=["torn", "deep"])
+def test_a_configuration_that_is_not_json_is_refused(
+    text: str, tmp_path: Path, holdfast: Holdfast
+) -> None:
     path = tmp_path / "config.json"
-    path.write_text("{hidden_size: 1")
+    path.write_text(text)
     result = holdfast("plan", "--model", path, "--devices", "8xH100-80")
     assert result.code == 2
     assert "--model: got" in result.err and "expected JSON" in result.err

@@ -194,7 +194,9 @@ def test_the_kept_fields_of_a_status_exist() -> None:
     [
         (names.CHECKPOINT, "ann", "checkpoint"),
         (names.CHAOS, "no JSON", "chaos"),
+        (names.RESUME, 3000 * "[", "resume"),
         (names.INSPECT, '{"verb": "resize", "id": "7"}', "inspect"),
+        (names.INSPECT, 3000 * "[", "inspect"),
         (names.INSPECT, '{"verb": "stacks", "arguments": {}, "by": "ann", "id": "7"}', "7"),
     ],
 )
