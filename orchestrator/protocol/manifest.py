@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import msgspec
 
 from .. import limits
+from .coverage import MODULUS
 from .facts import ShardFile
 from .framing import UNDECODABLE
 from .mesh import Mesh
@@ -28,6 +29,8 @@ MANIFEST_NAME = "manifest.json"
 FORMAT = "holdfast.dev/checkpoint/v1"
 MAX_NAMED, MAX_NAME_CHARACTERS = 8, 80
 """What of a wrong manifest is quoted."""
+MAX_NUMBER = 2**63 - 1
+"""Steps, generations and bytes: the journal's format has no larger signed number."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +82,7 @@ def decode_note(data: bytes) -> ShardNote:
     except UNDECODABLE as error:
         raise ValueError(f"not a note: {error}") from None
     _expect_mesh(note.mesh)
-    _expect_name(note.file, note.mesh)
+    _expect_file(note.file, note.mesh, note.file.step, note.file.generation)
     return note
 
 
@@ -91,8 +94,9 @@ def directory_name(step: int, generation: int) -> str:
 
 def parse_directory_name(name: str) -> tuple[int, int] | None:
     """(step, generation) of a checkpoint directory; None for any other name."""
-    match = re.fullmatch(r"step-(\d{8,})\.gen-(\d+)", name)
-    return (int(match[1]), int(match[2])) if match else None
+    match = re.fullmatch(r"step-(\d{8,19})\.gen-(\d{1,19})", name)
+    at = (int(match[1]), int(match[2])) if match else None
+    return at if at and max(at) <= MAX_NUMBER and directory_name(*at) == name else None
 
 
 def shard_file_name(shard: int, num_shards: int) -> str:
@@ -104,21 +108,25 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
 
 
-def decode_manifest(data: bytes) -> Manifest:
-    """The manifest in a JSON text. Raises ValueError with the reason."""
+def decode_manifest(data: bytes, directory: str) -> Manifest:
+    """The manifest in a JSON text that was read from `directory`. Raises ValueError with the
+    reason."""
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
     except UNDECODABLE as error:
         raise ValueError(f"not a manifest: {error}") from None
     if manifest.format != FORMAT:
         raise ValueError(f"format: got {manifest.format!r}; expected {FORMAT!r}")
-    expect_files(manifest.files, manifest.mesh)
+    expect_files(manifest.files, manifest.mesh, manifest.step, manifest.generation)
+    if manifest.directory != directory:
+        raise ValueError(f"got the manifest of {manifest.directory}; expected that of {directory}")
     return manifest
 
 
-def expect_files(files: Sequence[ShardFile], mesh: Mesh) -> None:
-    """Raise ValueError unless these are all shards of the mesh, each once and with the name that is
-    due. Agents report them, and what is read from a store may be anything: names become paths."""
+def expect_files(files: Sequence[ShardFile], mesh: Mesh, step: int, generation: int) -> None:
+    """Raise ValueError unless these are all shards of the mesh, each once, of this attempt and with
+    the name that is due. Agents report them, and a store may contain anything: names become
+    paths, and numbers become records of the journal."""
     _expect_mesh(mesh)
     shards = sorted(file.shard for file in files)
     if len(shards) != mesh.num_shards or shards != list(range(mesh.num_shards)):
@@ -127,13 +135,30 @@ def expect_files(files: Sequence[ShardFile], mesh: Mesh) -> None:
             f"0 to {mesh.num_shards - 1}, each once"
         )
     for file in files:
-        _expect_name(file, mesh)
+        _expect_file(file, mesh, step, generation)
+    _expect_number("files: their bytes", sum(file.num_bytes for file in files), MAX_NUMBER)
 
 
-def _expect_name(file: ShardFile, mesh: Mesh) -> None:
+def _expect_file(file: ShardFile, mesh: Mesh, step: int, generation: int) -> None:
+    _expect_number("shard", file.shard, mesh.num_shards - 1)
     due = shard_file_name(file.shard, mesh.num_shards)
     if file.file != due or file.num_shards != mesh.num_shards:
         raise ValueError(f"file: got {file.file[:MAX_NAME_CHARACTERS]!r}; expected {due!r}")
+    for name in ("step", "generation", "num_bytes"):
+        _expect_number(f"{due}: {name}", getattr(file, name), MAX_NUMBER)
+    if (file.step, file.generation) != (step, generation):
+        raise ValueError(
+            f"{due}: got step {file.step}, generation {file.generation}; expected step {step}, "
+            f"generation {generation}"
+        )
+    if file.coverage is not None:
+        for number in (file.coverage.weighted, file.coverage.whole):
+            _expect_number(f"{due}: coverage", number, MODULUS - 1)
+
+
+def _expect_number(name: str, got: int, most: int) -> None:
+    if not 0 <= got <= most:
+        raise ValueError(f"{name}: got {got}; expected 0 to {most}")
 
 
 def _expect_mesh(mesh: Mesh) -> None:

@@ -6,7 +6,7 @@ import base64
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,7 +29,7 @@ from .layout import (
     Entry,
     hash_bytes,
 )
-from .shard_sources import CheckpointFiles, ShardSource
+from .shard_sources import CheckpointFiles, ShardSource, expect_identity
 
 
 @dataclass(frozen=True)
@@ -104,16 +104,16 @@ def verify(path: str, manifest: Manifest) -> VerifyResult:
     boxes: dict[tuple[str, tuple[int, ...]], list[BoxKey]] = {}
     for file in manifest.files:
         try:
-            checksum = store.whole_file_checksum(manifest.directory, file)
             source = store.open(manifest.directory, file)
-            header = source.header()
+            header = expect_identity(source, file.step, file.shard, file.num_shards)
+            checksum = source.checksum()
             entries = header.entries.values()
+            read = source.entries(entries, lambda: None)
+            damaged = [entry.name for entry, data in read if not _intact(entry, data)]
         except HoldfastError as error:
             result.problems.append(str(error))
             continue
         result.num_unchecked += not header.checked
-        read = source.entries(entries, lambda: None)
-        damaged = [entry.name for entry, data in read if not _intact(entry, data)]
         for name in damaged:
             what = "its bytes do not match its checksum"
             result.problems.append(str(DamagedCheckpoint(source.name, what, name)))
@@ -128,7 +128,8 @@ def verify(path: str, manifest: Manifest) -> VerifyResult:
     result.num_rank_states = sum(name.startswith(RANK) for name in names)
     result.num_tensors = len(names) - result.num_rank_states
     if result.ok:
-        result.problems += [f"{manifest.directory}: {gap}" for gap in _gaps(boxes)]
+        gaps = ((name, _gap(shape, held)) for (name, shape), held in boxes.items())
+        result.problems += [f"{manifest.directory}: {name}: {gap}" for name, gap in gaps if gap]
     return result
 
 
@@ -136,13 +137,14 @@ def _intact(entry: Entry, data: Bytes) -> bool:
     return f"{hash_bytes(data):016x}" == entry.checksum
 
 
-def _gaps(boxes: dict[tuple[str, tuple[int, ...]], list[BoxKey]]) -> list[str]:
-    found = []
-    for (name, shape), held in boxes.items():
-        if missing := uncovered(shape, held):
-            want = math.prod(shape)
-            found.append(f"{name}: {want - missing} of {want} values in all shards")
-    return found
+def _gap(shape: tuple[int, ...], boxes: Iterable[BoxKey]) -> str:
+    """What the boxes lack of a tensor; empty: nothing."""
+    try:
+        missing = uncovered(shape, boxes)
+    except ValueError as error:
+        return str(error)
+    want = math.prod(shape)
+    return f"{want - missing} of {want} values in all shards" if missing else ""
 
 
 # -- export -----------------------------------------------------------------------------------
@@ -199,7 +201,13 @@ def _tensor_of(name: str, held: Any) -> _WholeTensor | None:
     """State of a module (module_state.py) that is a tensor."""
     match held:
         case [{"__blob__": ["tensor", dtype, shape, _, _]}, data]:
-            return _WholeTensor(name, dtype, tuple(shape), (), base64.b64decode(data))
+            try:
+                tensor = _WholeTensor(name, dtype, tuple(shape), (), base64.b64decode(data))
+                if tensor.num_bytes == len(tensor.data):
+                    return tensor
+            except (KeyError, TypeError, ValueError):
+                pass
+            raise DamagedCheckpoint("the checkpoint", "its value cannot be read", name)
     return None
 
 
@@ -271,25 +279,21 @@ def _write_tensor(stream: BinaryIO, tensor: _WholeTensor) -> None:
         stream.write(tensor.data)
         return
     integers = INTEGER_DTYPES[DTYPE_BYTES[tensor.dtype]]
-    whole = np.empty(tensor.shape, integers)
-    filled, seen = 0, set()
+    parts: dict[BoxKey, tuple[ShardSource, Entry]] = {}
     for source, entry in tensor.parts:
-        place = (entry.box.offset, entry.box.shape)
         if entry.dtype != tensor.dtype or entry.box.global_shape != tensor.shape:
             raise DamagedCheckpoint(source.name, "shards disagree about it", tensor.name)
-        if place in seen:
-            continue
-        seen.add(place)
+        parts.setdefault((entry.box.offset, entry.box.shape), (source, entry))
+    if gap := _gap(tensor.shape, parts):  # before memory is taken for what no shard has
+        raise DamagedCheckpoint("the checkpoint", gap, tensor.name)
+    whole = np.empty(tensor.shape, integers)
+    for place, (source, entry) in parts.items():
         data = source.data(entry.begin, entry.end)
         if f"{hash_bytes(data):016x}" != entry.checksum:
             what = "its bytes do not match its checksum"
             raise DamagedCheckpoint(source.name, what, tensor.name)
         at = tuple(slice(o, o + n) for o, n in zip(*place, strict=True))
         whole[at] = data.view(integers).reshape(entry.box.shape)
-        filled += entry.box.num_elements
-    if filled < whole.size:
-        what = f"{filled} of {whole.size} values in all shards"
-        raise DamagedCheckpoint("the checkpoint", what, tensor.name)
     stream.write(whole.reshape(-1).view(np.uint8).data)
 
 

@@ -60,6 +60,10 @@ _HEADER_START = b'{"__metadata__":{' + _CHECKSUM_FIELD
 _HEADER_CHECKSUM_AT = _LENGTH_BYTES + len(_HEADER_START)
 
 
+MAX_DIMENSIONS, MAX_TENSOR_BYTES = 64, 2**63 - 1
+"""A tensor of torch and an array of numpy have no more."""
+
+
 class DamagedCheckpoint(HoldfastError):
     """Bytes of a checkpoint are not those that were written. Names the file and, if known, the
     tensor."""
@@ -359,6 +363,12 @@ def _entry(name: str, tensor: _TensorHeader | None, held: _EntryMetadata, file: 
     size = DTYPE_BYTES.get(tensor.dtype)
     if not fits or size is None or begin < 0 or end - begin != box.num_elements * size:
         raise DamagedCheckpoint(file, "its header contradicts itself", name)
+    num_dimensions = len(box.global_shape)
+    if num_dimensions > MAX_DIMENSIONS:
+        what = f"{num_dimensions} dimensions; at most {MAX_DIMENSIONS}"
+        raise DamagedCheckpoint(file, what, name)
+    if math.prod(max(n, 1) for n in box.global_shape) * size > MAX_TENSOR_BYTES:
+        raise DamagedCheckpoint(file, f"its shape has more than {MAX_TENSOR_BYTES} bytes", name)
     return Entry(name, tensor.dtype, box, begin, end, held.checksum)
 
 

@@ -28,13 +28,20 @@ from holdfast.orchestrator.protocol.manifest import (
     Manifest,
     directory_name,
     encode_manifest,
+    expect_files,
     parse_directory_name,
 )
 from holdfast.orchestrator.protocol.mesh import Mesh
 
 from . import inspect
 from .layout import OPTIMIZER, Bytes, Entry, encode_extra, hash_bytes, make_layout
-from .shard_sources import ABSENT, CheckpointFiles, ShardSource, UnreadableCheckpoint
+from .shard_sources import (
+    ABSENT,
+    CheckpointFiles,
+    ShardSource,
+    UnreadableCheckpoint,
+    expect_identity,
+)
 
 ZEROS = "zeros"
 HEADER = "header"
@@ -143,10 +150,11 @@ def _without_manifest(store: CheckpointFiles, name: str) -> list[Manifest]:
             shard, count = int(match[1]), int(match[2])
             files.append(ShardFile(*at, shard, count, match[0], int(info["size"]), ""))
     files.sort(key=lambda file: file.shard)
-    counts = {file.num_shards for file in files}
-    if len(counts) != 1 or [file.shard for file in files] != list(range(counts.pop())):
-        return []
     mesh = Mesh(shard=len(files))
+    try:
+        expect_files(files, mesh, *at)
+    except ValueError:
+        return []
     return [
         Manifest(
             job="", step=at[0], generation=at[1], mesh=mesh, files=tuple(files), committed_at=""
@@ -239,13 +247,12 @@ class _Repair:
             file = next(one for one in manifest.files if one.shard == shard)
             try:
                 source = self._store.open(manifest.directory, file)
-                header = source.header()
+                expect_identity(source, file.step, shard, file.num_shards)
             except UnreadableCheckpoint:
                 raise
             except HoldfastError:
                 return None
-            if (header.step, header.shard) == (manifest.step, shard):
-                self._sources[at] = source
+            self._sources[at] = source
         return self._sources[at]
 
     # -- write ----------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from .layout import (
 )
 from .optimizer_state import WrongOptimizer
 from .shard_order import ShardOrder
-from .shard_sources import ShardSource, UnreadableCheckpoint
+from .shard_sources import ShardSource, UnreadableCheckpoint, expect_identity
 from .stage import flat_bytes
 from .state import StateTensor, TrainingState, combined_extra
 from .tensors import storage_type
@@ -94,9 +94,8 @@ def restore(
                 # Another model is the more likely reason that one more shard is needed.
                 names.expect_as_far_as_known()
                 raise
-            header = source.header()
+            header = expect_identity(source, step, index, num_stored)
             tick()
-            _expect_identity(header, source.name, index, num_stored, step)
             entries = state.entries_by_name(header.entries, header.extra)
             header = replace(header, entries=entries)
             _check_shapes(model, header, source.name)
@@ -119,7 +118,7 @@ def restore(
             upload.finish()
     if state.rank_state is not None and (own := state.rank_state.shard_to_open(extra)) is not None:
         source = open_shard(own)
-        state.rank_state.take(source.header(), source, tick)
+        state.rank_state.take(expect_identity(source, step, own, num_stored), source, tick)
     names.expect()
     _expect_optimizer_state(state, targets, names.found, extra)
     for name, wanted in targets.items():
@@ -207,15 +206,6 @@ def _copy_part(
 
 
 # -- mismatches -------------------------------------------------------------------------------
-def _expect_identity(header: Header, file: str, shard: int, num_shards: int, step: int) -> None:
-    got = (header.step, header.shard, header.num_shards)
-    if got != (step, shard, num_shards):
-        raise UnreadableCheckpoint(
-            f"{file}: got step {got[0]}, shard {got[1]} of {got[2]}; expected step {step}, shard "
-            f"{shard} of {num_shards}"
-        )
-
-
 def _check_shapes(model: dict[str, _Target], header: Header, file: str) -> None:
     wrong = []
     for name, entry in header.entries.items():

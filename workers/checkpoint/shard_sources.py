@@ -4,6 +4,7 @@ torch.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
@@ -40,7 +41,8 @@ class MissingCheckpoint(HoldfastError):
 
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """No such file; or a file or a directory in the place of the other."""
-
+NOT_A_FILE = (errno.ENXIO, errno.ELOOP)
+"""What opening a socket and a link to itself gives."""
 
 TICK_BYTES = 256 * 2**20
 """Progress is reported after so many bytes from memory: a fraction of a second."""
@@ -83,11 +85,12 @@ class MappedShard:
     def header(self) -> Header:
         if self._header is None:
             header = parse_header(memoryview(self._memory), self.name)
-            if header.num_bytes > len(self.bytes):
-                what = f"{len(self.bytes)} bytes; its header expects {header.num_bytes}"
-                raise DamagedCheckpoint(self.name, what)
-            self._header = header
+            self._header = _expect_to_fit(header, len(self.bytes), self.name)
         return self._header
+
+    def checksum(self) -> str:
+        """xxh3_128 of the whole file, hex."""
+        return xxhash.xxh3_128_hexdigest(self.bytes.data)
 
     def data(self, begin: int, end: int) -> Bytes:
         at = self.header().data_start
@@ -109,15 +112,28 @@ class RemoteShard:
     """A shard in an object store: two requests for the header, and as few as possible for the
     data."""
 
-    def __init__(self, filesystem: Any, path: str, name: str) -> None:
+    def __init__(self, filesystem: Any, path: str, name: str, num_bytes: int) -> None:
         self._filesystem, self._path, self.name = filesystem, path, name
+        self._num_bytes = num_bytes
         self._header: Header | None = None
 
     def header(self) -> Header:
         if self._header is None:
             start = self._read(0, 8)
-            self._header = parse_header(self._read(0, header_length(start, self.name)), self.name)
+            header = parse_header(self._read(0, header_length(start, self.name)), self.name)
+            self._header = _expect_to_fit(header, self._num_bytes, self.name)
         return self._header
+
+    def checksum(self) -> str:
+        """xxh3_128 of the whole file, hex."""
+        state = xxhash.xxh3_128()
+        try:
+            with self._filesystem.open(self._path, "rb") as stream:
+                while chunk := stream.read(4 * 2**20):
+                    state.update(chunk)
+        except Exception as error:  # drivers raise what their libraries raise
+            raise _cannot_open(self.name, error) from None
+        return state.hexdigest()
 
     def data(self, begin: int, end: int) -> Bytes:
         return np.frombuffer(self._part(begin, end), dtype=np.uint8)
@@ -138,10 +154,8 @@ class RemoteShard:
     def _read(self, begin: int, end: int) -> bytes:
         try:
             data: bytes = self._filesystem.cat_file(self._path, start=begin, end=end)
-        except FileNotFoundError as error:
+        except Exception as error:  # as in checksum
             raise _cannot_open(self.name, error) from None
-        except Exception as error:  # drivers raise what their libraries raise
-            raise UnreadableCheckpoint(f"{self.name}: cannot be read: {_why(error)}") from None
         return data
 
 
@@ -169,7 +183,7 @@ class CheckpointFiles:
         except Exception as error:  # as in RemoteShard
             raise UnreadableCheckpoint(f"{name}: cannot be read: {_why(error)}") from None
         try:
-            return decode_manifest(data)
+            return decode_manifest(data, directory)
         except ValueError as error:
             raise DamagedCheckpoint(name, str(error)) from None
 
@@ -195,14 +209,18 @@ class CheckpointFiles:
             raise UnreadableCheckpoint(f"{self.path}: cannot be listed: {_why(error)}") from None
         return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in found)
 
-    def open(self, directory: str, file: ShardFile) -> ShardSource:
-        """Open one shard file. Raises DamagedCheckpoint if its length is not that of the
-        manifest."""
+    def open(self, directory: str, file: ShardFile) -> MappedShard | RemoteShard:
+        """Open one shard file, without waiting for a FIFO. Raises DamagedCheckpoint if it is not a
+        file with data and the manifest's length."""
         name = f"{directory}/{file.file}"
         path = f"{self.root}/{name}"
         if not self.is_local:
-            self._expect_length(name, self._length(path, name), file)
-            return RemoteShard(self.filesystem, path, name)
+            try:
+                size = int(self.filesystem.size(path))
+            except Exception as error:  # as in RemoteShard
+                raise _cannot_open(name, error) from None
+            _expect_length(name, size, file)
+            return RemoteShard(self.filesystem, path, name, size)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may be a FIFO
         except OSError as error:
@@ -211,40 +229,45 @@ class CheckpointFiles:
         try:
             if not stat.S_ISREG(found.st_mode):
                 raise DamagedCheckpoint(name, "not a regular file")
-            self._expect_length(name, found.st_size, file)
+            _expect_length(name, found.st_size, file)
         except DamagedCheckpoint:
             os.close(fd)
             raise
         return MappedShard(fd, file.num_bytes, name)
 
-    def whole_file_checksum(self, directory: str, file: ShardFile) -> str:
-        """xxh3_128 of the file in storage; also checks its length."""
-        name = f"{directory}/{file.file}"
-        path = f"{self.root}/{name}"
-        self._expect_length(name, self._length(path, name), file)
-        state = xxhash.xxh3_128()
-        try:
-            with self.filesystem.open(path, "rb") as stream:
-                while chunk := stream.read(4 * 2**20):
-                    state.update(chunk)
-        except Exception as error:  # as in RemoteShard
-            raise _cannot_open(name, error) from None
-        return state.hexdigest()
 
-    def _length(self, path: str, name: str) -> int:
-        try:
-            return int(self.filesystem.size(path))
-        except Exception as error:  # as in RemoteShard
-            raise _cannot_open(name, error) from None
+def expect_identity(source: ShardSource, step: int, shard: int, num_shards: int) -> Header:
+    """The header of this shard of this step. Raises DamagedCheckpoint for another file."""
+    header = source.header()
+    got = (header.step, header.shard, header.num_shards)
+    if got != (step, shard, num_shards):
+        what = (
+            f"got step {got[0]}, shard {got[1]} of {got[2]}; expected step {step}, shard {shard} "
+            f"of {num_shards}"
+        )
+        raise DamagedCheckpoint(source.name, what)
+    return header
 
-    def _expect_length(self, name: str, got: int, file: ShardFile) -> None:
-        if got != file.num_bytes:
-            raise DamagedCheckpoint(name, f"{got} bytes; its manifest says {file.num_bytes}")
+
+def _expect_to_fit(header: Header, num_bytes: int, name: str) -> Header:
+    if header.num_bytes > num_bytes:
+        what = f"{num_bytes} bytes; its header expects {header.num_bytes}"
+        raise DamagedCheckpoint(name, what)
+    return header
+
+
+def _expect_length(name: str, got: int, file: ShardFile) -> None:
+    if got != file.num_bytes:
+        raise DamagedCheckpoint(name, f"{got} bytes; its manifest says {file.num_bytes}")
+    if not got:
+        raise DamagedCheckpoint(name, "the file is empty")
 
 
 def _cannot_open(name: str, error: Exception) -> HoldfastError:
     if isinstance(error, ABSENT):
         return DamagedCheckpoint(name, "the file is missing, though the manifest names it")
+    if getattr(error, "errno", None) in NOT_A_FILE:
+        return DamagedCheckpoint(name, "not a regular file")
     return UnreadableCheckpoint(f"{name}: cannot be read: {_why(error)}")
 
 

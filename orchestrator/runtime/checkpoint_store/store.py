@@ -114,14 +114,12 @@ class CheckpointStore:
         Raises CommitRefused when a file is missing or has another size than was reported,
         NotCovered when the files do not hold every value of every tensor.
         """
-        generations = {file.generation for file in files}
-        if len(generations) != 1 or {file.step for file in files} != {step}:
-            raise CommitRefused(f"step {step}: the files are of several generations")
+        generation = files[0].generation if files else 0
         try:
-            expect_files(files, mesh)
+            expect_files(files, mesh, step, generation)
         except ValueError as error:
             raise CommitRefused(f"step {step}: {error}") from None
-        directory = f"{self.root}/{directory_name(step, generations.pop())}"
+        directory = f"{self.root}/{directory_name(step, generation)}"
         self.fs.invalidate_cache(directory)
         for file in files:
             self._check(directory, file)
@@ -129,7 +127,7 @@ class CheckpointStore:
         manifest = Manifest(
             job=self._job_name,
             step=step,
-            generation=files[0].generation,
+            generation=generation,
             mesh=mesh,
             files=tuple(sorted(files, key=lambda file: file.shard)),
             committed_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -295,7 +293,7 @@ class CheckpointStore:
 
     def _manifest(self, directory: str) -> Manifest | None:
         try:
-            return decode_manifest(self._read(f"{directory}/{MANIFEST_NAME}"))
+            return decode_manifest(self._read(f"{directory}/{MANIFEST_NAME}"), _name(directory))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
             return None  # not committed, not a checkpoint at all, or damaged
 

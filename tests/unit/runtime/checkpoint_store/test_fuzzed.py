@@ -170,7 +170,7 @@ DECODERS: dict[str, tuple[bytes, Mutate, Decode, type[Exception]]] = {
     "manifest": (
         manifest.encode_manifest(MANIFEST),
         mutated_json,
-        lambda data, _: manifest.decode_manifest(data),
+        lambda data, _: manifest.decode_manifest(data, MANIFEST.directory),
         ValueError,
     ),
     "note": (

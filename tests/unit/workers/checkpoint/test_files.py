@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +16,21 @@ import pytest
 import xxhash
 
 from holdfast.orchestrator.errors import UserError
-from holdfast.orchestrator.protocol.facts import ShardFile
-from holdfast.orchestrator.protocol.manifest import Manifest, encode_manifest, shard_file_name
+from holdfast.orchestrator.protocol import coverage
+from holdfast.orchestrator.protocol.facts import CoverageSum, ShardFile
+from holdfast.orchestrator.protocol.manifest import (
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    parse_directory_name,
+    shard_file_name,
+)
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.checkpoint import __main__ as command
 from holdfast.workers.checkpoint import inspect
 from holdfast.workers.checkpoint.layout import (
     CHUNK_BYTES,
+    MODULES,
     Box,
     DamagedCheckpoint,
     Entry,
@@ -215,18 +226,160 @@ def test_damage_is_found_and_its_file_named(tmp_path: Path, damage, problem: str
     assert problem in verdict.problems[0]
 
 
-def test_a_fifo_in_place_of_a_shard_is_damage_and_holds_up_no_reader(tmp_path: Path) -> None:
-    manifest = write(tmp_path, {0: b"shard"})
-    path = tmp_path / manifest.directory / manifest.files[0].file
+@pytest.mark.parametrize("kind", ["fifo", "socket", "loop"])
+def test_what_is_not_a_file_is_damage_and_holds_up_no_reader(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = write(tmp_path, {0: b""})
+    monkeypatch.chdir(tmp_path / manifest.directory)  # the path of a socket must be short
+    path = Path(manifest.files[0].file)
     path.unlink()
-    os.mkfifo(path)
-    files = CheckpointFiles(str(tmp_path))
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(path))
+        case "loop":
+            path.symlink_to(path.name)
     verdict = inspect.verify(str(tmp_path), manifest)
     assert not verdict.ok and manifest.files[0].file in verdict.problems[0]
     with pytest.raises(DamagedCheckpoint, match="not a regular file"):
-        files.open(manifest.directory, manifest.files[0])
-    with pytest.raises(DamagedCheckpoint, match="its manifest says"):
-        files.whole_file_checksum(manifest.directory, manifest.files[0])
+        CheckpointFiles(str(tmp_path)).open(manifest.directory, manifest.files[0])
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_an_empty_shard_is_damage(tmp_path: Path, remote: bool) -> None:
+    import fsspec
+
+    manifest = write(tmp_path, {0: b""})
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path), "/empty-shard", recursive=True)
+    try:
+        path = "memory://empty-shard" if remote else str(tmp_path)
+        assert "the file is empty" in inspect.verify(path, inspect.find(path)).problems[0]
+        with pytest.raises(DamagedCheckpoint, match="the file is empty"):
+            inspect.export(path, manifest, tmp_path / "out")
+    finally:
+        memory.rm("/empty-shard", recursive=True)
+
+
+def test_a_shard_of_another_step_is_damage_even_if_the_manifest_has_its_checksum(
+    tmp_path: Path,
+) -> None:
+    manifest = write(tmp_path, staged(1, 2), step=5)
+    verdict = inspect.verify(str(tmp_path), manifest)
+    assert "got step 1, shard 0 of 2; expected step 5, shard 0 of 2" in verdict.problems[0]
+
+
+def _change(path: str, value: object) -> dict[str, object]:
+    """A manifest as JSON with another value at this path."""
+    files = tuple(
+        ShardFile(3, 1, shard, 2, shard_file_name(shard, 2), 100, "c" * 32, CoverageSum(1, 2))
+        for shard in range(2)
+    )
+    manifest = Manifest(
+        job="j", step=3, generation=1, mesh=Mesh(shard=2), files=files, committed_at=""
+    )
+    document: dict[str, object] = json.loads(encode_manifest(manifest))
+    holder, (*way, last) = document, [int(key) if key.isdigit() else key for key in path.split(".")]
+    for key in way:
+        holder = holder[key]  # type: ignore[index, assignment]
+    holder[last] = value  # type: ignore[index]
+    return document
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "what"),
+    [
+        ("files.1.num_bytes", 2**64, "num_bytes: got 18446744073709551616; expected 0 to"),
+        ("files.1.num_bytes", 2**63 - 1, "their bytes: got 9223372036854775907"),
+        ("files.1.num_bytes", -1, "num_bytes: got -1"),
+        ("files.1.generation", 2**64, "generation: got 18446744073709551616"),
+        ("files.1.generation", -1, "generation: got -1"),
+        ("files.1.generation", 2, "generation 2; expected step 3, generation 1"),
+        ("files.1.step", 10**18, "got step 1000000000000000000, generation 1; expected step 3"),
+        ("files.1.step", -5, "step: got -5"),
+        ("files.1.num_shards", 3, "expected 'shard-00001-of-00002.safetensors'"),
+        ("files.1.shard", 0, "expected 0 to 1, each once"),
+        ("files.1.coverage.whole", 2**64, "coverage: got 18446744073709551616"),
+        ("step", -5, "got step 3, generation 1; expected step -5"),
+        ("generation", 2**64, "expected step 3, generation 18446744073709551616"),
+    ],
+)
+def test_a_wrong_number_in_a_manifest_is_damage(path: str, value: object, what: str) -> None:
+    data = json.dumps(_change(path, value)).encode()
+    with pytest.raises(ValueError, match=re.escape(what)):
+        decode_manifest(data, "step-00000003.gen-1")
+
+
+def test_the_manifest_of_another_directory_is_damage(tmp_path: Path) -> None:
+    manifest = write(tmp_path, staged(1, 1))
+    copied = tmp_path / "step-00000009.gen-2"
+    copied.mkdir()
+    (copied / "manifest.json").write_bytes(encode_manifest(manifest))
+    listed = inspect.list_checkpoints(str(tmp_path))
+    assert [(one.step, one.committed) for one in listed] == [(9, False), (1, True)]
+    assert "got the manifest of step-00000001.gen-1" in listed[0].problem
+
+
+@pytest.mark.parametrize(
+    "name", [f"step-{2**63}.gen-1", f"step-00000001.gen-{2**63}", "step-000000001.gen-1"]
+)
+def test_a_directory_that_no_attempt_writes_is_not_a_checkpoint(name: str) -> None:
+    assert parse_directory_name(name) is None
+
+
+def _one_tensor(global_shape: tuple[int, ...], shape: tuple[int, ...]) -> bytes:
+    entries = [Entry("model.a", "F32", Box(global_shape, (0,) * len(shape), shape))]
+    layout = make_layout(entries, generation=1, shard=0, num_shards=1, extra=b"{}")
+    data = np.zeros(math.prod(shape), np.float32)
+    checksum = xxhash.xxh3_64_intdigest(data.data)
+    return bytes(layout.render(1, [checksum], b"{}")) + data.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("global_shape", "shape", "what"),
+    [
+        pytest.param((2**60,), (2,), f"2 of {2**60} values", id="more-than-memory"),
+        pytest.param((2**70,), (2,), "its shape has more than", id="more-than-numpy"),
+        pytest.param((0, 2**70), (0, 0), "its shape has more than", id="none-of-many"),
+        pytest.param((1,) * 100, (1,) * 100, "100 dimensions; at most 64", id="dimensions"),
+    ],
+)
+def test_an_impossible_shape_is_damage_to_verify_and_export(
+    tmp_path: Path, global_shape: tuple[int, ...], shape: tuple[int, ...], what: str
+) -> None:
+    manifest = write(tmp_path, {0: _one_tensor(global_shape, shape)})
+    (problem,) = inspect.verify(str(tmp_path), manifest).problems
+    assert what in problem and "a" in problem
+    with pytest.raises(DamagedCheckpoint, match=f"a: damaged checkpoint: {what}"):
+        inspect.export(str(tmp_path), manifest, tmp_path / "out")
+
+
+def test_boxes_that_cut_a_tensor_too_often_are_damage_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coverage, "MAX_CELLS", 1)
+    manifest = write(tmp_path, staged(1, 3))
+    problems = inspect.verify(str(tmp_path), manifest).problems
+    assert any("model.first.weight: its boxes cut it" in one for one in problems)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        ["tensor", "F32", [2], "", ""],
+        ["tensor", "X", [1], "", ""],
+        ["tensor", "F32", ["1"], "", ""],
+    ],
+)
+def test_a_modules_tensor_that_cannot_be_read_is_damage(tmp_path: Path, held: list[object]) -> None:
+    extra = encode_extra({MODULES: {"first._extra_state": [{"__blob__": held}, "AAAAAA=="]}})
+    layout = make_layout([], generation=1, shard=0, num_shards=1, extra=extra)
+    manifest = write(tmp_path, {0: bytes(layout.render(1, [], extra))})
+    with pytest.raises(DamagedCheckpoint, match="damaged checkpoint: its value cannot"):
+        inspect.export(str(tmp_path), manifest, tmp_path / "out")
 
 
 def test_a_broken_manifest_is_reported(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,25 @@ def test_a_checkpoint_without_its_manifest_gets_one_if_all_its_files_are_there(
     result = repair(str(tmp_path), write=True)
     assert (result.step, result.replaced) == (24, [])
     assert inspect.find(str(tmp_path)).job == "tiny"
+
+
+def test_the_number_of_shards_in_a_name_takes_no_memory(tmp_path: Path) -> None:
+    directory = tmp_path / "step-00000024.gen-1"
+    directory.mkdir()
+    (directory / "shard-00000-of-9999999999999.safetensors").write_bytes(b"shard")
+    with pytest.raises(UserError, match="no checkpoint with all its files"):
+        repair(str(tmp_path), write=True)
+
+
+def test_a_fifo_without_bytes_holds_up_no_repair(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 19)
+    newest = write(tmp_path, {0: _shard(24, 0), 1: b""}, step=24)
+    file = tmp_path / newest.directory / shard_file_name(1, 2)
+    file.unlink()
+    os.mkfifo(file)
+    result = repair(str(tmp_path), write=True)
+    assert Replaced(file.name, HEADER, "step-00000019.gen-1") in result.replaced
+    assert inspect.verify(str(tmp_path), inspect.find(str(tmp_path))).ok
 
 
 def test_without_any_manifest_the_jobs_name_is_needed(tmp_path: Path) -> None:

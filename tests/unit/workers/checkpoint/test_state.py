@@ -126,9 +126,9 @@ def test_a_shard_that_no_node_has_is_unreadable() -> None:
         restored({0: files[0], 2: b""}, 1, 2, 1)
 
 
-def test_a_file_of_another_step_is_refused() -> None:
+def test_a_file_of_another_step_is_damage() -> None:
     files = staged(1, 2)
-    with as_rank(0, 2), pytest.raises(UnreadableCheckpoint, match="expected step 5"):
+    with as_rank(0, 2), pytest.raises(DamagedCheckpoint, match="expected step 5"):
         restored(files, 1, 2, 0, after_step=5)
 
 
