@@ -29,6 +29,7 @@ def job_of(loader: str, *more: str) -> Framework:
         ("shuffled", 1),
         ("processes", 1),
         ("generator", 1),
+        ("subset", 1),
         ("stream", 1),
         ("two", 1),
         ("own-state", 1),

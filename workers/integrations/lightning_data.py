@@ -1,36 +1,102 @@
 """The place of Lightning's Trainer in its data: a checkpoint within an epoch has the number of
 batches that were trained, and Lightning reads the epoch from its first batch nevertheless.
 
-So a restarted training skips these batches in the order of that epoch. A loader that keeps its own
-state goes on by itself. Lightning is not imported here, because it has two names.
+So a restarted training skips these batches in the order of that epoch, which torch's generators
+draw again. A checksum of the batches' indices shows whether it is the same one. A loader that keeps
+its own state goes on by itself. Lightning is not imported here, because it has two names.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import wraps
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
+from zlib import crc32
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 PLACE = "holdfast"
-"""Key in Lightning's checkpoints: the number of ranks, and where each loader's order began."""
+"""Key in Lightning's checkpoints: the number of ranks, and how each loader's order began."""
+AHEAD = 4096
+"""Batches that processes of a loader may have drawn before they are trained."""
 
 
-class _Rest:
-    """A batch sampler without its first `num` batches."""
+@dataclass
+class _Resumed:
+    """How a loader's next order begins."""
 
-    def __init__(self, whole: Any, num: int) -> None:
-        self.whole, self.num = whole, num
+    num: int
+    """Batches that were trained."""
+    order: dict[str, Any] = field(default_factory=dict)
+    """`_Notes.kept` of the order in which they were."""
+    passes: bool = False
+    """The loader begins behind them."""
+    is_same: bool = False
+    """The same batches were drawn."""
 
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.whole), self.num, None)
+
+@dataclass
+class _Notes:
+    """One loader's current order."""
+
+    states: list[torch.Tensor] = field(default_factory=list)
+    """Of the generators, when it began."""
+    drawn: deque[tuple[int, int]] = field(default_factory=lambda: deque([(0, 0)], AHEAD))
+    """(number of batches, checksum of their indices)."""
+    resumed: _Resumed | None = None
+
+    def add(self, batch: Any) -> None:
+        num, checksum = self.drawn[-1]
+        self.drawn.append((num + 1, crc32(repr(batch).encode(), checksum)))
+
+    def kept(self, num: int, states: bool) -> dict[str, Any]:
+        """What a checkpoint has. The batch that ends may be counted or not."""
+        drawn = {at: checksum for at, checksum in self.drawn if num - 1 <= at <= num}
+        return {"states": self.states if states else [], "drawn": drawn}
+
+
+class _Order:
+    """A loader's sampler of indices, of which the order is noted."""
+
+    def __init__(self, whole: Any, notes: _Notes) -> None:
+        self.whole, self.notes = whole, notes
 
     def __len__(self) -> int:
         return len(self.whole)
+
+    def __iter__(self) -> Iterator[Any]:
+        resumed = self.notes.resumed
+        if resumed is None:
+            return self._noted([])
+        now = torch.get_rng_state()
+        whole = self._noted(resumed.order.get("states", []))
+        trained = list(islice(whole, resumed.num))
+        torch.set_rng_state(now)
+        resumed.is_same = dict(self.notes.drawn).get(resumed.num, -1) == (
+            resumed.order.get("drawn", {}).get(resumed.num)
+        )
+        return self._begun(whole if resumed.passes else chain(trained, whole))
+
+    def _begun(self, rest: Iterator[Any]) -> Iterator[Any]:
+        """Processes of a loader let it begin twice, and read the second one only."""
+        self.notes.resumed = None
+        yield from rest
+
+    def _noted(self, states: list[torch.Tensor]) -> Iterator[Any]:
+        samplers = (self.whole, getattr(self.whole, "sampler", None))
+        own = dict.fromkeys(getattr(one, "generator", None) for one in samplers)
+        generators = [torch.default_generator, *(one for one in own if one is not None)]
+        for generator, state in zip(generators, states, strict=False):
+            generator.set_state(state)
+        self.notes.states = [one.get_state() for one in generators]
+        self.notes.drawn = _Notes().drawn
+        for batch in self.whole:
+            self.notes.add(batch)
+            yield batch
 
 
 def keep_place(connector: Any) -> None:
@@ -42,12 +108,13 @@ def keep_place(connector: Any) -> None:
     @wraps(inner)
     def dump_checkpoint(self: Any, *args: Any, **more: Any) -> Any:
         found = inner(self, *args, **more)
-        loader = getattr(self.trainer.fit_loop, "_combined_loader", None)
-        orders: list[torch.Tensor | None] = []
-        if self.trainer.world_size == 1 and loader is not None:  # of several, ranks differ
-            samplers = [getattr(one, "sampler", None) for one in loader.flattened]
-            orders = [getattr(one, "order", None) for one in samplers]
-        found[PLACE] = {"world": self.trainer.world_size, "orders": orders}
+        fit, world = self.trainer.fit_loop, self.trainer.world_size
+        loader = getattr(fit, "_combined_loader", None)
+        num = fit.epoch_loop.batch_progress.current.ready
+        loaders = loader.flattened if loader is not None else []
+        # The generators of several ranks differ.
+        orders = [_notes(one).kept(num, states=world == 1) for one in loaders]
+        found[PLACE] = {"world": world, "orders": orders}
         return found
 
     dump_checkpoint.keeps_place = True  # type: ignore[attr-defined]
@@ -55,26 +122,24 @@ def keep_place(connector: Any) -> None:
     _note_orders()
 
 
+def _notes(loader: Any) -> _Notes:
+    if not isinstance(loader, DataLoader):
+        return _Notes()
+    notes: _Notes = vars(loader).setdefault("_holdfast_notes", _Notes())
+    return notes
+
+
 def _note_orders() -> None:
-    """Has torch's RandomSampler note the state of the generator before each order, and begin with
-    `next_order` if it has one. Without a generator it draws the seed of one, as torch does."""
-    inner: Any = RandomSampler.__iter__
-    if getattr(inner, "notes_orders", False):
+    """Has each DataLoader of torch note its order."""
+    inner: Any = DataLoader._index_sampler
+    if getattr(inner.fget, "notes_orders", False):
         return
 
-    @wraps(inner)
-    def iterate(self: Any) -> Iterator[int]:
-        seeded = copy.copy(self)
-        if self.generator is None:
-            seeded.generator = torch.Generator()
-            seeded.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-        if (order := vars(self).pop("next_order", None)) is not None:
-            seeded.generator.set_state(order)
-        self.order = seeded.generator.get_state()
-        yield from inner(seeded)
+    def _index_sampler(self: Any) -> Any:
+        return _Order(inner.fget(self), _notes(self))
 
-    iterate.notes_orders = True  # type: ignore[attr-defined]
-    RandomSampler.__iter__ = iterate  # type: ignore[method-assign]
+    _index_sampler.notes_orders = True  # type: ignore[attr-defined]
+    DataLoader._index_sampler = property(_index_sampler)  # type: ignore[assignment]
 
 
 def go_on_behind(trainer: Any, place: dict[str, Any], say: Callable[[str], None]) -> None:
@@ -87,24 +152,35 @@ def go_on_behind(trainer: Any, place: dict[str, Any], say: Callable[[str], None]
         del loop.on_run_start
         loaders = fetcher.combined_loader.flattened
         if not any(hasattr(one, "load_state_dict") for one in loaders):
-            world, orders = place.get("world", trainer.world_size), place.get("orders", ())
+            world = place.get("world", trainer.world_size)
             same_samples(trainer, world)
             num = loop.batch_progress.current.ready
+            same_world = world == trainer.world_size
+            orders = place.get("orders", []) if same_world else []
+            is_same = skip(fetcher, num, orders=orders)
             if num:
                 epoch = trainer.fit_loop.epoch_progress.current.processed
                 text = f"Trainer.fit() skips the {num} batches of epoch {epoch} that were trained"
-                samplers: list[Any] = [getattr(one, "sampler", None) for one in loaders]
-                drawn = [*orders, *(one for one in samplers if isinstance(one, RandomSampler))]
-                if world != trainer.world_size and any(one is not None for one in drawn):
-                    text += " in another order than theirs: a single rank draws its own"
-                for sampler, order in zip(samplers, orders, strict=False):
-                    if order is not None:
-                        sampler.next_order = order
+                if not same_world and 1 in (world, trainer.world_size):
+                    if any(_is_shuffled(one) for one in loaders):
+                        text += " in another order than theirs: a single rank draws its own"
+                elif same_world and not is_same:
+                    text = (
+                        f"Trainer.fit() skips the first {num} batches of epoch {epoch}, which may "
+                        "not be those that were trained: their order could not be repeated, so "
+                        "samples of this epoch may repeat or be left out"
+                    )
                 say(text)
-            skip(fetcher, num)
         inner(fetcher)
 
     loop.on_run_start = on_run_start
+
+
+def _is_shuffled(loader: Any) -> bool:
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, DistributedSampler):
+        return sampler.shuffle
+    return sampler is not None and not isinstance(sampler, SequentialSampler)
 
 
 def same_samples(trainer: Any, world: int) -> None:
@@ -119,31 +195,45 @@ def same_samples(trainer: Any, world: int) -> None:
     current.ready = current.started = current.processed = current.completed = read
 
 
-def skip(fetcher: Any, num: int, tick: Callable[[], None] = lambda: None) -> None:
+def skip(
+    fetcher: Any,
+    num: int,
+    tick: Callable[[], None] = lambda: None,
+    orders: Sequence[dict[str, Any]] = (),
+) -> bool:
     """Lets Lightning's fetcher begin an epoch behind its first `num` batches; the loop counts
-    these. A single DataLoader over a dataset with indices does not read them, others do."""
+    these. A single DataLoader over a dataset with indices does not read them, others do. Returns
+    whether these batches are known to be those of `orders`."""
+    _note_orders()
     fetcher.combined_loader.reset()  # its workers may have read ahead, in another order
     loaders = fetcher.combined_loader.flattened
     only = loaders[0] if len(loaders) == 1 else None
-    if isinstance(only, DataLoader) and _reads_by_index(only):
-        rest = _Rest(only.batch_sampler, num)
-        vars(only)["batch_sampler"] = rest  # DataLoader forbids to set it
-        try:
-            iter(fetcher)
-        finally:
-            vars(only)["batch_sampler"] = rest.whole
-        rest.num = 0  # persistent workers keep it
-        fetcher.done = fetcher.length is not None and num >= fetcher.length
-        return
+    passes = isinstance(only, DataLoader) and _reads_by_index(only)
+    begins = []
+    for at, loader in enumerate(loaders):
+        order = orders[at] if at < len(orders) else {}
+        begins.append(_Resumed(num, order if isinstance(order, dict) else {}, passes))
+        _notes(loader).resumed = begins[-1]
     iter(fetcher)
-    batches = getattr(fetcher, "iterator_wrapper", fetcher)  # of training_step(dataloader_iter)
-    for _ in range(num):
-        next(batches)
-        tick()
-    fetcher.fetched -= num  # the loop adds them
+    if passes:
+        fetcher.done = fetcher.length is not None and num >= fetcher.length
+    else:
+        batches = getattr(fetcher, "iterator_wrapper", fetcher)  # of training_step(dataloader_iter)
+        for _ in range(num):
+            next(batches)
+            tick()
+        fetcher.fetched -= num  # the loop adds them
+    return all(
+        one.is_same and _has_indices(loader) for one, loader in zip(begins, loaders, strict=True)
+    )
+
+
+def _has_indices(loader: DataLoader[Any]) -> bool:
+    return loader._dataset_kind == torch.utils.data._DatasetKind.Map
 
 
 def _reads_by_index(loader: DataLoader[Any]) -> bool:
-    plain = type(loader).__iter__ is DataLoader.__iter__
-    by_index = loader._dataset_kind == torch.utils.data._DatasetKind.Map
-    return plain and by_index and loader.batch_sampler is not None
+    kind = type(loader)
+    plain = kind.__iter__ is DataLoader.__iter__
+    plain = plain and kind._index_sampler is DataLoader._index_sampler
+    return plain and _has_indices(loader) and loader.batch_sampler is not None

@@ -12,7 +12,7 @@ import lightning
 import steplog
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler
 
 SAMPLES, BATCH, EPOCHS = 96, 4, 3
 
@@ -85,6 +85,7 @@ LOADERS = {
     "generator": lambda: DataLoader(
         Numbers(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(5)
     ),
+    "subset": lambda: DataLoader(Numbers(), BATCH, sampler=SubsetRandomSampler(range(SAMPLES))),
     "stream": lambda: DataLoader(Stream(), BATCH),
     "two": lambda: {"a": DataLoader(Numbers(), BATCH, shuffle=True), "b": DataLoader(Numbers(), 8)},
     "own-state": OwnState,

@@ -3,14 +3,22 @@ methods of Lightning's; tests/frameworks runs that one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from holdfast.workers.integrations import lightning_data
 
@@ -53,37 +61,109 @@ def orders_are_noted() -> None:
     lightning_data._note_orders()
 
 
-@pytest.mark.parametrize("generator", [None, torch.Generator()], ids=["global", "own"])
+class OwnBatches(Sampler[list[int]]):
+    """A user's batch sampler, which draws from torch's generator or from another one."""
+
+    def __init__(self, draw: Callable[[], list[int]]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self.draw()
+        for at in range(0, 24, 4):
+            yield order[at : at + 4]
+
+
+SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "shuffle": lambda: {"batch_size": 4, "shuffle": True},
+    "generator": lambda: {"batch_size": 4, "shuffle": True, "generator": torch.Generator()},
+    "subset": lambda: {"batch_size": 4, "sampler": SubsetRandomSampler(range(24))},
+    "subset-generator": lambda: {
+        "batch_size": 4,
+        "sampler": SubsetRandomSampler(range(24), torch.Generator()),
+    },
+    "weighted": lambda: {
+        "batch_size": 4,
+        "sampler": WeightedRandomSampler([1.0] * 24, 24, replacement=False),
+    },
+    "own": lambda: {"batch_sampler": OwnBatches(lambda: torch.randperm(24).tolist())},
+}
+
+
+def order_of(loader: DataLoader[int], num: int) -> dict[str, Any]:
+    return lightning_data._notes(loader).kept(num, states=True)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("processes", [0, 1])
 def test_the_rest_of_an_epoch_has_its_order_and_the_next_epoch_is_whole(
-    generator: Any, processes: int
+    sampler: str, processes: int
 ) -> None:
-    loader = DataLoader(Numbers(), 4, shuffle=True, generator=generator)
-    whole = [batch.tolist() for batch in loader]
-    order = loader.sampler.order  # type: ignore[attr-defined]
+    loader = DataLoader(Numbers(), **SAMPLERS[sampler]())
     list(loader)
+    whole = [batch.tolist() for batch in loader]
+    order = order_of(loader, 4)
     data = Numbers()
     again = DataLoader(
-        data, 4, shuffle=True, num_workers=processes, persistent_workers=processes > 0
+        data, num_workers=processes, persistent_workers=processes > 0, **SAMPLERS[sampler]()
     )
     fetcher = Fetcher(again)
-    again.sampler.next_order = order  # type: ignore[attr-defined]
-    lightning_data.skip(fetcher, 4)
+    assert lightning_data.skip(fetcher, 4, orders=[order])
     rest = [next(fetcher), next(fetcher)]
     assert rest == whole[4:] and fetcher.fetched == 2
     assert processes or data.read == [*chain(*whole[4:])], "what was trained is not read"
     assert sorted(chain(*fetcher)) == [*range(24)]
 
 
-def test_torch_draws_the_same_orders() -> None:
-    loader = DataLoader(Numbers(), 4, shuffle=True)
-    noted = lightning_data.RandomSampler.__iter__
+def test_an_order_that_cannot_be_repeated_is_known_as_such() -> None:
+    def drawn() -> dict[str, Any]:
+        return {"batch_sampler": OwnBatches(lambda: random.sample(range(24), 24))}
+
+    loader = DataLoader(Numbers(), **drawn())
+    list(loader)
+    fetcher = Fetcher(DataLoader(Numbers(), **drawn()))
+    assert not lightning_data.skip(fetcher, 4, orders=[order_of(loader, 4)])
+    stream = DataLoader(Stream(), 4)
+    list(stream)
+    assert not lightning_data.skip(Fetcher(stream), 4, orders=[order_of(stream, 4)])
+
+
+@pytest.mark.parametrize(
+    ("draw", "said"),
+    [
+        (lambda: torch.randperm(24).tolist(), "skips the 4 batches of epoch 1 that were trained"),
+        (lambda: random.sample(range(24), 24), "samples of this epoch may repeat or be left out"),
+    ],
+)
+def test_the_line_says_whether_trained_batches_are_skipped(
+    draw: Callable[[], list[int]], said: str
+) -> None:
+    loader = DataLoader(Numbers(), batch_sampler=OwnBatches(draw))
+    list(loader)
+    progress = SimpleNamespace(current=SimpleNamespace(ready=4))
+    loop = type(
+        "Loop", (), {"on_run_start": lambda _self, _fetcher: None, "batch_progress": progress}
+    )()
+    epoch = SimpleNamespace(current=SimpleNamespace(processed=1))
+    fit, texts = SimpleNamespace(epoch_loop=loop, epoch_progress=epoch), list[str]()
+    trainer = SimpleNamespace(world_size=1, fit_loop=fit)
+    place = {"world": 1, "orders": [order_of(loader, 4)]}
+    lightning_data.go_on_behind(trainer, place, texts.append)
+    loop.on_run_start(Fetcher(DataLoader(Numbers(), batch_sampler=OwnBatches(draw))))
+    assert said in texts[0]
+
+
+def test_noting_an_order_changes_none() -> None:
     orders = []
-    for iterate in (noted, noted.__wrapped__):  # type: ignore[attr-defined]
-        lightning_data.RandomSampler.__iter__ = iterate  # type: ignore[method-assign]
+    noted = DataLoader._index_sampler
+    for place in (noted, property(lambda self: self.batch_sampler)):
+        DataLoader._index_sampler = place  # type: ignore[assignment]
+        loader = DataLoader(Numbers(), 4, shuffle=True)
         torch.manual_seed(3)
         orders.append([batch.tolist() for _ in range(2) for batch in loader])
-    lightning_data.RandomSampler.__iter__ = noted  # type: ignore[method-assign]
+    DataLoader._index_sampler = noted  # type: ignore[method-assign]
     assert orders[0] == orders[1]
 
 
