@@ -27,6 +27,8 @@ NEW_CODE_S = 45.0
 """Training may go on with the old code for so long: while a node that leaves is replaced."""
 FULL_SIZE_S = limits.STANDBYS_WAIT_S + 45.0
 """A job has its full size again so long after the last fault, if there is room."""
+SPARES_S = 20.0
+"""Missing nodes have joined by then, if there is room."""
 RESIZED_S = 20.0
 """A requested step is staged before the job has another size."""
 UNDER_WAY = 2
@@ -73,6 +75,7 @@ class Oracle:
         self.saved: dict[int, None] = {}
         """Generations that ended with the loss of one node, and such a copy was there."""
         self._small_since_s: float | None = None
+        self._few_since_s: float | None = None
         self._resized_since_s: float | None = None
         self._suspended_since_s: float | None = None
 
@@ -86,6 +89,7 @@ class Oracle:
         self._new_code(state, event)
         self._growth(state)
         self._size(state)
+        self._spares(state)
         self._suspension(state)
         if isinstance(event, e.ActionSucceeded) and event.action_id in self._stage_actions:
             done = self._stage_actions[event.action_id]
@@ -148,6 +152,22 @@ class Oracle:
         self._small_since_s = since_s
         short_s = self.world.time_s - since_s
         self.require(short_s < FULL_SIZE_S, f"{members} of {nodes.max} nodes for {short_s:.0f} s")
+
+    def _spares(self, state: JobState) -> None:
+        """Spares that were used are replaced."""
+        stay = [
+            n for n in state.nodes.values() if not n.preempting and n.name not in state.cordoned
+        ]
+        wanted = state.job.spec.nodes.max + (state.job.spec.nodes.spares or 0)
+        room = self.world.capacity - len(state.cordoned) >= wanted and not self.world.hidden
+        trains = state.active and state.phase == "running" and state.stop is None
+        if len(stay) >= wanted or not room or not trains:
+            self._few_since_s = None
+            return
+        since_s = max(self._few_since_s or self.world.time_s, self.world.fault_s)
+        self._few_since_s = since_s
+        few_s = self.world.time_s - since_s
+        self.require(few_s < SPARES_S, f"{len(stay)} of {wanted} nodes for {few_s:.0f} s")
 
     def _suspension(self, state: JobState) -> None:
         """A suspended job holds no node. Those that lost power are not known to be gone."""

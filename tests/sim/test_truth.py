@@ -101,6 +101,7 @@ def fault(kind: Kind, seed: int, truth: Truth) -> Callable[[World], None]:
         worker = rng.choice(ranks)
         truth.at_ns, truth.node, truth.rank = world.now, worker.node.name, worker.rank
         truth.nodes, truth.finished = len(state.members), min(w.step for w in ranks)
+        world.fault_s = world.time_s
         kind.act(world, worker, rng)
 
     def schedule(world: World) -> None:
