@@ -53,7 +53,7 @@ RESULTS = Path(__file__).parent / "results" / "scale.md"
 
 @dataclass
 class Row:
-    """Of one size."""
+    """Figures of one size."""
 
     nodes: int
     cpu_s: dict[str, float] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Row:
     """Wall time from a death to the last StopWorkers, of each death."""
     stop_cpu_s: list[float] = field(default_factory=list)
     share: float = 0.0
-    """Of a core, while the job trains."""
+    """Share of a core while the job trains."""
     interval_s: float = 0.0
     kib_per_node: float = 0.0
 

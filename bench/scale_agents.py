@@ -37,7 +37,7 @@ class Agent(asyncio.Protocol):
         self._gone = asyncio.Event()
 
     async def connect(self) -> None:
-        """Until there is a Welcome: a controller that is busy may close a connection."""
+        """Repeat until there is a Welcome: a busy controller may close a connection."""
         self._welcomed = False
         while not self._welcomed:
             if self._transport is not None:

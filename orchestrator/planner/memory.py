@@ -300,7 +300,8 @@ def _gathered(work: Workload, layout: ParallelLayout, part: StageEnds) -> Iterat
         text = f"{reduce} P{by}: accumulateGradients is whole"
         during = FORWARD | LOSS | BACKWARD_BEGINS | BACKWARD_ENDS
         yield Term("gradients", "whole gradients", reduce * total, during, lambda: text, _FSDP2)
-    yield from (_of_root(work, layout, by) if work.own_loop else _transients(work, layout, by))
+    transients = _root_transients if work.own_loop else _transients
+    yield from transients(work, layout, by)
 
 
 def _transients(work: Workload, layout: ParallelLayout, by: str) -> Iterator[Term]:
@@ -345,8 +346,8 @@ def _transients(work: Workload, layout: ParallelLayout, by: str) -> Iterator[Ter
     )  # fmt: skip
 
 
-def _of_root(work: Workload, layout: ParallelLayout, by: str) -> Iterator[Term]:
-    """As _transients, where embedding and head are in the root group: it is gathered from the first
+def _root_transients(work: Workload, layout: ParallelLayout, by: str) -> Iterator[Term]:
+    """Transients where embedding and head are in the root group: it is gathered from the first
     block to the end of backward, and the head's whole gradient waits for the embedding's."""
     counts, width, reduce = work.counts, work.width, work.reduce_width
     tensor, ahead = layout.mesh.tensor, layout.prefetch_blocks

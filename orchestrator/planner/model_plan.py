@@ -89,7 +89,7 @@ def plan_model(work: Workload, clusters: tuple[Cluster, ...], order: Order) -> M
 
 
 def in_format_of(work: Workload, device: Device) -> Workload:
-    """In float16, whose loss is scaled, on a device without bfloat16."""
+    """Plan in float16, whose loss is scaled, on a device without bfloat16."""
     lacks = work.format == "bfloat16" and "bfloat16" not in device.flops
     return msgspec.structs.replace(work, format="float16") if lacks else work
 

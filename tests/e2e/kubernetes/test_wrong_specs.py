@@ -141,7 +141,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "url": {"checkpoint": {"path": "s3://bucket/x"}},
     "queue": {"queue": "lq", "kubernetes": {"gang": "volcano"}},
     "shared-memory": {"kubernetes": {"sharedMemory": "32Gi"}},
-    "working-directory": {"workingDirectory": "/work/..x"},
+    "working-directory": {"workingDirectory": "/src/..x"},
 }
 RIGHT["resources"]["kubernetes"]["podTemplate"]["spec"]["volumes"] = [
     {"name": "data", "emptyDir": {}}

@@ -43,7 +43,7 @@ _STATE = re.compile(
     r"ckpt|checkpoint|snapshot|model|weight|state|epoch|step|iter|optim|last|latest|best|resume",
     re.IGNORECASE,
 )
-"""In the name of a file that holds the state of a training."""
+"""Words in the name of a file that holds the state of a training."""
 _NOT_STATE = (".py", ".pyc", ".log", ".txt", ".csv", ".md", ".yaml", ".yml", ".lock")
 OWN_CHECKPOINTS = "HOLDFAST_OWN_CHECKPOINTS"
 """Variable: {"known": [[path, times], ...], "hold": whether to wait} in JSON; not in a first start
@@ -189,7 +189,7 @@ class FileAudit:
         }
 
     def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """For sys.addaudithook. Whatever goes wrong here, the script runs on."""
+        """Hook of sys.addaudithook. The script runs on, whatever goes wrong here."""
         see = self._on.get(event)
         if see is None or getattr(self._busy, "now", False):
             return

@@ -110,7 +110,7 @@ def test_a_script_runs_on_although_the_agent_has_ended() -> None:
 
 
 class Ended(BaseException):
-    """In place of the end of a process that waits for it."""
+    """Raised where a process would wait for its end."""
 
 
 class Start:
