@@ -48,7 +48,7 @@ class FailureDetector:
     def begin(self, now_ns: int) -> None:
         """A new controller: it watches a node from the first message on."""
         self._observed, self._lost_since_ns, self.ended_ns = {}, None, 0
-        self._quiet_until_ns = 0
+        self._quiet_until_ns = self._judged_ns = 0
         self._any_ns = max(self._any_ns, now_ns)
 
     def reset(self, now_ns: int) -> None:
