@@ -70,7 +70,6 @@ LONG = (
     "tests/e2e/ray/test_head.py::test_with_redis",
     "tests/e2e/ray/test_http.py",
     "tests/e2e/ray/test_jobs_api.py::test_a_killed_driver_is_replaced",
-    "tests/e2e/ray/test_jobs_api.py::test_a_ray_job_that_names_its_holdfast_job",
     "tests/e2e/ray/test_jobs_api.py::test_stopping_the_ray_job_cancels_the_training_job",
     "tests/e2e/ray/test_jobs_api.py::test_the_example_runs_unchanged",
     "tests/e2e/ray/test_jobs_api.py::test_the_name_of_a_job_that_has_ended",

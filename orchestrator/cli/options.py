@@ -157,8 +157,8 @@ def ray_address(given: str) -> str:
 
 
 def _ray(given: str) -> Target:
-    """Raises UserError without Ray's libraries. For the address of a dashboard, a command that
-    only looks reads what is published there; any other runs again inside the cluster, and this
+    """Raises UserError without Ray's libraries. For the address of a dashboard, status, report and
+    logs read what is published there; any other command runs again inside the cluster, and this
     process exits with its exit code."""
     address = ray_address(given)
     try:

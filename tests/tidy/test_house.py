@@ -34,7 +34,7 @@ SMALL_MODULES = {
         "orchestrator/backends/kubernetes/queues/finalizers.py",
         "orchestrator/cli/targets/kubernetes/code_upload.py",
         "orchestrator/hosts/ray/code_store.py",
-        "orchestrator/backends/ray/probe.py", "orchestrator/hosts/ray/metrics.py",
+        "orchestrator/hosts/ray/metrics.py",
         "orchestrator/hosts/ray/view_file.py", "workers/agent/pool/gpu_context.py",
         "workers/agent/pool/last_output.py", "workers/agent/process/process_env.py",
         "workers/agent/storage/memfd.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -16,7 +17,7 @@ import psutil
 
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 
-from . import jobs_page, names, probe
+from . import names
 
 OLDEST = (2, 51)
 """What `make test-ray-oldest` runs with. Bundles that choose nodes by label came with 2.49."""
@@ -56,13 +57,11 @@ def connect(address: str, metadata: dict[str, str] | None = None) -> None:
     if through_client:
         _hide_closed_channels()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if explicit:
-        check_service(address)
     if explicit and not through_client:
         _check_local_raylet(address)
     options: dict[str, Any] = {}
     # A Ray client sends its options as JSON, which a JobConfig is not.
-    if metadata and not through_client and not jobs_page.submission_id():
+    if metadata and not through_client and not submission_id():
         options["job_config"] = ray.job_config.JobConfig(metadata=metadata)
     try:
         _init(
@@ -120,6 +119,16 @@ def check_version(version: str, cluster: str = "") -> None:
     raise UserError(str(problem))
 
 
+def submission_id() -> str:
+    """Of the Ray job that this process belongs to; empty outside of one."""
+    try:
+        # Ray's job server sets it for a driver; no other process has it.
+        config = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    except ValueError:
+        return ""
+    return str(config.get("metadata", {}).get("job_submission_id", ""))
+
+
 def head_address() -> str:
     """HOST:PORT of the head; empty through a Ray client, which only reaches its server."""
     import ray
@@ -170,28 +179,6 @@ def check_listens(address: str) -> None:
         socket.create_connection(_host_and_port(address), CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise _no_cluster(address, error.strerror or str(error)) from None
-
-
-def check_service(address: str) -> None:
-    """Raises UserError when something else answers there, or demands a token that is not here."""
-    host, port = _host_and_port(address)
-    service = probe.service_at(host, port)
-    if service == "token-missing":
-        raise token_problem(address, refused=False)
-    if service == "token-refused":
-        raise token_problem(address, refused=True)
-    if service == ("client" if address.startswith(CLIENT) else "gcs") or service == "unknown":
-        return
-    name = address.removeprefix(CLIENT).rpartition(":")[0]
-    what = {"client": "Ray's client server", "gcs": "the head's GCS"}.get(
-        service, "neither the head's GCS nor Ray's client server"
-    )
-    expected = {"client": f"ray://{name}:{port}", "gcs": f"{name}:{port}"}.get(
-        service,
-        f"{name}:6379 (the head's port), ray://{name}:10001 (the client's) or "
-        f"http://{name}:8265 (the dashboard's), or the ports that `ray start` was given",
-    )
-    raise UserError(str(Problem("--ray", f"{address} (that port is {what})", expected)))
 
 
 def token_problem(address: str, *, refused: bool) -> UserError:

@@ -61,14 +61,13 @@ class JobsApi:
         from ray.exceptions import RayError
         from ray.job_submission import JobSubmissionClient
 
-        from .cluster import check_listens, check_service, check_version, token_problem
+        from .cluster import check_listens, check_version, token_problem
 
         check_version(ray.__version__)
         for name in CHATTY:
             logging.getLogger(name).setLevel(logging.WARNING)
         if not address.startswith(("http://", "https://")) and address != "auto":
             check_listens(address)  # Ray connects as a driver, to find the dashboard
-            check_service(address)
         self._address = address
         dashboard = "the address of a Ray cluster's dashboard, such as http://HEAD:8265"
         try:

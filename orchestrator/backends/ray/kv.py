@@ -3,8 +3,8 @@ registry of its nodes that a new controller reads.
 
 Ray keeps the store in the head's memory, or in Redis where the cluster has GCS fault tolerance;
 then it outlives the head. Ray's own libraries (Serve, Tune, the job server) use
-`ray.experimental.internal_kv`; it is not part of the documented API, so only this module, and
-jobs_page.py for another namespace, call it. Calls block for a round trip.
+`ray.experimental.internal_kv`; it is not part of the documented API, so only this module calls it.
+Calls block for a round trip.
 """
 
 from __future__ import annotations
@@ -56,15 +56,6 @@ class JobKeyValueStore:
         """Sorted, without the job's own prefix."""
         found = _kv()._internal_kv_list(self._key(prefix), namespace=_NAMESPACE)
         return sorted(key.decode().removeprefix(self._prefix) for key in found)
-
-    def take_upload(self, name: str) -> bytes | None:
-        """A file that was uploaded through the dashboard, where Ray's runtime envs have theirs. It
-        is deleted."""
-        key = f"gcs://{name}".encode()
-        found: bytes | None = _kv()._internal_kv_get(key)
-        if found is not None:
-            _kv()._internal_kv_del(key)
-        return found
 
     def clear(self) -> None:
         """Delete the job's keys. ENDED and then RECORD, which holds the job's name, come last: an

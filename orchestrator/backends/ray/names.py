@@ -4,7 +4,6 @@ of two jobs are never the same."""
 from __future__ import annotations
 
 import re
-import string
 
 NAMESPACE = "holdfast"
 """Ray namespace of all actors, and the prefix of all keys in the cluster's key-value store."""
@@ -39,23 +38,6 @@ def logs(job: str, job_id: str) -> str:
 def view_file(job: str) -> str:
     """In Ray's log directory."""
     return f"holdfast-{job}.view.json"
-
-
-def request(job_id: str) -> str:
-    """Of a file that a command uploads for the job's controller; Ray wants the suffix."""
-    return f"holdfast-request-{job_id}.zip"
-
-
-def uploaded_code(job_id: str, code: str) -> str:
-    """Of an archive that a command uploads beside its request."""
-    return f"holdfast-code-{job_id}-{code}.zip"
-
-
-def answer_file(job: str, request_id: str) -> str:
-    """In Ray's log directory. Raises ValueError for an id that is no hexadecimal number."""
-    if not request_id or not set(request_id) <= set(string.hexdigits):
-        raise ValueError(f"request id: got {request_id!r}; expected a hexadecimal number")
-    return f"holdfast-{job}.answer-{request_id}.json"
 
 
 def tls(job_id: str) -> str:

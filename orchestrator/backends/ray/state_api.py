@@ -61,12 +61,6 @@ class StateApi:
             raise ValueError(f"more than {MAX_RAY_NODES} Ray nodes are alive")
         return [str(one.node_id) for one in found]
 
-    def upload(self, name: str, data: bytes) -> None:
-        """As files of a runtime env are uploaded."""
-        path = f"/api/packages/gcs/{name}"
-        answer = self._client._do_request("PUT", path, data=data, timeout=2 * TIMEOUT_S)
-        answer.raise_for_status()
-
     def log_files(self, ray_node: str, glob: str) -> list[str]:
         """Names of files in a Ray node's log directory, as `ray.util.state.list_logs` lists them,
         which takes no address of a dashboard."""

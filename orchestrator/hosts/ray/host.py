@@ -45,7 +45,6 @@ from .actor import ControllerOrder
 from .code_store import KeyValueCodeStore
 from .gcs_journal import open_journal
 from .metrics import RayMetrics
-from .uploaded_requests import UploadedRequests
 from .view_file import ViewFile
 
 log = logging.getLogger("holdfast")
@@ -64,8 +63,6 @@ class RayHostTiming:
     Ray's threads in two processes; the local backend sends one message, and more often."""
     view_file_s: float = 2.0
     """Between two writes of the view for commands over http://."""
-    requests_s: float = 0.5
-    """Between two looks for a request over http://: one short call to the head."""
     view_refresh_s: float = 20.0
     """The view is written although nothing has changed: an old one is not shown."""
     watch_s: float = 30.0
@@ -117,9 +114,6 @@ class RayHost:
             code=KeyValueCodeStore(self._store),
         )
         self._view_file = ViewFile(self._logs.parent, job.name, self._timing.view_file_s)
-        self._requests = UploadedRequests(
-            self._store, order.job_id, self._logs.parent, job.name, self.perform
-        )
         self._id = os.urandom(8).hex()
         """A watcher of an earlier controller of the job must count from 0 again."""
         self._serving = asyncio.Event()
@@ -156,8 +150,7 @@ class RayHost:
             log.info("agents connect to %s:%d", address, self._endpoint.port)
             self._serving.set()
             loop = asyncio.get_running_loop()
-            work = [self._export(), self._trim(), self._publish()]
-            work.append(self._requests.serve(self._timing.requests_s))
+            work = (self._export(), self._trim(), self._publish())
             background = [loop.create_task(one) for one in work]
             try:
                 await self.runtime.run()

@@ -1,8 +1,7 @@
 """The view of a job as a file among Ray's logs of the head. A command over http:// reads it through
 the dashboard, as `ray logs` reads logs, and needs no Ray job of its own.
 
-`requests`: this version takes requests over http:// too (uploaded_requests.py). The file counts
-only while the actor of this process is alive: readers compare the pid.
+The file counts only while the actor of this process is alive: readers compare the pid.
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ class ViewFile:
         began = time.thread_time()  # a disk that is busy is no reason to write later
         part = self._path.with_suffix(".part")
         try:
-            part.write_text(
-                json.dumps({"pid": os.getpid(), "requests": True, "view": view_body(view)})
-            )
+            part.write_text(json.dumps({"pid": os.getpid(), "view": view_body(view)}))
             part.replace(self._path)
             self._problem = ""
         except OSError as error:

@@ -66,34 +66,12 @@ def test_a_submitted_job_is_listed_by_ray_with_its_metadata_and_trains_to_its_en
     assert done.returncode == 0, done.stderr
     name = done.stdout.split("Ray job ")[1].split(";")[0]
     metadata = client.get_job_info(name).metadata
-    assert metadata["holdfast_job"] == "handed-in"
-    assert metadata["model"] == "pretrain, 1 layers of 32"
-    assert metadata["mesh"] == "replicate auto, shard 2"
+    assert metadata["holdfast_job"] == metadata["job_name"] == "handed-in"
     assert until(client, name, ("SUCCEEDED", "FAILED", "STOPPED")).status == "SUCCEEDED"
     assert "12 of 12 steps" in client.get_job_logs(name)
     shown = holdfast("status", "handed-in", "--ray", cluster_rig.connected().dashboard)
     assert shown.returncode == 0 and "succeeded" in shown.stdout, shown.stderr
     gone = holdfast("delete", "handed-in", "--yes", "--ray", cluster_rig.connected().dashboard)
-    assert gone.returncode == 0, gone.stderr
-
-
-def test_a_ray_job_that_names_its_holdfast_job_gets_the_same_metadata(
-    client: Any, tmp_path: Path
-) -> None:
-    """For example a RayJob of KubeRay."""
-    file = tmp_path / "job.yaml"
-    checkpoint = {"path": str(tmp_path / "checkpoints")}
-    file.write_text(yaml.safe_dump(spec("of-others", 12, checkpoint=checkpoint)))
-    name = client.submit_job(
-        entrypoint=f"python -m holdfast.orchestrator.cli.main run {file} --ray auto",
-        metadata={"holdfast_job": "of-others", "nodes": "theirs"},
-    )
-    info = until(client, name, ("SUCCEEDED", "FAILED", "STOPPED"))
-    assert info.status == "SUCCEEDED", client.get_job_logs(name)
-    assert info.metadata["job_name"] == "of-others"
-    assert info.metadata["model"] == "pretrain, 1 layers of 32"
-    assert info.metadata["nodes"] == "theirs"
-    gone = holdfast("delete", "of-others", "--yes", "--ray", cluster_rig.connected().address)
     assert gone.returncode == 0, gone.stderr
 
 

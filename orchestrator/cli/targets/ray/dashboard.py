@@ -1,13 +1,9 @@
-"""Commands over http:// for a running job: they read what its controller has published, and upload
-requests that it answers. Where that is not possible, the command runs inside the cluster, as a Ray
-job."""
+"""Commands over http:// that look at a running job: they read what its controller has published in
+Ray's log directory. Every other command, and one that finds nothing there, runs as a Ray job."""
 
 from __future__ import annotations
 
-import base64
 import json
-import logging
-import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -17,39 +13,24 @@ from typing import Any, NoReturn
 
 import msgspec
 import typer
-from cryptography.fernet import Fernet
 
-from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
-from holdfast.orchestrator.backends.ray import actors, names
+from holdfast.orchestrator.backends.ray import names
 from holdfast.orchestrator.backends.ray.remote_files import LogFilter, matching
 from holdfast.orchestrator.backends.ray.state_api import ControllerProcess, StateApi
-from holdfast.orchestrator.cli import job_code
-from holdfast.orchestrator.cli.client import RequestRefused, extra_s
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.log_files import older_part, print_files
 from holdfast.orchestrator.core.context import SECOND_NS
-from holdfast.orchestrator.core.journal import decode_records
-from holdfast.orchestrator.errors import HoldfastError
-from holdfast.orchestrator.hosts.local.file_journal import Snapshot
 from holdfast.orchestrator.hosts.local.job_directory import JobDirectory
-from holdfast.orchestrator.hosts.ray.uploaded_requests import AGAIN, JOURNAL, UploadedRequest
 from holdfast.orchestrator.protocol.manifest import Manifest
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..base import LogSelector, Response, RunResult
 from ..tempdir import scratch
-from .jobs_api import forward, requester
+from .jobs_api import forward
 
-COMMANDS = (
-    "status", "report", "logs", "events", "resize", "suspend", "resume", "cancel", "chaos",
-    "stacks", "profile",
-)  # fmt: skip
+COMMANDS = ("status", "report", "logs")
 POLL_S = 0.2
-"""Between two looks for an answer."""
-AGAIN_S = 3.0
-"""A request that was not taken is uploaded again: that of another command may have replaced it."""
-TAKEN_S = 30.0
-"""Until a request must have been taken; a controller that starts again needs as long."""
+"""Between two looks for a view."""
 MAX_LOGS = 32
 """Files that are read one after the other; of more, every Ray node reads its own at once."""
 OLD_S = 60.0
@@ -59,8 +40,6 @@ and would not answer a command in the cluster either."""
 NOT_YET = "the job's controller has published nothing yet"
 START_S = 3.0
 """A controller that has just started has published nothing yet; a Ray job takes longer."""
-
-log = logging.getLogger("holdfast.ray")
 
 
 class DashboardTarget:
@@ -81,7 +60,7 @@ class DashboardTarget:
             api = self._open(self._address)
             while (controller := api.controller(name)) is not None:
                 view, why = self._view(api, name, controller)
-                found = None if view is None else (view, controller)
+                found = view
                 if why != NOT_YET or time.monotonic() > give_up:
                     break
                 time.sleep(POLL_S)
@@ -89,7 +68,7 @@ class DashboardTarget:
             why = _failed(f"the state of job {name} cannot be read", error)
         if found is None:
             self._inside(why)
-        return DashboardJob(api, *found, self._inside)
+        return DashboardJob(api, found, self._inside)
 
     def _view(
         self, api: StateApi, name: str, controller: ControllerProcess
@@ -98,8 +77,6 @@ class DashboardTarget:
         found = json.loads(api.log_file(controller.ray_node, names.view_file(name)))
         if found["pid"] != controller.pid:
             return None, NOT_YET
-        if not found.get("requests"):
-            return None, f"the controller of job {name} is of an earlier version of Holdfast"
         view = msgspec.convert(found["view"], JobView)
         old_s = abs(time.time() - view.now_ns / SECOND_NS)
         if old_s > OLD_S:
@@ -144,11 +121,9 @@ class DashboardJob:
         self,
         api: StateApi,
         view: JobView,
-        controller: ControllerProcess,
         inside: Callable[..., NoReturn],
     ) -> None:
         self._api, self._view, self._inside = api, view, inside
-        self._head = controller.ray_node
 
     @property
     def name(self) -> str:
@@ -161,81 +136,13 @@ class DashboardJob:
         return []
 
     def request(self, verb: str, **arguments: Any) -> Response:
-        arguments.setdefault("by", requester())
-        return self._ask(verb, arguments)
-
-    def print_events(self, *, follow: bool, as_json: bool) -> None:
-        from holdfast.orchestrator.cli.event_format import EventFormatter
-        from holdfast.orchestrator.cli.output import stdout
-
-        if follow:
-            self._inside()
-        console, formatter, num_printed, now_ns = stdout(), EventFormatter(), 0, 0
-        for chunk in self._ask(JOURNAL, {}).body["chunks"]:
-            if chunk["snapshot"] is not None and chunk["covered"] != num_printed:
-                item = Snapshot(chunk["covered"], base64.b64decode(chunk["snapshot"]))
-                formatter.print_snapshot(console, item, as_json=as_json)
-                num_printed = chunk["covered"]
-            for now_ns, event in decode_records(base64.b64decode(chunk["records"])):
-                formatter.print_record(console, now_ns, event, as_json=as_json)
-                num_printed += 1
-        formatter.end(console, now_ns, as_json=as_json)
-
-    def _ask(self, verb: str, arguments: dict[str, Any]) -> Response:
-        """The controller's answer. Raises RequestRefused, and HoldfastError when there is none."""
-        key = Fernet.generate_key().decode()
-        request = UploadedRequest(secrets.token_hex(8), key, verb, arguments)
-        sent_s = uploaded_s = 0.0
-        taken = False
-        while True:
-            now_s = time.monotonic()
-            sent_s = sent_s or now_s
-            if not taken and now_s - uploaded_s > AGAIN_S:
-                self._upload(request, first=not uploaded_s)
-                uploaded_s = now_s
-            time.sleep(POLL_S)
-            now_taken, answer = self._answer(request)
-            taken |= now_taken
-            if answer is not None:
-                return self._response(answer)
-            answer_s = actors.ANSWER_S + extra_s(verb, arguments)
-            if now_s - sent_s > (answer_s if taken else TAKEN_S):
-                raise HoldfastError(
-                    f"job {self.name}: its controller has not answered; it may still carry the "
-                    f"request out; `holdfast events` shows whether it has"
-                )
-
-    def _response(self, answer: dict[str, Any]) -> Response:
-        if not answer["ok"]:
-            raise RequestRefused(f"job {self.name}: {answer['detail']}")
-        return Response(answer["detail"], answer["body"])
-
-    def _upload(self, request: UploadedRequest, *, first: bool) -> None:
-        try:
-            self._api.upload(names.request(self._view.job_id), msgspec.json.encode(request))
-        except Exception as error:  # of Ray, of requests
-            log.debug("job %s: a request cannot be uploaded: %s", self.name, error)
-            if first:
-                self._inside(_failed(f"job {self.name}: the request cannot be uploaded", error))
-
-    def _answer(self, request: UploadedRequest) -> tuple[bool, dict[str, Any] | None]:
-        """(whether the request was taken, the answer if there is one)."""
-        try:
-            file = names.answer_file(self.name, request.id)
-            return True, request.unseal(self._api.log_file(self._head, file))
-        except Exception:  # of Ray, of requests: no such file, or an error as its text
-            return False, None
+        self._inside()
 
     def again(self, directory: Path | None) -> Response:
-        job = job_from_mapping(self._ask("spec", {}).body["spec"], f"job {self.name}")
-        code = job_code.edited(job, directory or Path.cwd())
-        name = names.uploaded_code(self._view.job_id, code.name)
-        try:
-            self._api.upload(name, code.archive)
-        except Exception as error:  # of Ray, of requests
-            raise HoldfastError(_failed(f"job {self.name}: code is not uploaded", error)) from None
-        answer = self.request(AGAIN, code=code.name)
-        return Response(f"{job_code.describe(code)}; {answer.detail}", {"code": code.name})
+        self._inside()
+
+    def print_events(self, *, follow: bool, as_json: bool) -> None:
+        self._inside()
 
     def print_logs(self, wanted: LogSelector, *, follow: bool) -> None:
         if follow:
@@ -293,6 +200,4 @@ def _failed(what: str, error: Exception) -> str:
 def can_look(words: list[str] | None = None) -> bool:
     """Whether this command may do without a Ray job."""
     given = sys.argv[1:] if words is None else words
-    again = given[:1] == ["run"] and any(word.startswith("--again") for word in given)
-    looks = given[:1] in ([name] for name in COMMANDS) or given[:2] == ["checkpoint", "save"]
-    return looks or again
+    return bool(given) and given[0] in COMMANDS

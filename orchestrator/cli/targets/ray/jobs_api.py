@@ -11,12 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holdfast.orchestrator.api.v1alpha1 import Parallelism, TrainingJob, job_from_mapping, parse_job
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping, parse_job
 from holdfast.orchestrator.api.v1alpha1.job import redacted_document
 from holdfast.orchestrator.api.v1alpha1.load import read_job_file
 from holdfast.orchestrator.api.v1alpha1.remarks import remarks
 from holdfast.orchestrator.backends.ray import jobs_api
-from holdfast.orchestrator.backends.ray.jobs_page import OWNER
 from holdfast.orchestrator.cli import code_files, job_code, script_job
 from holdfast.orchestrator.cli.client import user
 from holdfast.orchestrator.cli.job_checks import check_submission
@@ -30,6 +29,8 @@ from . import working_dir
 PROGRAM = "python -m holdfast.orchestrator.cli.main"
 MADE = ".holdfast-job-{}.yaml"
 """The spec of a run without one, among the uploaded files: no file of the user has that name."""
+OWNER = "holdfast_job"
+"""Metadata key with the job's name: without it, the Ray job is another program that runs a job."""
 COMMAND = "holdfast_command_"
 """Prefix of the Ray job of a command; a submitted job is called holdfast-JOB-..."""
 BY = "HOLDFAST_BY"
@@ -97,7 +98,7 @@ def submit(
             words = shlex.join([name, *without_spec.words])
             entrypoint = f"{PROGRAM} run {options} -- {words}"
         name = f"holdfast-{job.name}-{secrets.token_hex(3)}"
-        submitted = api.submit(name, entrypoint, wanted, metadata(job) | {"state": "submitted"})
+        submitted = api.submit(name, entrypoint, wanted, metadata(job))
     if not attach:
         return Submitted(submitted, job.name, None, [*remarks(job), *not_taken_along(job)])
     try:
@@ -137,28 +138,8 @@ def _name_in(own: Any, file: Path) -> str:
 
 
 def metadata(job: TrainingJob) -> dict[str, str]:
-    """What the dashboard's Jobs page shows of it; its driver updates it (StatusPublisher)."""
-    spec, recipe = job.spec, job.spec.entrypoint.recipe
-    nodes, mesh = spec.nodes, dict[str, str]()
-    if recipe is not None:
-        sizes = recipe.config.model
-        what = f"{recipe.name}, {sizes.num_layers} layers of {sizes.dim}"
-        mesh = {"mesh": _axes(spec.parallelism)}  # a script may choose another
-    else:
-        what = str(spec.entrypoint.program)
-    return {
-        "job_name": job.name,  # the key that the dashboard has a column for
-        OWNER: job.name,
-        "model": what,
-        **mesh,
-        "nodes": f"{nodes.min} to {nodes.max} of {spec.workers_per_node} workers",
-    }
-
-
-def _axes(wanted: Parallelism) -> str:
-    axes = {"pipeline": wanted.pipeline, "context": wanted.context, "tensor": wanted.tensor}
-    inner = [f"{name} {size}" for name, size in axes.items() if size > 1]
-    return ", ".join([f"replicate {wanted.replicate}", f"shard {wanted.shard}", *inner])
+    """What the dashboard's Jobs page shows; `job_name` is the key that it has a column for."""
+    return {"job_name": job.name, OWNER: job.name}
 
 
 def requester() -> str:
@@ -227,9 +208,8 @@ def _expect_possible(words: list[str], address: str) -> None:
     """Raises UserError for commands that need this machine's terminal or working directory."""
     problem = None
     if words[:1] == ["run"] and any(word.startswith("--again") for word in words):
-        got = f"{address} with --again"
-        expected = "a running job whose controller can be reached through the dashboard"
-        fix = f"submit it again with `holdfast submit FILE --ray {address}`"
+        got, expected = f"{address} with --again", "auto or HOST:PORT of the cluster"
+        fix = f"or submit it again with `holdfast submit FILE --ray {address}`"
         problem = Problem("--ray", got, expected, fix)
     elif words[:1] == ["run"] and not any(word.startswith("--attach") for word in words):
         expected = "auto or HOST:PORT, from inside the cluster's network"
@@ -237,8 +217,7 @@ def _expect_possible(words: list[str], address: str) -> None:
         problem = Problem("--ray", f"{address} with `run`", expected, fix)
     elif words[:1] == ["profile"]:
         got = f"{address} with `profile`, which would write its file in the cluster"
-        expected = "a running job whose controller can be reached through the dashboard"
-        problem = Problem("--ray", got, expected, "run it with --ray auto on a Ray node")
+        problem = Problem("--ray", got, "auto or HOST:PORT, on a Ray node")
     elif _confirms(words) and not {"--yes", "-y"} & set(words):
         expected = f"it with --ray {address}: a command in the cluster cannot ask for confirmation"
         problem = Problem("--yes", "nothing", expected)

@@ -8,8 +8,6 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import msgspec
 
@@ -21,16 +19,9 @@ from holdfast.orchestrator.api.v1alpha1 import (
 from holdfast.orchestrator.api.v1alpha1.load import read_job_file
 from holdfast.orchestrator.api.v1alpha1.remarks import remarks
 from holdfast.orchestrator.backends.ray import actors, cluster, kv, names, ray_nodes, remote_files
-from holdfast.orchestrator.backends.ray.jobs_page import JobsPageEntry, submission_id
-from holdfast.orchestrator.cli.display import (
-    PROGRESS_INTERVAL_S,
-    Display,
-    SilentDisplay,
-    progress_line,
-)
+from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.job_checks import check, check_submission
-from holdfast.orchestrator.cli.output import date, plural, stderr
-from holdfast.orchestrator.cli.render import goodput
+from holdfast.orchestrator.cli.output import stderr
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.hosts.ray import actor
@@ -44,7 +35,6 @@ from holdfast.orchestrator.runtime.observe.view import JobView
 from ..base import RunResult, exit_code
 from ..tempdir import on_sigterm
 from .driver import accept_stop, fork_driver
-from .head_monitor import HeadMonitor, WatchAgain
 from .job import RayJob
 from .jobs_api import metadata
 
@@ -120,41 +110,43 @@ class RayTarget:
             # first driver, and several Ray nodes of one machine replace it one after the other.
             home, text = directory or file.absolute().parent, read_job_file(file)
             # Nothing else before the fork: libraries of storage start threads, which it would lose.
-            job_id, num_killed = secrets.token_hex(8), fork_driver() if submission_id() else 0
+            job_id, num_killed = (
+                secrets.token_hex(8),
+                fork_driver() if cluster.submission_id() else 0,
+            )
             if num_killed:
                 os.chdir("/")
                 job = parse_job(text, str(file))  # checked by the first driver
             else:
                 job = self._checked(text, file, home)
-            name, shown = job.name, metadata(job)
-            cluster.connect(self._address, shown)
+            name = job.name
+            cluster.connect(self._address, metadata(job))
             if num_killed and self._created(name, job_id):
                 self._revive(self.find(name), display)
             else:
                 self._start(job, home, job_id, display)
         else:
             assert attach is not None
-            name, shown = attach, {}
+            name = attach
             self._revive(self.find(attach), display)
-        watch_again = WatchAgain(name, self._address, isinstance(display, SilentDisplay))
-        found, display = self.find(name), StatusPublisher(display, JobsPageEntry(name, shown))
+        found = self.find(name)
 
         def stop() -> None:
             # `ray job stop` is meant for the job that the Ray job has submitted. Elsewhere SIGTERM
             # ends a command that only watches.
-            if attach is not None or not submission_id():
+            if attach is not None or not cluster.submission_id():
                 raise KeyboardInterrupt
             found.request("cancel", by="SIGTERM")
 
-        head = HeadMonitor(display, found.order, watch_again)
-        with display, on_sigterm(stop), head, found.lines_of_rank_0(display):
+        with display, on_sigterm(stop), found.lines_of_rank_0(display):
             accept_stop()
             try:
                 view = found.watch(display)
             except KeyboardInterrupt:
                 display.note(
                     f"Job {name} goes on in the cluster. Watch it again with "
-                    f"`{watch_again.command}`; end it with `{self.command('cancel', name)}`"
+                    f"`{self.command('run', '--attach', name)}`; end it with "
+                    f"`{self.command('cancel', name)}`"
                 )
                 return RunResult(None, 130)
         return RunResult(view, exit_code(view))
@@ -262,73 +254,3 @@ def _expect_script(job: TrainingJob, directory: Path) -> None:
         field = job.spec.entrypoint.script_field
         problem = Problem(field, got, "a file that the nodes have", fix)
         raise UserError(str(problem))
-
-
-class StatusPublisher:
-    """A display that also writes the job's status to the Jobs page of Ray's dashboard."""
-
-    def __init__(self, display: Display, entry: JobsPageEntry) -> None:
-        self._display, self._entry = display, entry
-        self.wants_lines = display.wants_lines
-        self._metadata: dict[str, str] = {}
-        self._written_ns = 0
-
-    def show(self, view: JobView) -> None:
-        self._display.show(view)
-        metadata = status_metadata(view)
-        due = view.now_ns - self._written_ns >= PROGRESS_INTERVAL_S * 1e9
-        if metadata != self._metadata or due:
-            self._entry.write(status_message(view), metadata | progress_metadata(view))
-            self._metadata, self._written_ns = metadata, view.now_ns
-
-    def note(self, text: str) -> None:
-        self._display.note(text)
-
-    def line(self, text: str) -> None:
-        self._display.line(text)
-
-    def __enter__(self) -> Self:
-        self._display.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._display.__exit__(kind, error, trace)
-
-
-def status_message(view: JobView) -> str:
-    """One line; the column `Status message` shows its beginning."""
-    progress = f": {progress_line(view)}" if view.step >= 0 else ""
-    why = f" ({view.reason})" if view.reason and view.state != "running" else ""
-    return f"{view.state}{progress}{why}"
-
-
-def status_metadata(view: JobView) -> dict[str, str]:
-    """What changes seldom."""
-    members = sum(node.state == "member" for node in view.nodes)
-    facts: dict[str, str] = {"state": view.state}
-    if view.mesh:
-        facts["mesh"] = f"{view.strategy}: {view.mesh}"
-    if members and view.world_size:
-        workers = plural(view.world_size, "worker")
-        facts["now"] = f"{workers} on {plural(members, 'node')}, generation {view.generation}"
-    if view.num_incidents:
-        facts["incidents"] = str(view.num_incidents)
-    return facts
-
-
-def progress_metadata(view: JobView) -> dict[str, str]:
-    """What may change at every step: written with the message, at most every few seconds."""
-    facts: dict[str, str] = {}
-    if view.first_step_s is not None:
-        facts["goodput"] = goodput(view)
-    if view.checkpoints:
-        newest = view.checkpoints[-1]
-        facts["stored checkpoint"] = f"step {newest.step}, {date(newest.committed_ns)}"
-    elif view.step >= 0:
-        facts["stored checkpoint"] = view.storage_problem or "none yet"
-    return facts

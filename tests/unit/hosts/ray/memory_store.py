@@ -12,12 +12,8 @@ class MemoryStore(JobKeyValueStore):
     def __init__(self) -> None:
         super().__init__("job")
         self._values: dict[str, bytes] = {}
-        self.uploads: dict[str, bytes] = {}
         self.on_chunk: Callable[[str], object] = lambda key: None
         """Called after each chunk of the journal was put, before its writer continues."""
-
-    def take_upload(self, name: str) -> bytes | None:
-        return self.uploads.pop(name, None)
 
     def get(self, key: str) -> bytes | None:
         return self._values.get(key)

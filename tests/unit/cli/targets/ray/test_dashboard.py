@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
-from holdfast.orchestrator.api.v1alpha1 import job_to_mapping
 from holdfast.orchestrator.backends.ray import names
 from holdfast.orchestrator.backends.ray.state_api import ControllerProcess
-from holdfast.orchestrator.cli.client import RequestRefused
 from holdfast.orchestrator.cli.log_files import older_part
-from holdfast.orchestrator.cli.targets.base import LogSelector, Response
-from holdfast.orchestrator.cli.targets.ray import dashboard
+from holdfast.orchestrator.cli.targets.base import LogSelector
 from holdfast.orchestrator.cli.targets.ray.dashboard import (
     NOT_YET,
     OLD_S,
     DashboardTarget,
     can_look,
 )
-from holdfast.orchestrator.core.events import CancelRequested, JobSubmitted
-from holdfast.orchestrator.errors import HoldfastError, UserError
-from holdfast.orchestrator.hosts.ray.gcs_journal import KvJournal
+from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.hosts.ray.host import RayHostTiming
-from holdfast.orchestrator.hosts.ray.uploaded_requests import UploadedRequests
 from holdfast.orchestrator.hosts.ray.view_file import ViewFile
 from holdfast.orchestrator.runtime.observe.view import JobView
-from tests.unit.hosts.ray.memory_store import MemoryStore
-from tests.unit.runtime.harness import make_job
 
 ADDRESS = "http://head:8265"
 NODE = "a" * 56
@@ -88,134 +77,14 @@ def test_a_running_job_is_shown_without_a_ray_job(tmp_path: Path) -> None:
     found = target(tmp_path, os.getpid(), ran).find("a")
     assert found.view() == view and not ran
     assert found.remarks(view) == []
-    with pytest.raises(typer.Exit):
-        found.request("suspend")
-    assert ran[0] == ADDRESS, "this dashboard takes no uploads"
-    assert ran[1].startswith("job a: the request cannot be uploaded through the dashboard (")
-
-
-def test_edited_code_is_uploaded_beside_the_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, logs = tmp_path / "code", tmp_path / "logs"
-    logs.mkdir()
-    code.mkdir()
-    (code / "train.py").write_text("print(1)\n")
-    published(logs)
-    ran = list[str]()
-    with Controller(logs) as controller:
-
-        def upload(self: FakeStateApi, name: str, data: bytes) -> None:
-            controller.store.uploads[name] = data
-
-        monkeypatch.setattr(FakeStateApi, "upload", upload, raising=False)
-        found = target(logs, os.getpid(), ran).find("a")
-        answer = found.again(code)
-        name = answer.body["code"]
-        assert controller.performed[-1][0] == "again"
-        assert controller.performed[-1][1]["code"] == name
-        assert controller.store.get(f"code/{name}/parts") == b"1"
-        assert "uploaded: 1 files" in answer.detail and not ran
-
-        def loses(self: FakeStateApi, name: str, data: bytes) -> None:
-            if not name.startswith("holdfast-code"):
-                upload(self, name, data)
-
-        monkeypatch.setattr(FakeStateApi, "upload", loses, raising=False)
-        with pytest.raises(RequestRefused, match="was not uploaded"):
-            found.again(code)
-
-
-class Controller:
-    """What a job's controller does for commands over http://, in a thread."""
-
-    def __init__(self, logs: Path) -> None:
-        self.store, self.performed = MemoryStore(), list[tuple[str, dict[str, Any]]]()
-        self._loop = asyncio.new_event_loop()
-        requests = UploadedRequests(self.store, JOB_ID, logs, "a", self._perform)
-        self._serving = self._loop.create_task(requests.serve(0.01))
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        with suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._serving)
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        self._loop.close()
-
-    async def _perform(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        self.performed.append((verb, arguments))
-        if verb == "spec":
-            job = make_job(name="a", entrypoint={"script": "train.py"})
-            return {"ok": True, "detail": "", "body": {"spec": job_to_mapping(job)}}
-        if verb == "resize":
-            return {"ok": False, "detail": "nodes: got 9", "body": {}}
-        return {"ok": True, "detail": "stopping all workers", "body": {"step": 3}}
-
-    def __enter__(self) -> Controller:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._serving.cancel)
-        self._thread.join()
-
-
-def test_requests_and_events_of_a_running_job_start_no_ray_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    published(tmp_path)
-    ran, uploads = list[str](), list[bytes]()
-    monkeypatch.setenv("HOLDFAST_BY", "ada")
-    monkeypatch.setattr(dashboard, "AGAIN_S", 0.3)
-    with Controller(tmp_path) as controller:
-
-        def upload(self: FakeStateApi, name: str, data: bytes) -> None:
-            uploads.append(data)
-            if len(uploads) > 1:  # that of another command replaces the first one
-                controller.store.uploads[name] = data
-
-        monkeypatch.setattr(FakeStateApi, "upload", upload, raising=False)
-        journal = KvJournal(controller.store, "a")
-        spec = job_to_mapping(make_job("a", env={"HF_TOKEN": "hf_secret"}))
-        journal.append(0, JobSubmitted(job_id=JOB_ID, spec=spec, spec_directory="/"))
-        journal.append(1, CancelRequested(by="ada"))
-        asyncio.run(journal.commit())
-        found = target(tmp_path, os.getpid(), ran).find("a")
-        assert found.request("cancel") == Response("stopping all workers", {"step": 3})
-        assert len(uploads) == 2 and controller.performed == [("cancel", {"by": "ada"})]
-        with pytest.raises(RequestRefused, match="job a: nodes: got 9"):
-            found.request("resize", nodes=9)
-        controller.store.uploads[names.request(JOB_ID)] = uploads[-1]  # it came twice
-        found.print_events(follow=False, as_json=False)
-        assert "cancel requested by ada" in capsys.readouterr().out
-        shown = b"".join(path.read_bytes() for path in tmp_path.iterdir())
-        assert b"hf_secret" not in shown and b"chunks" not in shown, "the journal is encrypted"
-        assert [verb for verb, _arguments in controller.performed] == ["cancel", "resize"]
+    for act in (
+        lambda: found.request("suspend"),
+        lambda: found.print_events(follow=False, as_json=False),
+        lambda: found.again(None),
+    ):
         with pytest.raises(typer.Exit):
-            found.print_events(follow=True, as_json=False)
-    assert ran == [ADDRESS], "only to follow the events"
-
-
-def test_a_request_without_an_answer_is_an_error_that_says_what_to_look_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    published(tmp_path)
-    monkeypatch.setattr(dashboard, "TAKEN_S", 0.3)
-    monkeypatch.setattr(FakeStateApi, "upload", lambda *_: None, raising=False)
-    found = target(tmp_path, os.getpid(), []).find("a")
-    with pytest.raises(HoldfastError, match="its controller has not answered; it may still"):
-        found.request("suspend")
-
-
-def test_an_uploaded_file_that_is_no_request_does_no_harm(tmp_path: Path) -> None:
-    upload = names.request(JOB_ID)
-    bad = json.dumps({"id": "../../x", "key": "", "verb": "cancel", "arguments": {}}).encode()
-    with Controller(tmp_path) as controller:
-        for data in (b"\0", bad):
-            controller.store.uploads[upload] = data
-            while upload in controller.store.uploads:
-                time.sleep(0.01)
-    assert not controller.performed and not list(tmp_path.iterdir())
+            act()
+    assert ran == [ADDRESS] * 3, "what changes a job is a Ray job"
 
 
 def test_logs_of_every_generation_are_read_from_the_dashboard(
@@ -259,7 +128,7 @@ def test_in_doubt_the_command_runs_in_the_cluster(tmp_path: Path, case: str) -> 
     why = {
         "no file": "the state of job a cannot be read through the dashboard (",
         "another process": NOT_YET,
-        "no view": "the controller of job a is of an earlier version of Holdfast",
+        "no view": "the state of job a cannot be read through the dashboard (",
         "old": "the published state of job a is 12",
     }
     assert len(ran) == 1 + (case in why)
@@ -289,8 +158,7 @@ def test_the_list_of_all_jobs_and_what_reads_storage_run_in_the_cluster(tmp_path
         target(tmp_path, os.getpid(), ran).views()
     assert ran == [ADDRESS]
     assert can_look(["status", "a"]) and can_look(["report", "a", "--json"])
-    assert can_look(["cancel", "a"]) and can_look(["checkpoint", "save", "a"])
-    assert not can_look(["checkpoint", "list", "a"]) and not can_look(["delete", "a"])
+    assert not any(can_look([verb, "a"]) for verb in ("cancel", "checkpoint", "stacks", "events"))
     assert not can_look([])
 
 

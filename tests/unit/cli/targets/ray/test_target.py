@@ -9,8 +9,6 @@ import pytest
 
 from holdfast.orchestrator.backends.ray import jobs_api
 from holdfast.orchestrator.cli.options import complete
-from holdfast.orchestrator.cli.targets.ray.target import progress_metadata
-from holdfast.orchestrator.runtime.observe.view import CheckpointView, JobView
 
 from ...conftest import Holdfast
 
@@ -120,20 +118,6 @@ def test_a_working_dir_that_may_hold_the_spec_is_not_refused_here(
     env.write_text(f"working_dir: {own.format(file.parent)}\n")
     result = holdfast("submit", file, "--ray", NOWHERE, "--runtime-env", env)
     assert result.code == 2 and f"--ray: got {NOWHERE}" in result.err
-
-
-def test_the_jobs_page_says_goodput_and_the_last_stored_checkpoint() -> None:
-    view = JobView(name="tiny", state="running", step=-1)
-    assert progress_metadata(view) == {}
-    view.step, view.first_step_s, view.goodput = 41, 2.0, 0.9654
-    assert progress_metadata(view) == {"goodput": "96.5%", "stored checkpoint": "none yet"}
-    view.storage_problem = "no right to write"
-    assert progress_metadata(view)["stored checkpoint"] == "no right to write"
-    view.checkpoints = [
-        CheckpointView(step=20, generation=1),
-        CheckpointView(step=40, generation=1),
-    ]
-    assert progress_metadata(view)["stored checkpoint"].startswith("step 40, ")
 
 
 def test_submit_prints_the_command_to_go_on_with(
