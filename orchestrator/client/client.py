@@ -2,7 +2,7 @@
 
 A job is started from a file in every case, by the command that a user would type: a spec of a
 dict or a TrainingJob is written beside the notebook for as long as the start takes, so that its
-paths are relative to the notebook's directory, and a function becomes a script with a spec.
+paths are relative to the notebook's directory, and a function becomes a script with a pickle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..errors import Problem, UserError
 from ..hosts.local.job_directory import Home
 from ..runtime.observe.view import JobView
 from .access import Access, ClusterAccess, LocalAccess, client_directory
-from .function_script import write_script
+from .function_script import function_title, write_script
 from .handle import JobHandle
 
 OUTPUT = "output.log"
@@ -111,9 +111,8 @@ class Client:
         words, or with `kwargs` a function's arguments. A relative path counts from the
         directory of the YAML file; without a file, from the current directory.
 
-        Each worker calls the function once. Its source and what it refers to become a script (see
-        docs/user/python-client.md), so it can be a function of a notebook; a lambda, a closure or
-        an object that is no plain value is refused.
+        Each worker calls the function once. cloudpickle pickles it with what it refers to (see
+        docs/user/python-client.md), so it can be a function of a notebook, a lambda or a method.
 
         On a cluster the directory is uploaded. Raises SpecError for a wrong
         spec, UserError for what is refused, and then nothing has been started.
@@ -154,18 +153,17 @@ class Client:
     ) -> JobHandle:
         with tempfile.TemporaryDirectory(prefix="holdfast-") as made:
             script = write_script(Path(made), function, args, kwargs)
-            name = self._name(ScriptRun(Path(f"{function.__name__}.py"), **options))
+            name = self._name(ScriptRun(Path(f"{function_title(function)}.py"), **options))
             document = ScriptRun(Path(script.name), **options).document(name)
             return self.submit_made(script, document)
 
     def submit_made(self, script: Path, document: dict[str, Any]) -> JobHandle:
-        """Start a job whose spec names a script beside it: both go to a directory below the home.
-        Raises as `submit`."""
+        """Start a job whose spec names this script: its directory is copied below the home. Raises
+        as `submit`."""
         name = document["metadata"]["name"]
         place = self._place(name)
-        job = place / "job"
-        job.mkdir()  # without the output, as a cluster gets all of it
-        shutil.copy(script, job)
+        job = place / "job"  # without the output, as a cluster gets all of it
+        shutil.copytree(script.parent, job)
         _write(job / "job.yaml", document)
         return self._start(job / "job.yaml", name, place)
 

@@ -25,7 +25,7 @@ from ..protocol import run_directory
 from ..protocol.run_directory import TrainCheckpoint
 from ..runtime.observe.view import JobView
 from .client import Client
-from .function_script import write_script
+from .function_script import function_title, write_script
 
 
 @dataclass(kw_only=True)
@@ -243,7 +243,7 @@ class RayTrainer:
                           run_config=RunConfig(name="mine", storage_path="/shared"))
         result = trainer.fit()
 
-    The function gets `train_loop_config` if it takes an argument. Its source becomes a script, see
+    The function gets `train_loop_config` if it takes an argument. It is pickled, see
     docs/user/python-client.md. Raises UserError for parameters that are not supported.
     """
 
@@ -291,7 +291,7 @@ class RayTrainer:
 
         cluster.connect(ray_address(""))
         client = Client(ray=cluster.head_address() or ray_address(""))
-        title = self._run.name or self._function.__name__
+        title = self._run.name or function_title(self._function)
         words = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:40].strip("-") or "train"
         job_name = f"{words}-{secrets.token_hex(2)}"
         name = self._run.name or job_name
@@ -319,7 +319,7 @@ class RayTrainer:
             "from holdfast.workers.integrations import ray_train",
             f"ray_train.begin({str(path)!r}, {name!r}, {keep!r}, {self._torch.backend!r},"
             f" {self._torch.timeout_s!r})",
-            f"{self._function.__name__} = ray_train.keep_result({self._function.__name__})",
+            "function = ray_train.keep_result(function)",
         ]
         args = (self._config,) if takes else ()
         return write_script(directory, self._function, args, {}, before)
