@@ -15,11 +15,11 @@ import yaml
 
 from helm import ray_dashboard, render
 from holdfast.orchestrator.hosts.kubernetes.metrics import JOB_METRICS, OPERATOR_METRICS
-from holdfast.orchestrator.hosts.kubernetes.metrics_page import ALERTS
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.definition import definition_text
 from holdfast.orchestrator.runtime.observe.prometheus import METRICS
 from tests.e2e.kubernetes.rig.binaries import locate
+from tools.metrics_page import ALERTS
 
 FIX = "run: make manifests"
 TEMPLATES = render.CHART / "templates"

@@ -13,9 +13,9 @@ from holdfast.orchestrator.core.transitions import (
     IllegalTransition,
     JobPhase,
     check_transition,
-    page,
     targets,
 )
+from tools.phases_page import page
 
 ROOT = Path(__file__).resolve().parents[3]
 

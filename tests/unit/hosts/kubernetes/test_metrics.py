@@ -13,12 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.hosts.kubernetes.metrics import OperatorState, exposition
-from holdfast.orchestrator.hosts.kubernetes.metrics_page import LEAST, MOST, page
 from holdfast.orchestrator.hosts.kubernetes.status import ACCEPTED, ConditionState, state_of
 from holdfast.orchestrator.hosts.local.job_records import replay
 from holdfast.orchestrator.runtime.observe.prometheus import JobCollector, build_labels
 from holdfast.orchestrator.runtime.observe.view import CheckpointView, JobView
 from tests.sim.run_seed import play
+from tools.metrics_page import LEAST, MOST, page
 
 Key = tuple[str, str]
 Labels = frozenset[tuple[str, str]]
@@ -165,7 +165,5 @@ def test_a_job_that_is_not_started_yet_has_the_state_of_its_object() -> None:
 
 def test_the_page_about_metrics_is_up_to_date() -> None:
     stored = Path(__file__).parents[4] / "docs/operations/metrics.md"
-    fix = (
-        "python -m holdfast.orchestrator.hosts.kubernetes.metrics_page > docs/operations/metrics.md"
-    )
+    fix = "python -m tools.metrics_page > docs/operations/metrics.md"
     assert stored.read_text() == page(), fix

@@ -1,7 +1,7 @@
-"""Generates docs/operations/metrics.md: `-m holdfast.orchestrator.hosts.kubernetes.metrics_page`.
+"""Generates docs/operations/metrics.md: `python -m tools.metrics_page`.
 
-The tables come from runtime/observe/prometheus.py and metrics.py. A test compares the alerts with
-those of the chart.
+The tables come from runtime/observe/prometheus.py and hosts/kubernetes/metrics.py. A test
+compares the alerts with those of the chart.
 """
 
 from __future__ import annotations
@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from holdfast.orchestrator.hosts.kubernetes.metrics import OPERATOR_METRICS
 from holdfast.orchestrator.runtime.observe.prometheus import METRICS
-
-from .metrics import OPERATOR_METRICS
 
 HEAD = """# Metrics
 
 Generated from `orchestrator/runtime/observe/prometheus.py` and
 `orchestrator/hosts/kubernetes/metrics.py`. To change it, change a table there or the text in
-`metrics_page.py`, then run
-`python -m holdfast.orchestrator.hosts.kubernetes.metrics_page > docs/operations/metrics.md`.
+`tools/metrics_page.py`, then run `python -m tools.metrics_page > docs/operations/metrics.md`.
 
 | a job runs on | its metrics are at | labels and names |
 |---|---|---|
