@@ -9,11 +9,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = (
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted(
-        page
-        for page in (ROOT / "docs").rglob("*.md")
-        if page.name not in ("job-spec.md", "founding-documents.md")
-    ),
+    *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name != "job-spec.md"),
 )
 """Pages that are written by hand."""
 

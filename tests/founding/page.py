@@ -1,4 +1,4 @@
-"""`python -m tests.founding.page`: writes docs/concepts/founding-documents.md from the lines, their
+"""`python -m tests.founding.page`: writes bench/results/founding_documents.md from the lines, their
 evidence and the planner's numbers."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from holdfast.orchestrator.planner.ranking import Alternative
 from .document import ROOT, VERDICTS, Evidence, Line, Section, resolve, sections, short_names
 from .tables import answers, claims, fewest_table, zero_table
 
-PAGE = ROOT / "docs/concepts/founding-documents.md"
+PAGE = ROOT / "bench/results/founding_documents.md"
 UP = "../../"
 
 BEGINNING = """# The founding documents, line by line
@@ -38,13 +38,13 @@ which were measured on no GPU here.
 | not supported | Holdfast does not do it; what to do instead stands beside it |
 
 An error is *refused* by plan, by validation or by a check of the planner, *linted* by
-[preflight](../user/preflight.md), or *answered* here.
+[preflight](../../docs/user/preflight.md), or *answered* here.
 """
 
 ZERO_TEXT = """## Tables of ZeRO
 
 GB of states of one rank. *Paper*: 2 + 2 + 12 bytes for a parameter (documents A, C). *float32*: 4 +
-4 + 8 (document B). *Holdfast*: what [its spelling of each](../user/sharding.md) keeps: float32
+4 + 8 (document B). *Holdfast*: what [its spelling of each](../../docs/user/sharding.md) keeps: float32
 shards, and whole parameters in bfloat16 and gradients in float32 where the stage keeps them.
 """
 FEWEST_TEXT = """## Fewest devices
@@ -82,12 +82,8 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 def link(evidence: Evidence) -> str:
-    path = evidence.path
-    target = f"../{path.removeprefix('docs/')}" if path.startswith("docs/") else UP + path
-    if target.startswith("../concepts/"):
-        target = target.removeprefix("../concepts/")
     anchor = f"#{evidence.anchor}" if evidence.anchor else ""
-    return f"[{evidence.label}]({target}{anchor})"
+    return f"[{evidence.label}]({UP}{evidence.path}{anchor})"
 
 
 def where(line: Line) -> str:
