@@ -44,8 +44,9 @@ An error is *refused* by plan, by validation or by a check of the planner, *lint
 ZERO_TEXT = """## Tables of ZeRO
 
 GB of states of one rank. *Paper*: 2 + 2 + 12 bytes for a parameter (documents A, C). *float32*: 4 +
-4 + 8 (document B). *Holdfast*: what [its spelling of each](../../docs/user/sharding.md) keeps: float32
-shards, and whole parameters in bfloat16 and gradients in float32 where the stage keeps them.
+4 + 8 (document B). *Holdfast*: what [its spelling of each](../../docs/user/sharding.md) keeps:
+float32 shards, and whole parameters in bfloat16 and gradients in float32 where the stage keeps
+them.
 """
 FEWEST_TEXT = """## Fewest devices
 
