@@ -258,16 +258,6 @@ MAX_ANSWER_BYTES = 4 * 2**20
 
 MAX_PROFILE_S = 120.0
 
-MAX_TRACES_BYTES = 8 * 2**20
-"""Of all files of one `holdfast profile --torch`, compressed: the answer is one message (a third
-more, in base64)."""
-
-MAX_TRACED_RANKS = 8
-
-TRACE_STEP_S = 60.0
-"""A trace begins and ends where a step ends; each is waited for so long. Writing the file, a tenth
-of a second for 1 MiB, is in it."""
-
 # -- budgets (restarts per window) ------------------------------------------------------------
 BUDGET_WINDOW_S = 3600.0
 BUDGET_USER = 3

@@ -14,8 +14,7 @@ ends with Failed, or with Leaving (after Finished if it uses the session), and e
 A script that keeps its own checkpoints may send StopNoticeWanted, and gets StopNotice in a planned
 stop, while it has time to save.
 
-A byte on a second socket, which the pulse thread reads, asks for StackReport and CollectivesReport;
-TraceWanted there for TraceWritten.
+A byte on a second socket, which the pulse thread reads, asks for StackReport and CollectivesReport.
 """
 
 from __future__ import annotations
@@ -185,14 +184,6 @@ class CollectivesReport(WorkerMessage, frozen=True, kw_only=True, tag="collectiv
     groups: tuple[GroupProgress, ...] = ()
 
 
-class TraceWritten(WorkerMessage, frozen=True, kw_only=True, tag="trace-written"):
-    """The file of TraceWanted is complete, or there is none."""
-
-    detail: str = ""
-    """What it has: steps, seconds, why it ended early."""
-    problem: str = ""
-
-
 class Failed(WorkerMessage, frozen=True, kw_only=True, tag="failed"):
     """The script has raised. Its hooks, threads and exit functions may still run."""
 
@@ -256,19 +247,6 @@ class StopNotice(WorkerMessage, frozen=True, kw_only=True, tag="stop-notice"):
     grace_s: float
 
 
-class TraceWanted(WorkerMessage, frozen=True, kw_only=True, tag="trace-wanted"):
-    """Record the next steps with torch.profiler, as text into `file`."""
-
-    file: str
-    seconds: float
-    steps: int
-    """End after so many; 0: after `seconds`."""
-    max_bytes: int
-    """Of the text, compressed: an estimate ends the recording."""
-    wait_s: float
-    """Until a step must have ended: the agent gives up then."""
-
-
 class Buffer(WorkerMessage, frozen=True, kw_only=True, tag="buffer"):
     """Comes with one file descriptor. `part` of `parts`: what this worker writes; 0 parts: nothing
     yet."""
@@ -325,11 +303,10 @@ FromWorker = (
     | StopNoticeWanted
     | StackReport
     | CollectivesReport
-    | TraceWritten
     | Failed
     | Finished
 )
 ToWorker = (
     Assign | StageAt | SetStagingInterval | StopNotice | Buffer | BufferFree | NoBuffer | Shard
-    | NoShard | TraceWanted
+    | NoShard
 )  # fmt: skip

@@ -20,9 +20,6 @@ def extra_s(verb: str, arguments: Mapping[str, Any]) -> float:
     """How much longer than that an answer may take: agents are asked for it."""
     if verb == "profile":
         return float(arguments["seconds"]) + limits.QUESTION_TIMEOUT_S
-    if verb == "trace":
-        extra_s = 2 * limits.TRACE_STEP_S + limits.QUESTION_TIMEOUT_S
-        return float(arguments["seconds"]) + extra_s
     return limits.QUESTION_TIMEOUT_S if verb == "stacks" else 0.0
 
 

@@ -1,4 +1,4 @@
-"""The ConfigMaps of an answer that no annotation of an Event can hold, such as a trace.
+"""The ConfigMaps of an answer that no annotation of an Event can hold.
 
 The operator writes them, always with the same names, and empties them a while later: it may not
 delete ConfigMaps, and the API server deletes these with the job. A part names the question that it

@@ -47,7 +47,7 @@ RESUME = "holdfast.dev/resume"
 `{"start_over": ..., "by": ..., "id": ...}`. The operator removes it."""
 INSPECT = "holdfast.dev/inspect"
 """Annotation: a question about running workers, `{"verb": "stacks", "arguments": {...}, "by": ...,
-"id": ...}`, profile or trace. The operator removes it, and answers with an Event."""
+"id": ...}` or profile. The operator removes it, and answers with an Event."""
 BLAMED = "holdfast.dev/blamed"
 """Annotation of a pod: JSON {blamed node of the job: its Kubernetes node}, so that a later operator
 still keeps the job's pods away from those Kubernetes nodes."""

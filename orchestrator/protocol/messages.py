@@ -214,13 +214,11 @@ class StacksShown(Message, frozen=True, kw_only=True, tag="stacks-shown"):
 
 
 class ProfileRecorded(Message, frozen=True, kw_only=True, tag="profile-recorded"):
-    """Answer to RecordProfile and RecordTrace."""
+    """Answer to RecordProfile."""
 
     question: int
     content: bytes = b""
-    """The file, compressed with zlib; of a trace with gzip."""
-    detail: str = ""
-    """Of a trace: what it has."""
+    """The file, compressed with zlib."""
     problem: str = ""
     """Why there is none; empty: there is."""
 
@@ -336,20 +334,6 @@ class RecordProfile(Message, frozen=True, kw_only=True, tag="record-profile"):
     """Count threads that wait, too."""
 
 
-class RecordTrace(Message, frozen=True, kw_only=True, tag="record-trace"):
-    """A user wants a trace of torch.profiler of a rank, from the end of one step to that of
-    another."""
-
-    question: int
-    generation: int
-    rank: int
-    seconds: float
-    steps: int = 0
-    """End after so many; 0: after `seconds`."""
-    max_bytes: int
-    """Of the file, compressed."""
-
-
 class Stage(Message, frozen=True, kw_only=True, tag="stage"):
     """Have all workers stage this step, regardless of their interval."""
 
@@ -431,7 +415,7 @@ class Request(Message, frozen=True, kw_only=True, tag="request"):
     """Empty: the only job of this controller."""
     verb: str
     """status, spec, watch, resize, again, suspend, resume, cancel, chaos, checkpoint, stacks,
-    profile, trace."""
+    profile."""
     arguments: dict[str, Any] = {}
 
 
@@ -452,7 +436,7 @@ ToAgent = (
     | Committed | Chaos | Shutdown | Inspect
 )  # fmt: skip
 
-Question = ShowStacks | RecordProfile | RecordTrace
+Question = ShowStacks | RecordProfile
 """Answered by the agent's process, not by its machine: no decision depends on it."""
 QuestionAnswer = StacksShown | ProfileRecorded
 """Never an event."""

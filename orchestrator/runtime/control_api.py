@@ -1,7 +1,7 @@
 """The requests that the CLI may send to a running controller: verbs, arguments and replies.
 
 Every change is an event. Injected faults are sent to the agent after their event is durable.
-Questions about running workers (stacks, profile, trace) change nothing and are none.
+Questions about running workers (stacks, profile) change nothing and are none.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class ControlApi:
             "checkpoint": self._checkpoint,
             "stacks": lambda arguments: inquiries.stacks(self._driver.state, arguments),
             "profile": lambda arguments: inquiries.profile(self._driver.state, arguments),
-            "trace": lambda arguments: inquiries.trace(self._driver.state, arguments),
         }
 
     async def handle(self, stream: ReplyStream, request: wire.Request) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import base64
 import secrets
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -142,55 +141,6 @@ class Inquiries:
         body = {"rank": rank, "node": node, "generation": generation, "format": form}
         detail = f"{seconds:g} s of rank {rank} on {node}, generation {generation}"
         return wire.Reply(ok=True, detail=detail, body={**body, "content": content})
-
-    # -- traces --------------------------------------------------------------------------------
-    async def trace(self, state: JobState, arguments: dict[str, Any]) -> wire.Reply:
-        """`seconds` or `steps` of torch.profiler of `ranks`, recorded at the same time; the body
-        has the files, compressed with gzip, in base64, and the ranks without one. Raises
-        HoldfastError when there is none at all."""
-        size, generation = _running(state), state.generation
-        ranks = _ranks({"ranks": arguments.get("ranks") or [0]}, size)
-        seconds = _number(arguments, "seconds", 10.0, 1, limits.MAX_PROFILE_S)
-        steps = _number(arguments, "steps", 0, 0, 100_000)
-        if len(ranks) > limits.MAX_TRACED_RANKS:
-            expected = f"at most {limits.MAX_TRACED_RANKS}"
-            raise UserError(str(Problem("ranks", f"{len(ranks)}", expected)))
-        max_bytes = limits.MAX_TRACES_BYTES // len(ranks)
-
-        def question(number: int, rank: int) -> wire.RecordTrace:
-            return wire.RecordTrace(
-                question=number,
-                generation=generation,
-                rank=rank,
-                seconds=seconds,
-                steps=round(steps),
-                max_bytes=max_bytes,
-            )
-
-        timeout_s = seconds + 2 * limits.TRACE_STEP_S + self._timeout_s
-        nodes = [state.node_of(rank) for rank in ranks]
-        answers = await asyncio.gather(
-            *(
-                self._ask(node, partial(question, rank=rank), timeout_s)
-                for node, rank in zip(nodes, ranks, strict=True)
-            )
-        )
-        traces, problems = [], []
-        for node, rank, answer in zip(nodes, ranks, answers, strict=True):
-            problem = answer.problem if isinstance(answer, wire.ProfileRecorded) else str(answer)
-            if problem or not isinstance(answer, wire.ProfileRecorded):
-                problems.append({"rank": rank, "node": node, "why": problem})
-                continue
-            content = base64.b64encode(answer.content).decode()
-            traces.append({"rank": rank, "node": node, "detail": answer.detail, "content": content})
-        if not traces:
-            whys = "; ".join(
-                f"rank {one['rank']} on {one['node']}: {one['why']}" for one in problems
-            )
-            raise HoldfastError(f"no trace: {whys}")
-        body = {"generation": generation, "traces": traces, "problems": problems}
-        detail = f"traces of {len(traces)} of {len(ranks)} ranks, generation {generation}"
-        return wire.Reply(ok=True, detail=detail, body=body)
 
 
 def _number(arguments: dict[str, Any], name: str, default: float, low: float, high: float) -> float:

@@ -17,8 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
-
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.protocol.facts import WorkerPhase
@@ -27,7 +25,7 @@ from holdfast.workers.checkpoint.layout import Bytes
 from holdfast.workers.checkpoint.shard_sources import MappedShard, UnreadableCheckpoint
 from holdfast.workers.checkpoint.twin_parts import MIN_SHARED_BYTES, WritableBuffer
 
-from . import inspection, step_trace
+from . import inspection
 from .buffer_thread import BufferThread
 
 _BUFFER_WAIT_S = 1.0
@@ -80,10 +78,6 @@ class AgentChannel:
         self._notice: tuple[worker_protocol.StopNotice, float] | None = None
         self._imported: Callable[[], tuple[str, ...]] | None = None
         self.phase: WorkerPhase = "start"
-        self.has_steps = False
-        """This process says where its steps end."""
-        self.trace: step_trace.StepTrace | None = None
-        """What a user wants to have recorded; looked at when a step has ended."""
 
     # -- reports ------------------------------------------------------------------------------
     def send(self, message: worker_protocol.FromWorker) -> None:
@@ -141,7 +135,7 @@ class AgentChannel:
             self.send(worker_protocol.ImportsReported(modules=modules))
 
     def _inspect(self, asked: socket.socket) -> None:
-        """Report why the main thread makes no progress, or take a request for a trace."""
+        """Report why the main thread makes no progress."""
         try:
             request, _fds = packets.receive(asked, 0)
         except OSError:  # this process is about to end
@@ -149,31 +143,13 @@ class AgentChannel:
         if not request:
             self._inspection = None  # the agent has ended
             return
-        if request != worker_protocol.ASK_STACK:
-            self._want_trace(msgspec.msgpack.decode(request, type=worker_protocol.TraceWanted))
-            return
         self.send(worker_protocol.StackReport(text=inspection.main_stack()))
         self.send(worker_protocol.CollectivesReport(groups=inspection.collectives()))
 
-    def _want_trace(self, wanted: worker_protocol.TraceWanted) -> None:
-        if not self.has_steps:
-            self.send(worker_protocol.TraceWritten(problem=step_trace.NO_STEPS))
-        elif self.trace is not None and self.trace.records:  # which the agent has given up
-            self.send(worker_protocol.TraceWritten(problem="another recording is under way"))
-        else:
-            self.trace = step_trace.StepTrace(wanted)
-
     def reports_steps(self) -> None:
-        """From now on this process says where its steps end."""
-        if not self.has_steps:
-            self.has_steps = True
-            if self._inspection is not None:
-                self.start_pulse()  # of a script in a Python of the user; others have one
-
-    def step_ended(self, step: int) -> None:
-        """In the thread that trains, after the report of the step."""
-        if self.trace is not None:
-            self.trace.boundary(step, self)
+        """Start the pulse of a script in the user's Python; other workers have one."""
+        if self._inspection is not None:
+            self.start_pulse()
 
     # -- staging (checkpoint.stage.BufferSource) ----------------------------------------------
     def prepare_with(self, prepare: Callable[[Bytes], None]) -> None:

@@ -279,8 +279,6 @@ class Session:
         work_s = self._work.end() if self._work is not None else 0.0
         if self._channel is not None:
             self._sent.end()
-            if self._channel.trace is not None:
-                work_s = 0.0  # a rank that is recorded is slower, and no straggler
         due, hold = self._due(step) if self._twins is None else self._twins.agreed()
         if due:
             self.save()
@@ -291,9 +289,6 @@ class Session:
         self._begin_step(now)
         if hold and self._channel is not None:
             self._channel.hold()
-            self._begin_step()
-        if self._channel is not None and self._channel.trace is not None:
-            self._channel.step_ended(step)
             self._begin_step()
         self._say_whether_due()
 

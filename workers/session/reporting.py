@@ -96,9 +96,6 @@ def report(
             step_s=step_s,
         )
     )
-    if channel.trace is not None:
-        channel.step_ended(step)
-        last.at_s = time.perf_counter()
 
 
 def preemption() -> PlannedStop | None:

@@ -106,26 +106,13 @@ def _remarks(body: dict[str, Any]) -> list[str]:
 
 def profile(
     job: JobArgument,
-    rank: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--rank", min=0, show_default="0",
-            help="Rank of the worker; with --torch it may be repeated.",
-        ),
-    ] = None,
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Rank of the worker.")] = 0,
     seconds: Annotated[
         float, typer.Option("--seconds", min=1, max=120, help="How long to record.")
     ] = 10.0,
-    with_torch: Annotated[
-        bool, typer.Option("--torch", help="Record whole steps with torch.profiler.")
-    ] = False,
-    steps: Annotated[
-        int | None, typer.Option("--steps", min=1, help="With --torch: end after so many steps.")
-    ] = None,
     rate: Annotated[
-        int | None,
-        typer.Option("--rate", min=1, max=1000, show_default="100", help="Samples per second."),
-    ] = None,
+        int, typer.Option("--rate", min=1, max=1000, help="Samples per second.")
+    ] = 100,
     idle: Annotated[
         bool, typer.Option("--idle", help="Count threads that wait, for example for peers.")
     ] = False,
@@ -133,8 +120,7 @@ def profile(
         Path | None,
         typer.Option(
             "--output", "-o", metavar="FILE",
-            help="FILE.svg is a flame graph, FILE.json a profile for speedscope.app; with --torch "
-            "FILE.json.gz, a trace for ui.perfetto.dev.",
+            help="FILE.svg is a flame graph, FILE.json a profile for speedscope.app.",
             show_default="JOB-rank-N.svg",
         ),
     ] = None,
@@ -146,37 +132,13 @@ def profile(
 
     Training goes on: py-spy reads the memory of the process and never pauses it.
 
-    With --torch, record whole steps with torch.profiler: operators, kernels, copies. The script has
-    to say where its steps end: the recipe, a session, `session.report` and the callbacks of
-    holdfast.integrations do. Recording slows the rank, and starting and ending it takes a moment;
-    nothing of it is there before it is asked for.
-
-    Examples: `holdfast profile my-job --seconds 10 -o rank0.svg`,
-    `holdfast profile my-job --torch --steps 5 --rank 0 --rank 8`
+    Example: `holdfast profile my-job --seconds 10 -o rank0.svg`
     """
-    ranks = sorted(set(rank or [0]))
-    if with_torch:
-        _expect_none("--torch", {"--rate": rate, "--idle": idle or None})
-        _trace(target, job, ranks, seconds, steps, out, as_json)
-        return
-    _expect_none("py-spy; give --torch", {"--steps": steps})
-    if len(ranks) > 1:
-        got = f"{len(ranks)} ranks"
-        raise UserError(str(Problem("--rank", got, "one, or several with --torch")))
-    arguments = {"rank": ranks[0], "seconds": seconds, "rate": rate or 100, "idle": idle}
-    _flames(target, job, arguments, out, as_json)
-
-
-def _flames(
-    target: Target, job: str, arguments: dict[str, Any], out: Path | None, as_json: bool
-) -> None:
-    """A recording of py-spy."""
     import base64
     import zlib
 
     from ..targets.base import expect_not_ended
 
-    rank = arguments["rank"]
     file = out or Path(f"{job}-rank-{rank}.svg")
     form = SUFFIXES.get(file.suffix)
     if form is None:
@@ -184,68 +146,15 @@ def _flames(
     found = target.find(job)
     expect_not_ended(found.view(), "profile")
     if not as_json:
-        stderr().print(f"recording rank {rank} for {arguments['seconds']:g} s", soft_wrap=True)
-    answer = found.request("profile", format=form, **arguments)
+        stderr().print(f"recording rank {rank} for {seconds:g} s", soft_wrap=True)
+    answer = found.request("profile", format=form, rank=rank, seconds=seconds, rate=rate, idle=idle)
     content = zlib.decompress(base64.b64decode(answer.body["content"]))
-    _write(file, content)
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        raise HoldfastError(f"--output: {file} cannot be written: {error.strerror}") from None
     if as_json:
         known = {name: value for name, value in answer.body.items() if name != "content"}
         print_json({"job": job, "file": str(file), "bytes": len(content), **known})
         return
     typer.echo(f"job {job}: {answer.detail}: {file} ({size(len(content))})")
-
-
-def _expect_none(what: str, given: dict[str, object]) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise UserError(str(Problem(name, f"it with {what}", "only one of them")))
-
-
-def _trace(
-    target: Target,
-    job: str,
-    ranks: list[int],
-    seconds: float,
-    steps: int | None,
-    out: Path | None,
-    as_json: bool,
-) -> None:
-    """Traces of torch.profiler."""
-    import base64
-
-    from ..targets.base import expect_not_ended
-
-    if out is not None and len(ranks) > 1:
-        got = f"{out} with {len(ranks)} ranks"
-        raise UserError(str(Problem("--output", got, "one --rank, or the names that are made")))
-    if out is not None and not out.name.endswith(".json.gz"):
-        raise UserError(str(Problem("--output", str(out), "a name that ends with .json.gz")))
-    found = target.find(job)
-    expect_not_ended(found.view(), "profile")
-    if not as_json:
-        how = plural(steps, "step") if steps else f"{seconds:g} s"
-        stderr().print(f"recording {how} of rank {', '.join(map(str, ranks))}", soft_wrap=True)
-    answer = found.request("trace", ranks=ranks, seconds=seconds, steps=steps or 0)
-    written = []
-    for one in answer.body["traces"]:
-        file = out or Path(f"{job}-rank-{one['rank']}.json.gz")
-        content = base64.b64decode(one.pop("content"))
-        _write(file, content)
-        written.append({**one, "file": str(file), "bytes": len(content)})
-        if not as_json:
-            text = f"rank {one['rank']} on {one['node']}: {one['detail']}"
-            typer.echo(f"job {job}: {text}: {file} ({size(len(content))}), for ui.perfetto.dev")
-    for one in answer.body["problems"]:
-        text = f"rank {one['rank']} on {one['node']}: no trace: {one['why']}"
-        stderr().print(text, style="yellow", soft_wrap=True)
-    if as_json:
-        print_json({"job": job, **answer.body, "traces": written})
-    if answer.body["problems"]:
-        raise typer.Exit(1)
-
-
-def _write(file: Path, content: bytes) -> None:
-    try:
-        file.write_bytes(content)
-    except OSError as error:
-        raise HoldfastError(f"--output: {file} cannot be written: {error.strerror}") from None

@@ -45,7 +45,7 @@ class RunResult(NamedTuple):
     exit_code: int
 
 
-_NOTHING_TO = {"chaos": "break", "checkpoint": "save", "stacks": "look at", "trace": "profile",
+_NOTHING_TO = {"chaos": "break", "checkpoint": "save", "stacks": "look at",
                "again": "restart"}  # fmt: skip
 """Verb of a request -> what cannot be done to a job that has ended, where the words differ."""
 
@@ -83,7 +83,7 @@ class TargetJob(Protocol):
         ...
 
     def request(self, verb: str, **arguments: Any) -> Response:
-        """resize, suspend, resume, cancel, chaos, checkpoint, stacks, profile or trace; see
+        """resize, suspend, resume, cancel, chaos, checkpoint, stacks or profile; see
         runtime/control_api.py."""
         ...
 

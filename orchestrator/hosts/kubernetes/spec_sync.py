@@ -31,7 +31,7 @@ from .status import ConditionState
 
 CHAOS_ARGUMENTS = ("rank", "node", "hold_s", "by")
 BY_SPEC = "the spec"
-QUESTIONS = ("stacks", "profile", "trace")
+QUESTIONS = ("stacks", "profile")
 MAX_ANSWER_CHARS = 240_000
 """Of a question's answer in an annotation: the API server takes 256 KiB of them. A longer one is in
 ConfigMaps."""

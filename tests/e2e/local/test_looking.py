@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -93,47 +90,7 @@ def test_a_job_is_looked_at_while_it_runs(tmp_path: Path) -> None:
         done = profile(job, "--rank", "1", "--seconds", "1", "--idle", "-o", str(flames))
         assert done.returncode == 0, done.stderr
         assert "sleeps" in flames.read_text()
-        done = profile(job, "--torch", "--seconds", "1")
-        assert done.returncode == 2 and "session.report(step)" in done.stderr, done.stderr
         assert "[rank 0] five steps" in job.output()
         assert not job.until(lambda view: view.state == "running").incidents, "it is undisturbed"
     finally:
         job.end()
-
-
-def test_whole_steps_of_two_ranks_are_traced_and_training_goes_on(tmp_path: Path) -> None:
-    job = job_of(tmp_path, "traced", REPORTS)
-    job.run()
-    try:
-        job.until(lambda view: view.state == "running" and view.step >= 20)
-        done = profile(job, "--torch", "--steps", "3", "--rank", "0", "--rank", "1", "--json")
-        assert done.returncode == 0, done.stderr
-        traces = json.loads(done.stdout)["traces"]
-        assert [one["rank"] for one in traces] == [0, 1]
-        for one in traces:
-            events = trace_events(job.home.parent / one["file"])
-            steps = sorted(
-                int(event["name"].split()[1])
-                for event in events
-                if event["name"].startswith("step ") and event["cat"] == "user_annotation"
-            )
-            assert steps == list(range(steps[0], steps[0] + 3))
-            assert f"steps {steps[0]} to {steps[2]}" in one["detail"]
-            assert sum(event["name"] == "aten::mm" for event in events) == 3
-            assert any("all_reduce" in event["name"] for event in events)
-        last = steps[2]
-        view = job.until(lambda view: view.step > last + 20)
-        assert not view.incidents, "it is undisturbed"
-
-        long = tmp_path / "long.json.gz"
-        done = profile(job, "--torch", "--seconds", "1", "-o", str(long))
-        assert done.returncode == 0, done.stderr
-        lengths = [event["dur"] for event in trace_events(long) if event["name"] == "aten::mm"]
-        assert len(lengths) > 3
-    finally:
-        job.end()
-
-
-def trace_events(file: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-    return [event for event in found if event.get("cat")]

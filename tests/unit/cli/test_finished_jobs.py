@@ -236,7 +236,6 @@ VERBS = {
     "chaos kill-node done": "break",
     "stacks done": "look at",
     "profile done": "profile",
-    "profile done --torch": "profile",
     "checkpoint save done": "save",
     "checkpoint save done --wait": "save",
 }

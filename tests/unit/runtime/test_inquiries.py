@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.orchestrator import limits
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.protocol.rank_stacks import RankStacks
@@ -86,30 +85,6 @@ def test_a_profile_comes_back_as_it_was_recorded() -> None:
 
     body = ask("profile", {MEMBERS[0]: records}, rank=1, seconds=1, format="speedscope")
     assert zlib.decompress(base64.b64decode(body["content"])) == b"{}"
-
-
-def test_traces_of_several_ranks_come_back_with_the_ranks_that_have_none() -> None:
-    def records(question: wire.RecordTrace) -> wire.ProfileRecorded:
-        assert (question.steps, question.seconds) == (5, 10)
-        assert question.max_bytes in (limits.MAX_TRACES_BYTES // 3, limits.MAX_TRACES_BYTES)
-        if question.rank == 1:
-            return wire.ProfileRecorded(question=question.question, problem="no steps")
-        return wire.ProfileRecorded(
-            question=question.question, content=b"gz", detail="steps 4 to 8, 2.0 s"
-        )
-
-    body = ask("trace", {MEMBERS[0]: records}, ranks=[0, 1, 2], steps=5)
-    (trace,), problems = body["traces"], body["problems"]
-    assert base64.b64decode(trace["content"]) == b"gz"
-    assert (trace["rank"], trace["detail"]) == (0, "steps 4 to 8, 2.0 s")
-    assert [(one["rank"], one["why"]) for one in problems] == [
-        (1, "no steps"), (2, "the node is not connected"),
-    ]  # fmt: skip
-    with pytest.raises(HoldfastError, match=r"no trace: rank 1 on .*: no steps"):
-        ask("trace", {MEMBERS[0]: records}, ranks=[1], steps=5, seconds=10)
-    for name, value in {"seconds": 0, "steps": -1, "ranks": [77]}.items():
-        with pytest.raises(UserError, match=f"{name.rstrip('s')}s?: got"):
-            ask("trace", {}, **{name: value})
 
 
 def test_a_profile_that_cannot_be_recorded_is_reported() -> None:

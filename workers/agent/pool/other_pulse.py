@@ -16,11 +16,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-NO_STEPS = (
-    "this worker does not say where its steps end, and a trace begins and ends there; call "
-    "session.report(step) of `from holdfast import session` after each step; py-spy needs no "
-    "steps: leave --torch out"
-)
 INHERITED = "HOLDFAST_INHERITED"
 """As worker_transport has it, whose import of the whole spec takes longer than that of the rest."""
 
@@ -52,12 +47,8 @@ def start(wire_fd: int, asked_fd: int) -> None:
                     send(link, pulse)
                     if not select.select([asked], [], [], limits.PULSE_INTERVAL_S)[0]:
                         continue
-                    request = os.read(asked, packets.MAX_PACKET_BYTES)
-                    if not request:
+                    if not os.read(asked, packets.MAX_PACKET_BYTES):
                         return  # the agent has ended
-                    if request != worker_protocol.ASK_STACK:
-                        send(link, worker_protocol.TraceWritten(problem=NO_STEPS))
-                        continue
                     stack = worker_protocol.StackReport(text=inspection.main_stack())
                     groups = worker_protocol.CollectivesReport(groups=inspection.collectives())
                     send(link, stack)

@@ -23,7 +23,7 @@ from msgspec import structs
 
 from holdfast.orchestrator.protocol import cgroup, python_command
 from holdfast.orchestrator.protocol.facts import CRASH_SIGNALS
-from holdfast.workers import packets, worker_protocol, worker_transport
+from holdfast.workers import worker_protocol, worker_transport
 
 from ..linux import processes
 from ..machine import inputs
@@ -67,8 +67,6 @@ class WorkerProcess:
     """Of its newest StackReport."""
     answer: asyncio.Future[Inspection] | None = None
     """Of the inspection under way."""
-    trace: asyncio.Future[worker_protocol.TraceWritten] | None = None
-    """Of the recording under way."""
 
 
 Audited = worker_protocol.CheckpointWritten | worker_protocol.CheckpointOpened
@@ -173,23 +171,6 @@ class WorkerPool:
                 return await asyncio.shield(process.answer)
         except TimeoutError:
             return Inspection(process.stack_text)
-
-    async def record_trace(
-        self, generation: int, rank: int, wanted: worker_protocol.TraceWanted, timeout_s: float
-    ) -> worker_protocol.TraceWritten:
-        """Have a worker record its steps. Raises TimeoutError, and OSError when it has ended."""
-        process = self._seats.get((generation, rank))
-        if process is None:
-            raise ProcessLookupError("the worker has ended")
-        if process.trace is not None and not process.trace.done():
-            return worker_protocol.TraceWritten(problem="another recording is under way")
-        process.trace = self._loop.create_future()
-        packets.send(process.asked, msgspec.msgpack.encode(wanted))
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await process.trace
-        finally:
-            process.trace.cancel()
 
     def find(self, generation: int, rank: int) -> tuple[int, int] | None:
         """(pid, stack file) of a live worker."""
@@ -392,9 +373,6 @@ class WorkerPool:
                     self.audited(process.seat, message)
             elif isinstance(message, worker_protocol.Failed) and process.seat is not None:
                 self._give(inputs.FromRank(*process.seat, self._received(message)))
-            elif isinstance(message, worker_protocol.TraceWritten):
-                if process.trace is not None and not process.trace.done():
-                    process.trace.set_result(message)
             elif isinstance(message, worker_protocol.ImportsReported):
                 self.imports.learned(message.modules)
                 if process.seat is not None:
@@ -431,8 +409,6 @@ class WorkerPool:
             process.reading = False
         if process.answer is not None and not process.answer.done():
             process.answer.set_result(Inspection(process.stack_text))
-        if process.trace is not None and not process.trace.done():
-            process.trace.set_result(worker_protocol.TraceWritten(problem="the worker has ended"))
         process.link.close()
         process.asked.close()
         os.close(process.stack_fd)

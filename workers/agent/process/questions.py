@@ -1,5 +1,4 @@
-"""Answers what a user asks about running workers: their stacks, where one spends its time, and a
-trace of its steps.
+"""Answers what a user asks about running workers: their stacks, and where one spends its time.
 
 No decision depends on an answer, so the machine does not see the questions. An error becomes the
 answer: it never ends the agent.
@@ -7,8 +6,6 @@ answer: it never ends the agent.
 
 from __future__ import annotations
 
-import asyncio
-import gzip
 import tempfile
 import zlib
 from collections.abc import Callable
@@ -18,7 +15,6 @@ from pathlib import Path
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.rank_stacks import RankStacks, fold
-from holdfast.workers import worker_protocol
 
 from ..pool import py_spy, stacks
 from ..pool.worker_pool import WorkerPool
@@ -32,8 +28,6 @@ async def answer(
 ) -> None:
     if isinstance(question, m.ShowStacks):
         send(await _stacks(question, workers))
-    elif isinstance(question, m.RecordTrace):
-        send(await _trace(question, workers))
     else:
         send(await _profile(question, workers))
 
@@ -68,46 +62,6 @@ async def _profile(question: m.RecordProfile, workers: WorkerPool) -> m.ProfileR
         )
         return m.ProfileRecorded(question=number, problem=problem)
     return m.ProfileRecorded(question=number, content=content)
-
-
-async def _trace(question: m.RecordTrace, workers: WorkerPool) -> m.ProfileRecorded:
-    number = question.question
-    try:
-        with tempfile.TemporaryDirectory(prefix="holdfast-trace-") as place:
-            file = Path(place, "trace.json")
-            wanted = worker_protocol.TraceWanted(
-                file=str(file),
-                seconds=question.seconds,
-                steps=question.steps,
-                max_bytes=question.max_bytes,
-                wait_s=limits.TRACE_STEP_S,
-            )
-            timeout_s = question.seconds + 2 * limits.TRACE_STEP_S
-            found = await workers.record_trace(
-                question.generation, question.rank, wanted, timeout_s
-            )
-            if found.problem:
-                return m.ProfileRecorded(question=number, problem=found.problem)
-            content = await asyncio.to_thread(_compressed, file)
-    except TimeoutError:
-        problem = (
-            f"no step has ended in time: one must end within {limits.TRACE_STEP_S:g} s to begin, "
-            f"and one within {limits.TRACE_STEP_S:g} s after the recording"
-        )
-        return m.ProfileRecorded(question=number, problem=problem)
-    except Exception as error:  # whatever it is, the node trains on
-        return m.ProfileRecorded(question=number, problem=f"{type(error).__name__}: {error}")
-    if len(content) > question.max_bytes:
-        problem = (
-            f"the trace ({found.detail}) has {len(content)} bytes, compressed; expected at most "
-            f"{question.max_bytes}; give fewer --steps"
-        )
-        return m.ProfileRecorded(question=number, problem=problem)
-    return m.ProfileRecorded(question=number, content=content, detail=found.detail)
-
-
-def _compressed(file: Path) -> bytes:
-    return gzip.compress(file.read_bytes(), compresslevel=6)
 
 
 async def _record(question: m.RecordProfile, pid: int) -> bytes:

@@ -224,7 +224,7 @@ class KubernetesJob:
 # -- requests as annotations -----------------------------------------------------------------
 ANNOTATIONS = {
     "chaos": names.CHAOS, "checkpoint": names.CHECKPOINT, "resume": names.RESUME,
-    "stacks": names.INSPECT, "profile": names.INSPECT, "trace": names.INSPECT,
+    "stacks": names.INSPECT, "profile": names.INSPECT,
 }  # fmt: skip
 ACCEPT_TIMEOUT_S = 20.0
 """A running operator removes the annotation within a second; a standby replica that has to take

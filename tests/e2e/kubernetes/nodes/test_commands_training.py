@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -100,17 +98,9 @@ def test_a_job_is_watched_disturbed_inspected_and_cancelled(
     asked = holdfast.json("stacks", "broken")
     assert sorted(rank for one in asked["stacks"] for rank in one["ranks"]) == [0, 1, 2, 3], asked
 
-    with chdir(tmp_path):
-        traced = holdfast("profile", "broken", "--torch", "--steps", "6", "--rank", "0",
-                          "--rank", "3")  # fmt: skip
-    assert traced.code == 0, traced.err
-    files = [tmp_path / f"broken-rank-{rank}.json.gz" for rank in (0, 3)]
-    assert all(b"aten::mm" in gzip.decompress(file.read_bytes()) for file in files)
     broke = holdfast("logs", "broken", "--failed")
     assert broke.code == 0 and broke.out and "[rank" not in broke.out, broke.err
     assert re.search(r"generation \d+: ", broke.err)
-    parts = holdfast.kubectl.list("configmaps", "holdfast.dev/job=broken")
-    assert any("-answer-" in one["metadata"]["name"] for one in parts), "too large for an Event"
 
     wrong = holdfast("chaos", "kill-worker", "broken", "--rank", "9")
     assert wrong.code == 2 and "rank: got 9; expected 0 to 3" in wrong.err

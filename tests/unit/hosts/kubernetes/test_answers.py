@@ -57,7 +57,7 @@ class Operator:
         self.events.append(annotations)
 
     async def answer(self, number: str) -> dict[str, str]:
-        question = {"verb": "trace", "arguments": {}, "by": "ann", "id": number}
+        question = {"verb": "profile", "arguments": {}, "by": "ann", "id": number}
         answering = asyncio.ensure_future(self.sync._answer(json.dumps(question)))
         while not self.events:
             await asyncio.sleep(0)
