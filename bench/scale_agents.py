@@ -70,7 +70,6 @@ class Agent(asyncio.Protocol):
                 node=f"node-{number}",
                 facts=facts,
                 offered_port=4000,
-                reports_standbys=False,
                 generation=self.launch.membership.generation if self.launch else 0,
                 ranks=tuple(seat.rank for seat in self.launch.seats) if self.launch else (),
                 staged=self._staged(),

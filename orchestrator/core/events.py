@@ -42,7 +42,7 @@ class JobSubmitted(Event, frozen=True, kw_only=True, tag="job-submitted"):
     spec_directory: str
     checkpoint_path: str = ""
     """Where its checkpoints are, resolved: a default that it comes from (the operator's, for
-    example) may change later. Empty in journals written before this field existed."""
+    example) may change later."""
 
 
 class ResizeRequested(Event, frozen=True, kw_only=True, tag="resize-requested"):
@@ -85,7 +85,7 @@ class CancelRequested(Event, frozen=True, kw_only=True, tag="cancel-requested"):
     by: str = ""
 
 
-class FaultInjected(Event, frozen=True, kw_only=True, tag="chaos-injected"):
+class FaultInjected(Event, frozen=True, kw_only=True, tag="fault-injected"):
     """A fault caused on purpose; the report marks its incident. Decides nothing."""
 
     kind: str
@@ -104,8 +104,6 @@ class NodeJoined(Event, frozen=True, kw_only=True, tag="node-joined"):
     ranks: tuple[int, ...] = ()
     staged: tuple[StagedShard, ...] = ()
     offered_port: int = 0
-    reports_standbys: bool = False
-    """StandbysReported follows."""
 
 
 class StandbysReported(Event, frozen=True, kw_only=True, tag="standbys-reported"):
@@ -142,7 +140,7 @@ class NodeRemarked(Event, frozen=True, kw_only=True, tag="node-remarked"):
     """It is the job's reason while the job runs."""
 
 
-class OwnCheckpointSeen(Event, frozen=True, kw_only=True, tag="own-checkpoint"):
+class OwnCheckpointSeen(Event, frozen=True, kw_only=True, tag="own-checkpoint-seen"):
     """A rank writes a checkpoint of the script's own."""
 
     node: str
@@ -174,7 +172,7 @@ class StepCompleted(
     frozen=True,
     kw_only=True,
     tag_field="type",
-    tag="steps-advanced",
+    tag="step-completed",
     omit_defaults=True,
 ):
     """Every rank has finished `step`. The first of a generation ends its start-up; later ones are
@@ -248,7 +246,7 @@ class StragglerDetected(Event, frozen=True, kw_only=True, tag="straggler-detecte
     rank: int = -1
 
 
-class HeartbeatsLost(Event, frozen=True, kw_only=True, tag="all-silent"):
+class HeartbeatsLost(Event, frozen=True, kw_only=True, tag="heartbeats-lost"):
     """From the progress monitor: no node sends heartbeats, so the cause is probably on the
     controller's side; no node is declared lost yet."""
 
@@ -259,7 +257,7 @@ class HeartbeatsLost(Event, frozen=True, kw_only=True, tag="all-silent"):
     """After this much time without heartbeats all nodes are declared lost."""
 
 
-class HeartbeatsRestored(Event, frozen=True, kw_only=True, tag="heard-again"):
+class HeartbeatsRestored(Event, frozen=True, kw_only=True, tag="heartbeats-restored"):
     """From the progress monitor: heartbeats arrive again."""
 
     seconds: float
@@ -272,8 +270,7 @@ class ActionSucceeded(Event, frozen=True, kw_only=True, tag="action-succeeded"):
     generation: int = 0
     detail: str = ""
     nodes: tuple[str, ...] = ()
-    """Of RequestNodes: the promised nodes. Empty: the backend cannot name them yet. Journals
-    written before this field existed have the names in `detail`."""
+    """Of RequestNodes: the promised nodes. Empty: the backend cannot name them yet."""
     start_s: float | None = None
     """Of RequestNodes: how long a node takes to start now, where the backend knows."""
     start_limit_s: float = limits.NODE_WAIT_S
@@ -311,7 +308,7 @@ class GroupStopped(Event, frozen=True, kw_only=True, tag="group-stopped"):
     offered_port: int = 0
 
 
-class NodeMemoryPlanned(Event, frozen=True, kw_only=True, tag="host-memory-planned"):
+class NodeMemoryPlanned(Event, frozen=True, kw_only=True, tag="node-memory-planned"):
     """What a node's memory can hold of staged state."""
 
     node: str
@@ -360,8 +357,7 @@ class ControllerStarted(Event, frozen=True, kw_only=True, tag="controller-starte
     committed: tuple[ShardFile, ...] = ()
     """Files of the checkpoints whose manifests were found in storage."""
     listed: bool = False
-    """Storage has answered: a checkpoint that is not in `committed` is not there. False in journals
-    written before this field existed."""
+    """Storage has answered: a checkpoint that is not in `committed` is not there."""
     nodes: tuple[str, ...] | None = None
     """Nodes that the backend has, joined or not; None: it was not asked."""
 
@@ -371,7 +367,7 @@ class Tick(Event, frozen=True, tag="tick"):
 
 
 # -- not journaled: only for the progress monitor ----------------------------------------------
-class NodeCopiedStep(Event, frozen=True, kw_only=True, tag="step-copied"):
+class NodeCopiedStep(Event, frozen=True, kw_only=True, tag="node-copied-step"):
     """A node has copied a step to its buddy, or could not (messages.StepCopied). Only for the
     choice of the next step (copy_rounds.py)."""
 

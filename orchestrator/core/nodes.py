@@ -73,10 +73,7 @@ def joined(ctx: StepContext, event: NodeJoined) -> Cause | None:
         return None
     if event.node not in state.nodes:
         state.num_joined += 1
-        ready = not event.reports_standbys
-        state.nodes[event.node] = NodeRecord(
-            event.node, event.facts, state.num_joined, standbys_ready=ready
-        )
+        state.nodes[event.node] = NodeRecord(event.node, event.facts, state.num_joined)
         provisioning.joined(state, event.node)
         state.capacity_denied = False
     node = state.nodes.change(

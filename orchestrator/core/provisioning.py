@@ -97,10 +97,7 @@ def request_granted(ctx: StepContext, action: RequestNodes, event: ActionSucceed
     state = ctx.state
     state.expected_start_ns = None if event.start_s is None else seconds(event.start_s)
     state.start_limit_s = event.start_limit_s
-    # Journals written before `nodes` existed have the names in `detail`.
-    names: tuple[str | None, ...] = event.nodes or tuple(event.detail.split())
-    if not names:
-        names = (None,) * action.count
+    names: tuple[str | None, ...] = event.nodes or (None,) * action.count
     for name in names:
         known = name is not None and (
             name in state.nodes or name in state.released_nodes or state.pending_nodes.named(name)

@@ -11,7 +11,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ..protocol.facts import NodeFacts, StagedShard
@@ -26,7 +26,7 @@ class NodeRecord(Struct, frozen=True):
 
     name: str
     facts: NodeFacts
-    join_order: int = field(name="sequence")
+    join_order: int
     generation: int = 0
     """The generation whose workers may run there; 0: none."""
     staged: tuple[StagedShard, ...] = ()
@@ -36,14 +36,14 @@ class NodeRecord(Struct, frozen=True):
     """It has connected to this controller, not only to an earlier one."""
     preempting: bool = False
     """It has a preemption notice; no new generation uses it."""
-    leave_reason: str = field(default="", name="leaving")
+    leave_reason: str = ""
     """What its preemption notices said."""
     slow: bool = False
     """It leaves because a spare replaces it, see recovery.replaceStragglers."""
     leaves_ns: int | None = None
     """When it leaves, if a notice had the time."""
-    standbys_ready: bool = True
-    """They have imported what the script imports; agents that do not tell count as ready."""
+    standbys_ready: bool = False
+    """They have imported what the script imports."""
     host_memory: HostMemory | None = None
     """What its memory can hold, as its agent last planned; None: not known yet."""
 

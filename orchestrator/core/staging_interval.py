@@ -111,7 +111,6 @@ def consider(ctx: StepContext, event: StepCompleted) -> None:
         if state.staging_interval is None or not state.staging_interval.for_storage:
             _stage_for_storage(state, ctx.now_ns, quiesce.step_ahead(state))
         return
-    # Workers of an older version do not report how long a staging takes.
     if not is_auto(checkpoint) or event.staging_s <= 0 or event.step_s <= 0 or not steady:
         return
     chosen = state.staging_interval
@@ -208,7 +207,7 @@ def orders(state: JobState, beats: Iterable[HeartbeatReceived]) -> list[Interval
         )
         for beat in beats
         if beat.generation == state.generation and state.is_member(beat.node)
-        # 0: an agent of an older version, or no workers.
+        # 0: no workers.
         and (beat.stage_every_steps or chosen.for_storage)
         and (beat.stage_every_steps, beat.stage_from_step) != here
     ]  # fmt: skip

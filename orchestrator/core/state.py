@@ -4,8 +4,7 @@ Only code that `Controller.step` calls changes it; the runtime, the monitor and 
 Dictionaries keep insertion order and no set is ever iterated, so a replay gives the same state
 under any hash seed.
 
-Snapshots hold these records field by field: a renamed field keeps its old name in
-`field(name=...)`, and a field that no longer exists is ignored when an older snapshot is read.
+Snapshots hold these records field by field.
 """
 
 from __future__ import annotations
@@ -71,11 +70,6 @@ class DrainKind(StrEnum):
     AT_RISK = "at-risk"
     """The job waits for nodes, and a node that holds a part of the state leaves."""
 
-    @classmethod
-    def _missing_(cls, value: object) -> DrainKind | None:
-        # In snapshots of earlier versions.
-        return cls.AT_RISK if value == "park" else None
-
 
 class Quiesce(Struct):
     """A step that all ranks are asked to stage before a planned interruption."""
@@ -83,7 +77,7 @@ class Quiesce(Struct):
     step: int
     waiting: dict[str, int]
     """Node -> action id of its StageStep."""
-    requested_ns: int = field(name="wanted_ns")
+    requested_ns: int
     """When the interruption was last requested."""
     again: bool = False
     """Another step was asked for before."""
@@ -181,6 +175,8 @@ class IncidentRecord(Struct):
     number: int
     at_ns: int
     """When the fault happened, as far as is known."""
+    noticed_ns: int
+    """When the controller noticed it."""
     purpose: Purpose
     generation_before: int
     world_size_before: int
@@ -190,7 +186,7 @@ class IncidentRecord(Struct):
     evidence: str = ""
     culprit_node: str = ""
     culprit_rank: int | None = None
-    fault_injected: bool = field(default=False, name="rehearsal")
+    fault_injected: bool = False
     """A user caused it with `holdfast chaos`."""
     decision: str = ""
     step_before: int = -1
@@ -205,8 +201,6 @@ class IncidentRecord(Struct):
     """The job has shown progress before, so the incident is over when it does so again."""
     at_least: bool = False
     """Ranks were lost without a last report: more steps may have been finished than step_before."""
-    noticed_ns: int | None = None
-    """When the controller noticed it. None in snapshots of earlier versions."""
     stopped_ns: int | None = None
     launched_ns: int | None = None
     started_ns: int | None = None
@@ -256,7 +250,7 @@ class CheckpointCatalog(Struct):
     """Checkpoint -> action id of its DeleteCheckpoint."""
     distrusted: dict[StepKey, int] = field(default_factory=dict)
     """States in memory from which generations failed before their first step -> how often."""
-    late_writes: dict[StepKey, None] = field(default_factory=dict, name="strays")
+    late_writes: dict[StepKey, None] = {}
     """Incomplete checkpoints, or shards written, of generations that ended: they get no
     manifest."""
     last_commit_ns: int = 0
@@ -302,13 +296,13 @@ class JobState(Struct):
     phase: JobPhase = "pending"
     reason: Reason = field(default_factory=lambda: Reason("submitted", "submitted"))
     intent: Intent = "run"
-    intent_reason: str = field(default="", name="asked")
+    intent_reason: str = ""
     """Who requested the intent, as a sentence."""
     last_controller_ns: int = 0
     """Time of the last record of the controller before this one; 0: this is the first."""
     step_s: float = 0.0
     """The last reported step time."""
-    resize_pending: bool = field(default=False, name="resized")
+    resize_pending: bool = False
     """Another size was requested and no generation has it yet."""
     new_code: bool = False
     """A generation with newly edited code was requested, and none has been launched yet."""
@@ -316,7 +310,7 @@ class JobState(Struct):
     """FinishJob without a result."""
     outcome: Outcome | None = None
     """Set when the end is certain; the phase changes when it has come."""
-    termination_reason: Reason | None = field(default=None, name="verdict")
+    termination_reason: Reason | None = None
     """Why the job ends before its last step; its newest state goes to storage first."""
     incarnation: int = 0
     next_action_id: int = 1
@@ -325,34 +319,34 @@ class JobState(Struct):
     """Name -> when it is due."""
 
     nodes: Roster = field(default_factory=Roster)
-    released_nodes: dict[str, str] = field(default_factory=dict, name="gone")
+    released_nodes: dict[str, str] = {}
     """Nodes that were lost or released -> why. Names are never used again."""
-    release_pending: dict[str, str] = field(default_factory=dict, name="unreleased")
+    release_pending: dict[str, str] = {}
     """Nodes whose release failed and is tried again -> why they were released."""
     pending_nodes: Promises = field(default_factory=Promises)
-    start_durations_ns: list[int] = field(default_factory=list, name="starts")
+    start_durations_ns: list[int] = []
     """From promise to join, of the last nodes that joined."""
-    expected_start_ns: int | None = field(default=None, name="start_told_ns")
+    expected_start_ns: int | None = None
     """How long a node takes to start, as the backend last said."""
     start_limit_s: float = limits.NODE_WAIT_S
     """After which a promised node is released, as the backend last said."""
-    failed_starts: dict[str, str] = field(default_factory=dict, name="unstarted")
+    failed_starts: dict[str, str] = {}
     """The last nodes that ended before they joined -> how; empty when one has joined since."""
-    num_failed_starts: int = field(default=0, name="false_starts")
+    num_failed_starts: int = 0
     """How often in a row."""
-    capacity_denied: bool = field(default=False, name="no_room")
+    capacity_denied: bool = False
     """The last request for nodes was refused."""
-    capacity_detail: str = field(default="", name="why_no_room")
+    capacity_detail: str = ""
     """Why, as the backend said; may be empty."""
     strikes: dict[str, list[int]] = field(default_factory=dict)
     cordoned: dict[str, str] = field(default_factory=dict)
-    num_joined: int = field(default=0, name="sequence")
+    num_joined: int = 0
 
     generation: int = 0
-    num_launches: int = field(default=0, name="launches")
+    num_launches: int = 0
     membership: Membership | None = None
     members: tuple[str, ...] = ()
-    launch_actions: dict[str, LaunchGroup] = field(default_factory=dict, name="launch")
+    launch_actions: dict[str, LaunchGroup] = {}
     launching: dict[str, int] = field(default_factory=dict)
     """Node -> action id of a LaunchGroup without a result."""
     active: bool = False
@@ -360,9 +354,9 @@ class JobState(Struct):
     launched_ns: int = 0
     exits: dict[int, tuple[str, Exit]] = field(default_factory=dict)
     """Rank -> (node, how it ended), of the current generation, in the order of the events."""
-    first_step_done: bool = field(default=False, name="stepped")
+    first_step_done: bool = False
     """All ranks have finished a step in this generation."""
-    first_step_ns: int = field(default=0, name="stepped_ns")
+    first_step_ns: int = 0
     """When that was reported."""
     step: int = -1
     """The last step known to be finished by all ranks."""
@@ -370,9 +364,9 @@ class JobState(Struct):
     """Who reported the steps of the newest generation that had any."""
     inspected: dict[int, Stack] = field(default_factory=dict)
     """Rank -> what it did when a hang was last suspected; empty while there is progress."""
-    quiesce: Quiesce | None = field(default=None, name="staging")
+    quiesce: Quiesce | None = None
     stop: PendingStop | None = None
-    needs_placement: bool = field(default=False, name="placing")
+    needs_placement: bool = False
     """No workers run and a new generation is wanted."""
     deadline_left_s: float | None = None
     """Of a suspended job's activeDeadlineSeconds, which does not run while it is suspended."""
@@ -398,9 +392,9 @@ class JobState(Struct):
     """Where failures happened -> (culprit node, when) of each."""
     sizes: Sizes = field(default_factory=Sizes)
     """What was learned of the world sizes that a script can have."""
-    injected_faults: dict[str, int] = field(default_factory=dict, name="rehearsals")
+    injected_faults: dict[str, int] = {}
     """Node -> when `holdfast chaos` injected a fault there."""
-    catalog: CheckpointCatalog = field(default_factory=CheckpointCatalog, name="ledger")
+    catalog: CheckpointCatalog = field(default_factory=CheckpointCatalog)
     own_checkpoints: dict[str, OwnCheckpoint] = field(default_factory=dict)
     """Path -> what the script wrote there by itself; the last one last."""
     own_checkpoint_read: int = 0

@@ -53,8 +53,6 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     staged: tuple[StagedShard, ...] = ()
     offered_port: int = 0
     """A free port of the node, for MASTER_PORT of the next generation."""
-    reports_standbys: bool = False
-    """StandbyReport follows the Welcome; agents before this field send none."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
@@ -282,9 +280,6 @@ class LaunchWorkers(Message, frozen=True, kw_only=True, tag="launch"):
     """Workers stage every Nth step; 0: as the spec says."""
     code: str = ""
     """Archive in whose files the workers run (FetchCode); empty: in those that the node has."""
-    agreed_copies: bool = False
-    """The controller names the steps that are copied to the buddy (CopyStep); the first one is the
-    first that is staged. False: the agent copies what is newest."""
     nodes_on_machine: int = 1
     """Nodes of this generation that share the machine's memory, this one included."""
 

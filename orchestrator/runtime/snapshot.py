@@ -102,20 +102,7 @@ class _PathOnly(msgspec.Struct, frozen=True):
     state: _CheckpointPath
 
 
-class _OldPending(msgspec.Struct, frozen=True):
-    """Pending nodes as snapshots had them before JobState.pending_nodes existed: name -> since
-    when; `?` begins the key of a node without a name; `found` by a new controller."""
-
-    coming: dict[str, int] = {}
-    found: dict[str, None] = {}
-
-
-class _OldSnapshot(msgspec.Struct, frozen=True):
-    state: _OldPending
-
-
 _PATH_DECODER = msgspec.msgpack.Decoder(_PathOnly)
-_OLD = msgspec.msgpack.Decoder(_OldSnapshot)
 T = TypeVar("T")
 
 
@@ -144,10 +131,6 @@ def decode(data: bytes) -> tuple[JobState, ProjectionState]:
     """The states in a snapshot. Raises SnapshotUnreadable."""
     found = _read(data, _DECODER)
     state = found.state
-    old = _read(data, _OLD).state
-    for name, since_ns in old.coming.items():
-        known = None if name.startswith("?") else name
-        state.pending_nodes.append(PendingNode(known, since_ns, name in old.found))
     if found.membership is not None:
         state.membership = found.memberships[found.membership]
     state.launch_actions = {one.node: _expand(one, found.memberships) for one in found.launch}

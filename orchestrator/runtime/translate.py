@@ -75,7 +75,6 @@ def joined(hello: wire.Hello, facts: NodeFacts | None = None) -> events.NodeJoin
         ranks=hello.ranks,
         staged=hello.staged,
         offered_port=hello.offered_port,
-        reports_standbys=hello.reports_standbys,
     )
 
 
@@ -201,7 +200,6 @@ def to_message(
                 buddy_port=buddy.data_port if buddy else 0,
                 persist_every_steps=action.persist_every_steps,
                 stage_every_steps=action.stage_every_steps,
-                agreed_copies=True,
                 code=action.code,
                 nodes_on_machine=action.nodes_on_machine,
             )

@@ -59,7 +59,6 @@ def _verify(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
         "num_tensors": result.num_tensors,
         "num_rank_states": result.num_rank_states,
         "num_bytes": result.num_bytes,
-        "num_unchecked": result.num_unchecked,
         "problems": result.problems,
     }
     return body, 0 if result.ok else 1

@@ -55,7 +55,6 @@ class VerifyResult:
     num_rank_states: int = 0
     """Ranks with state of their own (`per_rank`)."""
     num_bytes: int = 0
-    num_unchecked: int = 0
     """Files whose header has no checksum of its own, so that no restore can check it."""
     problems: list[str] = field(default_factory=list)
 
@@ -113,7 +112,6 @@ def verify(path: str, manifest: Manifest) -> VerifyResult:
         except HoldfastError as error:
             result.problems.append(str(error))
             continue
-        result.num_unchecked += not header.checked
         for name in damaged:
             what = "its bytes do not match its checksum"
             result.problems.append(str(DamagedCheckpoint(source.name, what, name)))

@@ -6,9 +6,8 @@ padded with spaces, then the bytes of all entries without a gap. Entries are `mo
 `optim.<name>.<key>` and `rank.<rank>` (rank_state.py). The header's `__metadata__` has two keys.
 `holdfast` is JSON text with step, generation, shard, num_shards, per entry its global_shape, offset
 and checksum (xxh3_64 of its bytes), and `extra`, the state that is not a tensor, as `pack` encodes
-it. `holdfast-header` is the xxh3_64 of the header and its length, with zeros in its own place;
-files of earlier versions lack it. So every byte of a file is covered, and `parse_header` checks the
-header wherever it is read.
+it. `holdfast-header` is the xxh3_64 of the header and its length, with zeros in its own place. So
+every byte of a file is covered, and `parse_header` checks the header wherever it is read.
 
 The length of a header is fixed over a generation: numbers that change from step to step are padded,
 so a staging buffer is updated in place and is a complete file whenever it is not being written.
@@ -130,8 +129,6 @@ class Header:
     entries: Mapping[str, Entry]
     extra: dict[str, Any]
     data_start: int
-    checked: bool = True
-    """Its checksum was compared; False: written by a version that had none."""
 
     @property
     def num_bytes(self) -> int:
@@ -307,7 +304,7 @@ def parse_header(start: bytes | memoryview, file: str) -> Header:
     try:
         document = msgspec.json.decode(start[_LENGTH_BYTES:data_start], type=dict[str, msgspec.Raw])
         outer = msgspec.json.decode(document.pop("__metadata__"), type=dict[str, str])
-        checked = _check(outer, start[:data_start], file)
+        _check(outer, start[:data_start], file)
         inner = _metadata(outer[METADATA_KEY])
         tensors = {n: msgspec.json.decode(raw, type=_TensorHeader) for n, raw in document.items()}
     except KeyError:
@@ -321,15 +318,11 @@ def parse_header(start: bytes | memoryview, file: str) -> Header:
     if len(entries) != len(tensors):
         raise DamagedCheckpoint(file, "tensors and metadata in its header disagree")
     header = (inner.step, inner.generation, inner.shard, inner.num_shards)
-    return Header(*header, entries, inner.extra, data_start, checked)
+    return Header(*header, entries, inner.extra, data_start)
 
 
-def _check(metadata: Mapping[str, str], header: bytes | memoryview, file: str) -> bool:
-    """Compares the header with its checksum. False: a file of a version without one. Raises
-    DamagedCheckpoint, also for other keys: a damaged name of a key must not look like an old file.
-    """
-    if metadata.keys() == {METADATA_KEY}:
-        return False
+def _check(metadata: Mapping[str, str], header: bytes | memoryview, file: str) -> None:
+    """Compares the header with its checksum. Raises DamagedCheckpoint, also for other keys."""
     plain = bytearray(header)
     at = plain.find(_CHECKSUM_FIELD) + len(_CHECKSUM_FIELD)
     plain[at : at + _CHECKSUM_WIDTH] = _NO_CHECKSUM
@@ -338,7 +331,6 @@ def _check(metadata: Mapping[str, str], header: bytes | memoryview, file: str) -
     if metadata.keys() != {METADATA_KEY, HEADER_CHECKSUM_KEY} or got != expected:
         what = f"the checksum of its header is {got}; expected {expected}"
         raise DamagedCheckpoint(file, what)
-    return True
 
 
 def _metadata(text: str) -> _Metadata:
@@ -346,8 +338,7 @@ def _metadata(text: str) -> _Metadata:
     try:
         return msgspec.json.decode(text, type=_Metadata)
     except msgspec.DecodeError:
-        # Python's decoder accepts what msgspec does not: Infinity and NaN, which old files have,
-        # and half of a surrogate pair in a text.
+        # Python's decoder accepts what msgspec does not: half of a surrogate pair in a text.
         return msgspec.convert(json.loads(text), type=_Metadata)
 
 
@@ -412,7 +403,7 @@ def hash_bytes(data: Bytes) -> int:
 # -- values that are not tensors, as JSON -------------------------------------------------------
 # A value that JSON lacks (an infinite float, a tuple, a mapping whose keys are not text) is a
 # mapping with one of these marks as its only key. A mapping that happens to look like one is stored
-# as pairs. Files written before there were marks are read as they are.
+# as pairs.
 _FLOAT, _TUPLE, _PAIRS, _COUNTER = "__float__", "__tuple__", "__pairs__", "__counter__"
 _BLOB = "__blob__"
 _MARKS = frozenset((_FLOAT, _TUPLE, _PAIRS, _COUNTER, _BLOB))

@@ -10,7 +10,6 @@ A state tensor has one of these forms. The form is stored unless it is the first
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -338,8 +337,7 @@ class OptimizerState:
             )
         num, sizes = len(saved.get("groups", self._groups)), saved.get("sizes")
         own = self.total_sizes
-        # Earlier versions stored the sizes of one stage of a pipeline.
-        if num != len(own) or sizes not in (None, own, self.sizes):
+        if num != len(own) or sizes not in (None, own):
             wrote = f"{num} param groups" if sizes is None else f"param groups of {sizes}"
             raise WrongOptimizer(
                 f"{self._label}: the checkpoint was written with {wrote} parameters; got {own}; "
@@ -350,24 +348,13 @@ class OptimizerState:
 
     def missing(self, saved: Mapping[str, Any], found: set[str]) -> list[str]:
         """Parameters whose state is not among the entries `found`, though they had been stepped."""
-        without = saved.get("without", ())
+        without = saved.get("without", "all")
         if without == "all":
             return []
         known = {*without, *saved.get("scalars", {}), *(self.owner(entry) for entry in found)}
-        missing = [n for n, p in self.stepped.items() if p.requires_grad and n not in known]
-        if "without" in saved:
-            return missing
-        if missing and len(missing) < len(self.stepped):  # in files of earlier versions
-            print(
-                f"holdfast: {self._label}: the checkpoint has no state of {_some(missing)}. Its "
-                "version does not say whether they had been stepped; they begin without state.",
-                file=sys.stderr,
-            )
-        return []
+        return [n for n, p in self.stepped.items() if p.requires_grad and n not in known]
 
-    def restore_numbers(
-        self, saved: Mapping[str, Any], renamed: Mapping[str, str], elsewhere: Collection[str]
-    ) -> None:
+    def restore_numbers(self, saved: Mapping[str, Any], elsewhere: Collection[str]) -> None:
         """Sets the result of `export`, without what it has of the parameters `elsewhere`; the
         tensors are there."""
         for group, values in zip(
@@ -379,8 +366,7 @@ class OptimizerState:
                     old.fill_(value)
                 elif key not in _NAMES_OF_PARAMETERS:
                     group[key] = tuple(value) if isinstance(old, tuple) else value
-        for stored, values in saved.get("scalars", {}).items():
-            name = renamed.get(stored, stored)
+        for name, values in saved.get("scalars", {}).items():
             if name in elsewhere:
                 continue
             if name not in self.stepped:

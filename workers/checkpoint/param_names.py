@@ -4,7 +4,7 @@ torch.compile and FSDP add, so that checkpoints do not depend on the wrapping.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -56,30 +56,6 @@ class ParamNames:
                 f"({', '.join(sorted(_MARKS))}, and `{_DDP_CHILD}` of DDP); expected one; rename "
                 "the child module of that name"
             )
-
-    def renamed(self, stored: Iterable[str]) -> dict[str, str]:
-        """Name in a file -> name in this model, where they differ.
-
-        Old files kept the `module` of a DDP inside another wrapper or model, and dropped a `module`
-        of the model itself at the beginning of a name.
-        """
-        here, stored = self.parameters.keys() | self.buffers.keys(), set(stored)
-        if stored <= here:
-            return {}
-        old, new = _by_bare_name(stored - here), _by_bare_name(here - stored)
-        return {
-            names[0]: new[bare][0]
-            for bare, names in old.items()
-            if len(names) == 1 and len(new.get(bare, ())) == 1
-        }
-
-
-def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
-    out: dict[str, list[str]] = {}
-    for name in names:
-        bare = ".".join(part for part in name.split(".") if part != _DDP_CHILD)
-        out.setdefault(bare, []).append(name)
-    return out
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

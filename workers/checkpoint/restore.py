@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -96,8 +96,6 @@ def restore(
                 raise
             header = expect_identity(source, step, index, num_stored)
             tick()
-            entries = state.entries_by_name(header.entries, header.extra)
-            header = replace(header, entries=entries)
             _check_shapes(model, header, source.name)
             names.add(header.entries, index * stored_stages // num_stored)
             try:
@@ -106,7 +104,7 @@ def restore(
                 names.expect_as_far_as_known()  # another model: say that first
                 raise
             _add_optimizer_targets(state, targets, header)
-            extra = combined_extra(extra, header.extra, entries)
+            extra = combined_extra(extra, header.extra, header.entries)
             if state.rank_state is not None:
                 state.rank_state.take(header, source, tick)
             for entry, data in source.entries(_needed(targets, header), tick):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -17,8 +16,8 @@ from holdfast.orchestrator.errors import UserError
 from . import extra_state, given_optimizers, module_state
 from .extra_state import Extra as Extra
 from .given_optimizers import Given
-from .layout import MODEL, MODULES, OPTIMIZER, RANK, Box, Entry
-from .optimizer_state import OptimizerState, WrongOptimizer, prefix_of
+from .layout import MODEL, MODULES, Box, Entry
+from .optimizer_state import OptimizerState, WrongOptimizer
 from .param_names import ParamNames
 from .param_names import plain_name as plain_name
 from .placement import refuse_fsdp1
@@ -203,7 +202,7 @@ class TrainingState:
         for wrapper, inner in self._wrappers:
             given_optimizers.expect_stateless(wrapper, inner)
         exported = {one.name: one.export(in_full=in_full) for one in self.optimizers}
-        single = exported.get("")  # as all files were before there could be several
+        single = exported.get("")
         of_optimizers = {"optimizers": exported} if single is None else {"optimizer": single}
         own = {} if self.rank_state is None else {EXTRA_KEY: self.rank_state.describe()}
         user = extra_state.export_user(self.extra, self._in_script)
@@ -243,9 +242,7 @@ class TrainingState:
         stored = _stored_optimizers(extra)
         self._say_what_changed(extra)
         for one in self.optimizers:
-            saved = stored.get(one.name, {})
-            renamed = self._names.renamed(saved.get("scalars", {}))
-            one.restore_numbers(saved, renamed, self._elsewhere)
+            one.restore_numbers(stored.get(one.name, {}), self._elsewhere)
         extra_state.import_user(self.extra, extra, self._say)
         module_state.load(self._names.modules, extra, self._elsewhere, self._say)
         if self.rank_state is not None:
@@ -266,29 +263,6 @@ class TrainingState:
                 f"{', '.join(changed[:_MAX_NAMED])}{more}; to change one, set it after s.restore, "
                 "such as optimizer.param_groups[0]['lr'] and base_lrs of its schedule"
             )
-
-    def entries_by_name(
-        self, stored: Mapping[str, Entry], extra: Mapping[str, Any]
-    ) -> Mapping[str, Entry]:
-        """The entries of a file under the names that their tensors have in this model."""
-        of_model = (name.removeprefix(MODEL) for name in stored if name.startswith(MODEL))
-        renamed = self._names.renamed(of_model)
-        if not renamed:
-            return stored
-        prefixes = [prefix_of(name) for name in _stored_optimizers(extra)] or [OPTIMIZER]
-        out = {}
-        for entry in stored.values():
-            if entry.name.startswith(MODEL):
-                name = entry.name.removeprefix(MODEL)
-                name = MODEL + renamed.get(name, name)
-            elif entry.name.startswith(RANK):
-                name = entry.name
-            else:
-                prefix = next((p for p in prefixes if entry.name.startswith(p)), OPTIMIZER)
-                name, _, key = entry.name.removeprefix(prefix).rpartition(".")
-                name = f"{prefix}{renamed.get(name, name)}.{key}"
-            out[name] = replace(entry, name=name)
-        return out
 
     def make_optimizer_tensor(
         self, entry: str, shape: tuple[int, ...], dtype: str

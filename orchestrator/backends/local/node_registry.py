@@ -25,7 +25,7 @@ class LocalNodeRegistry(msgspec.Struct):
     starting: set[str] = set()
     """Requested nodes whose process is not known yet."""
     boot: str = ""
-    """Boot id of the machine; empty in files of earlier versions."""
+    """Boot id of the machine."""
     devices: dict[str, tuple[str, ...]] = {}
     """GPUs of `agents`, where nodes have GPUs of their own."""
 
@@ -42,7 +42,7 @@ def load(path: Path) -> LocalNodeRegistry:
             f"{path}: cannot be read ({why}); it lists the processes of the job's nodes. When none "
             f"of them is left, remove it and attach again"
         ) from None
-    return LocalNodeRegistry(known.next_number) if known.boot not in ("", _boot()) else known
+    return LocalNodeRegistry(known.next_number) if known.boot != _boot() else known
 
 
 def living(path: Path) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ class RayNodeRegistry(msgspec.Struct):
     """Nodes whose actor may not exist yet."""
     groups: dict[str, int] = {}
     """Name -> number of bundles, of groups that have nodes."""
-    ray_nodes: dict[str, str] = msgspec.field(default_factory=dict, name="places")
+    ray_nodes: dict[str, str] = {}
     """Node -> Ray node, also of recently ended nodes: some Ray nodes are to be avoided."""
 
     def prune_ended(self) -> None:

@@ -216,13 +216,6 @@ def verify(
         own = body["num_rank_states"]
         ranks = f", state of {plural(own, 'rank')} of its own" if own else ""
         typer.echo(f"{where} {what}: {files}, {tensors}{ranks}, {size(body['num_bytes'])} read")
-        if body["num_unchecked"]:
-            old = plural(body["num_unchecked"], "file")
-            typer.echo(
-                f"{old} of an earlier version: the header (learning rate, steps, names) has no "
-                "checksum of its own, so a restore does not check it; this command did, against "
-                "the manifest"
-            )
     raise typer.Exit(code)
 
 

@@ -71,8 +71,7 @@ def job_in(journal: Journal) -> TrainingJob | None:
 
 
 def checkpoint_path_in(journal: Journal) -> str:
-    """Where the job's checkpoints have been from the start; empty: the journal has not begun, or
-    was written before this field existed."""
+    """Where the job's checkpoints have been from the start; empty: the journal has not begun."""
     if journal.snapshot is not None:
         return snapshot.checkpoint_path(journal.snapshot)
     event = _submitted(journal)

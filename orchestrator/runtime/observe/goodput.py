@@ -237,7 +237,7 @@ class TimeAccounting:
         last = state.incidents[-1] if state.incidents else None
         silent_ns, self._totals.silent_ns = self._totals.silent_ns, 0
         if last is not None and last.failure_class != "hang":
-            unseen_ns = min(silent_ns, (last.noticed_ns or last.at_ns) - last.at_ns)
+            unseen_ns = min(silent_ns, last.noticed_ns - last.at_ns)
             self._totals.ns["productive"] -= unseen_ns
             self._totals.ns["recovering"] += unseen_ns
 

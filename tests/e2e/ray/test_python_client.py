@@ -51,7 +51,7 @@ def test_a_spec_is_submitted_watched_and_deleted(tmp_path: Path) -> None:
     assert (view.state, view.step) == ("succeeded", 11)
     assert any("parameters" in line for line in job.logs(rank=0))
     events = [one["event"]["type"] for one in job.events() if "event" in one]
-    assert "job-submitted" in events and "steps-advanced" in events
+    assert "job-submitted" in events and "step-completed" in events
     assert "ray-by-client" in [one.name for one in client.jobs()]
     with pytest.raises(UserError, match=r"metadata\.name: got ray-by-client"):
         client.submit(spec("ray-by-client", 12, **changes))

@@ -31,6 +31,7 @@ from holdfast.orchestrator.core.events import (
     NodeJoined,
     NodeLost,
     ShardPersisted,
+    StandbysReported,
     StepCompleted,
     Tick,
     WorkerExited,
@@ -99,13 +100,15 @@ class Transcript:
     def submit(self) -> list[AnyAction]:
         return self.apply(JobSubmitted(job_id="job-1", spec=self.document, spec_directory="."))
 
-    def join(self, *names: str, **more: Any) -> list[AnyAction]:
+    def join(self, *names: str, standbys_ready: bool = True, **more: Any) -> list[AnyAction]:
         workers = self.state.job.spec.workers_per_node
         seen: list[AnyAction] = []
         for name in names:
             self.ports += 1
             known = more.pop("facts", None) or facts(name, workers)
             seen += self.apply(NodeJoined(node=name, facts=known, offered_port=self.ports, **more))
+            if standbys_ready:
+                seen += self.apply(StandbysReported(node=name, ready=True))
         self.fresh = seen
         return seen
 

@@ -32,7 +32,7 @@ def ready(job: Transcript, node: str, *, now: bool = True) -> None:
 
 def test_training_goes_on_while_a_new_node_imports_and_the_reason_says_so() -> None:
     job = shrunk()
-    job.join("c", reports_standbys=True)
+    job.join("c", standbys_ready=False)
     ready(job, "c", now=False)
     job.wait(GROW_DELAY_S + 1)
     assert not job.of(StopGroup) and job.state.phase == "running"
@@ -48,7 +48,7 @@ def test_training_goes_on_while_a_new_node_imports_and_the_reason_says_so() -> N
 
 def test_a_job_whose_nodes_have_nothing_to_import_grows_as_soon_as_before() -> None:
     job = shrunk()
-    job.join("c", reports_standbys=True)
+    job.join("c", standbys_ready=False)
     ready(job, "c")
     job.wait(GROW_DELAY_S - 0.1)
     assert not job.of(StopGroup), "the grow delay gathers nodes"
@@ -56,16 +56,9 @@ def test_a_job_whose_nodes_have_nothing_to_import_grows_as_soon_as_before() -> N
     assert job.of(StopGroup)
 
 
-def test_an_agent_that_does_not_tell_counts_as_ready() -> None:
-    job = shrunk()
-    job.join("c")
-    job.wait(GROW_DELAY_S)
-    assert job.of(StopGroup)
-
-
 def test_a_job_grows_without_standbys_that_take_too_long() -> None:
     job = shrunk()
-    job.join("c", reports_standbys=True)
+    job.join("c", standbys_ready=False)
     job.wait(GROW_DELAY_S + limits.STANDBYS_WAIT_S - 0.1)
     assert not job.of(StopGroup)
     job.wait(0.1)
@@ -89,7 +82,7 @@ def test_a_requested_size_waits_as_well_and_without_the_grow_delay() -> None:
     job = Transcript(spec({"min": 1, "max": 2})).started()
     job.apply(ResizeRequested(nodes=3))
     job.succeed(RequestNodes)
-    job.join("c", reports_standbys=True)
+    job.join("c", standbys_ready=False)
     assert not job.of(StopGroup)
     ready(job, "c")
     assert job.of(StopGroup)
@@ -101,17 +94,17 @@ def test_a_lost_node_is_replaced_by_one_that_imports() -> None:
     job.lose("b")
     job.succeed(RequestNodes)
     job.stopped("a", 5)
-    job.join("c", reports_standbys=True)
+    job.join("c", standbys_ready=False)
     assert [launch.node for launch in job.of(LaunchGroup)] == ["a", "c"]
 
 
 def test_the_wait_ends_with_the_node_and_the_next_one_has_the_whole_time() -> None:
     job = shrunk()
-    job.join("c", reports_standbys=True)
+    job.join("c", standbys_ready=False)
     job.wait(GROW_DELAY_S + limits.STANDBYS_WAIT_S - 1)
     job.lose("c")
     assert job.state.reason.text == "training continues on the nodes that it has"
-    job.join("d", reports_standbys=True)
+    job.join("d", standbys_ready=False)
     job.wait(GROW_DELAY_S + 2)
     assert not job.of(StopGroup), "60 s from here"
     ready(job, "d")
@@ -121,9 +114,9 @@ def test_the_wait_ends_with_the_node_and_the_next_one_has_the_whole_time() -> No
 @pytest.mark.parametrize("report", [True, False])
 def test_a_new_controller_keeps_what_it_knows_until_the_next_report(report: bool) -> None:
     job = shrunk()
-    job.join("c", reports_standbys=True)
+    job.join("c", standbys_ready=False)
     job.apply(ControllerStarted(incarnation=2, nodes=("a", "c")))
-    job.join("c", reports_standbys=True)
+    job.join("c", standbys_ready=False)
     ready(job, "c", now=report)
     assert job.state.nodes["c"].standbys_ready == report
 

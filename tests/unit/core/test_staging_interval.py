@@ -197,7 +197,7 @@ def test_a_replay_and_a_snapshot_have_the_same_interval() -> None:
     assert restored.staging_interval == state.staging_interval
 
 
-def test_nothing_is_ordered_from_agents_of_an_older_version() -> None:
+def test_nothing_is_ordered_from_agents_without_workers_or_of_an_older_generation() -> None:
     loop = Loop()
     loop.train(200)
     state = loop.transcript.state

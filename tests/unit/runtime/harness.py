@@ -125,6 +125,7 @@ class FakeAgent:
     def _obey(self, message: Any) -> None:
         match message:
             case wire.Welcome():
+                self.say(wire.StandbyReport(ready=True))
                 for one in self.exits:
                     self.say(one)
                 if self.auto and self.launch is not None and not self.exits:

@@ -32,8 +32,7 @@ class CopyRound:
 
 
 class CopyRounds:
-    """The rounds of the running generation. With a controller that names no steps (an older one),
-    the next round begins when one is complete."""
+    """The rounds of the running generation."""
 
     def __init__(self) -> None:
         self.confirmed: Version | None = None
@@ -41,13 +40,12 @@ class CopyRounds:
         self.current: CopyRound | None = None
         self.report: StepCopied | None = None
         """The last one: sent again after a reconnect."""
-        self._agreed = False
         self._off = False
 
     def launch(self, group: Generation) -> None:
         """The restored state is kept until a step of the new generation is confirmed."""
         self.report, self.current, self.confirmed = None, None, None
-        self._agreed, self._off = group.launch.agreed_copies, False
+        self._off = False
         if group.launch.buddy:
             restore = group.membership.restore
             self.confirmed = (restore.generation, restore.step) if restore else None
@@ -134,17 +132,11 @@ class CopyRounds:
     ) -> StepCopied | None:
         current = self.current
         assert current is not None and current.step is not None
-        newest = buffers.newest_staged()
-        if not self._agreed:
-            if not detail:
-                self.confirmed = (group.generation, current.step)
-            self._begin(group, newest + 1 if detail else max(newest, current.step + 1))
-            return None
         self.report = StepCopied(
             generation=group.generation,
             wanted=current.wanted,
             step=current.step,
-            staged_step=newest,
+            staged_step=buffers.newest_staged(),
             seconds=current.seconds,
             detail=detail,
             missed=missed,

@@ -229,7 +229,6 @@ class AgentMachine:
             ranks=tuple(w.seat.rank for w in group.alive) if group and runs else (),
             staged=self.tiers.inventory(),
             offered_port=self._port,
-            reports_standbys=True,
         )
         return [commands.Send(hello)]
 

@@ -51,8 +51,7 @@ LAST_LOGS_S = 5.0
 NEW_PODS_INTERVAL_S = 2.0
 MAX_PODS = 16
 """Whose logs `holdfast run` reads until it is known which of them has rank 0."""
-_WORKER_LINE = re.compile(rb"\[rank (\d+)(?:, gen (\d+))?\] ?")
-"""An agent of an earlier version does not name the generation."""
+_WORKER_LINE = re.compile(rb"\[rank (\d+), gen (\d+)\] ?")
 
 
 # -- Events ----------------------------------------------------------------------------------
@@ -239,7 +238,7 @@ class LineFilter:
         self._width = len(str(max(world_size - 1, 0)))
         self._generation = 1
         self._ranks: dict[int, set[int]] = {}
-        """Generation -> ranks with a line; 0: an agent of an earlier version does not name it."""
+        """Generation -> ranks with a line."""
 
     def __call__(self, line: bytes) -> bytes | None:
         match, selector = _WORKER_LINE.match(line), self._selector
@@ -247,18 +246,14 @@ class LineFilter:
             return folded(line) if match is None else None
         if match is None:
             return None
-        rank, generation = int(match[1]), int(match[2] or 0)
+        rank, generation = int(match[1]), int(match[2])
         self._ranks.setdefault(generation, set()).add(rank)
         if selector.rank not in (None, rank) or selector.generation not in (None, generation):
             return None
         text = folded(line[match.end() :])
         if selector.rank is None:
             text = b"[%*d] %b" % (self._width, rank, text)
-        if (
-            self._headings
-            and selector.generation is None
-            and generation not in (0, self._generation)
-        ):
+        if self._headings and selector.generation is None and generation != self._generation:
             self._generation = generation
             text = b"%b\n%b" % (heading(generation).encode(), text)
         return text
@@ -273,10 +268,8 @@ class LineFilter:
         if rank is not None and ranks:
             known = [str(one) for one in sorted(ranks)]
             raise LogMissing(str(Problem("--rank", str(rank), one_of(known, "rank"))))
-        known = [str(one) for one in sorted(self._ranks) if one]
+        known = [str(one) for one in sorted(self._ranks)]
         fix = "the lines of a pod are deleted with it"
-        if 0 in self._ranks:
-            fix += "; agents of an earlier version do not name the generation"
         expected = one_of(known, "generation")
         raise LogMissing(str(Problem("--generation", str(generation), expected, fix)))
 

@@ -78,12 +78,6 @@ def test_after_a_reboot_no_node_is_left_and_no_name_is_reused(
     assert (found.next_number, found.agents, found.starting) == (2, {}, set())
 
 
-def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "nodes.json"
-    path.write_bytes(b'{"next_number":1,"agents":{"node-0":{"pid":4242,"start_ticks":7}}}')
-    assert load(path).agents == {"node-0": AGENT}
-
-
 @pytest.mark.parametrize("data", [b"", b"{", b'{"next_number":"one"}'])
 def test_a_damaged_file_is_named_with_the_fix(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "nodes.json"

@@ -115,11 +115,3 @@ def test_the_name_of_an_ended_node_is_not_used_again(monkeypatch: pytest.MonkeyP
             await ray.close(release=False)
 
     asyncio.run(scenario())
-
-
-def test_a_registry_of_an_earlier_release_is_read() -> None:
-    stored = b'{"next_number":3,"nodes":{"node-2":["job/node-0",1]},"starting":[],'
-    stored += b'"groups":{"job/node-0":2},"places":{"node-2":"0123"}}'
-    registry = msgspec.json.decode(stored, type=RayNodeRegistry)
-    assert registry.ray_nodes == {"node-2": "0123"} and registry.next_number == 3
-    assert msgspec.json.decode(msgspec.json.encode(registry)) == msgspec.json.decode(stored)

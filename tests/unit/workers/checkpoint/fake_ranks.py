@@ -160,13 +160,6 @@ def staged_alone(
     return memory.file
 
 
-def without_header_checksum(file: bytes) -> bytes:
-    """As a version wrote it that had no checksum of the header; as long."""
-    at = file.index(b'"holdfast-header"')
-    end = file.index(b",", at) + 1
-    return file[:at] + b" " * (end - at) + file[end:]
-
-
 def restore_alone(
     file: bytes,
     model: nn.Module,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -171,21 +170,6 @@ def test_infinite_optimizer_settings_are_restored() -> None:
     restore_alone(file, model, again)
     assert again.param_groups[0]["limit"] == math.inf
     assert again.param_groups[0]["betas"] == (0.8, 0.9)
-
-
-def test_old_files_and_files_with_infinities_are_read() -> None:
-    text = """{"optimizer":{"class":"AdamW","groups":[{"lr":0.5,"betas":[0.8,0.9]}],"scalars":{}},
-        "user":{"best":Infinity,"worst":-Infinity,"nan":NaN,"list":[1,"a",null]}}"""
-    extra = json.dumps(text)[1:-1].replace("\\n", " ").encode()
-    file = layout.make_layout([], generation=1, shard=0, num_shards=1, extra=extra)
-    header = parse_header(bytes(file.render(0, [], extra)), "file")
-    model, optimizer, _ = made(SCHEDULES["step"])
-    got: dict[str, Any] = {}
-    TrainingState(model, optimizer, got).import_extra(header.extra)
-    assert math.isnan(got.pop("nan"))
-    assert got == {"best": math.inf, "worst": -math.inf, "list": [1, "a", None]}
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
 
 
 def test_headers_are_standard_json() -> None:

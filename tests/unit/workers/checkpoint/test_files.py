@@ -44,7 +44,7 @@ from holdfast.workers.checkpoint.shard_sources import (
     MissingCheckpoint,
     UnreadableCheckpoint,
 )
-from tests.unit.workers.checkpoint.fake_ranks import staged, without_header_checksum
+from tests.unit.workers.checkpoint.fake_ranks import staged
 
 
 def write(path: Path, files: dict[int, bytes], step: int = 1, generation: int = 1) -> Manifest:
@@ -130,7 +130,7 @@ def test_a_flipped_bit_anywhere_in_a_header_is_damage() -> None:
     entries = [Entry("model.a", "F32", Box((4, 2), (2, 0), (2, 2)))]
     layout = make_layout(entries, generation=1, shard=1, num_shards=2, extra=extra)
     whole = bytes(layout.render(7, [5], extra))
-    assert parse_header(whole, "file").checked
+    assert parse_header(whole, "file").step == 7
     for at in range(len(whole)):
         content = bytearray(whole)
         content[at] ^= 1 << at % 8
@@ -138,12 +138,12 @@ def test_a_flipped_bit_anywhere_in_a_header_is_damage() -> None:
             parse_header(bytes(content), "file")
 
 
-def test_a_header_of_an_earlier_version_is_read_and_said_to_be_unchecked(tmp_path: Path) -> None:
-    old = {shard: without_header_checksum(file) for shard, file in staged(1, 2).items()}
-    assert not parse_header(old[0], "file").checked
-    manifest = write(tmp_path, old)
-    result = inspect.verify(str(tmp_path), manifest)
-    assert result.ok and result.num_unchecked == 2
+def test_a_header_without_its_checksum_is_damaged() -> None:
+    whole = staged(1, 2)[0]
+    at = whole.index(b'"holdfast-header"')
+    end = whole.index(b",", at) + 1
+    with pytest.raises(DamagedCheckpoint, match="the checksum of its header is"):
+        parse_header(whole[:at] + b" " * (end - at) + whole[end:], "file")
 
 
 def test_a_copy_and_its_checksum_agree_at_every_length() -> None:

@@ -13,14 +13,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from holdfast.orchestrator.errors import UserError
-from holdfast.workers.checkpoint.layout import parse_header
 from holdfast.workers.checkpoint.param_names import ParamNames
 from holdfast.workers.checkpoint.restore import WrongModel
-from tests.unit.workers.checkpoint.fake_ranks import (
-    restore_alone,
-    staged_alone,
-    without_header_checksum,
-)
+from tests.unit.workers.checkpoint.fake_ranks import restore_alone, staged_alone
 
 
 class Net(nn.Module):
@@ -115,46 +110,6 @@ def trained(model: nn.Module) -> torch.optim.Optimizer:
         nn.init.constant_(parameter, float(index))
     optimizer.step()
     return optimizer
-
-
-def old_file(model: nn.Module, rename: Callable[[str], str]) -> bytes:
-    """As an earlier version wrote it: with other names, which are as long."""
-    file = without_header_checksum(staged_alone(model, trained(model)))
-    length = 8 + int.from_bytes(file[:8], "little")
-    head = file[8:length]
-    for entry in parse_header(file, "file").entries:
-        kind, _, name = entry.partition(".")
-        old, new = f'"{entry}', f'"{kind}.{rename(name)}'
-        for quote in ('"', '\\"'):
-            head = head.replace(
-                (old.replace('"', quote) + quote).encode(),
-                (new.replace('"', quote) + quote).encode(),
-            )
-    head = head.rstrip(b" ")
-    return len(head).to_bytes(8, "little") + head + file[length:]
-
-
-OLD_FILES: dict[str, tuple[Callable[[], nn.Module], Callable[[str], str]]] = {
-    "compile-of-DDP": (Net, lambda name: f"module.{name}"),
-    "DDP-in-parts": (parts, lambda name: name.replace("gen.", "gen.module.")),
-    "own-module": (lambda: OwnModule(weight=False), lambda name: name.removeprefix("module.")),
-}
-
-
-@pytest.mark.parametrize(("build", "rename"), OLD_FILES.values(), ids=OLD_FILES.keys())
-def test_files_with_old_names_are_read(
-    build: Callable[[], nn.Module], rename: Callable[[str], str]
-) -> None:
-    file = old_file(build(), rename)
-    stored = set(parse_header(file, "file").entries)
-    model, wanted = build(), build()
-    state = restore_alone(file, model, torch.optim.AdamW(model.parameters()))
-    optimizer = trained(wanted)
-    assert stored != {held.name for held in state.tensors()}
-    for got, want in zip(model.parameters(), wanted.parameters(), strict=True):
-        assert torch.equal(got, want)
-        moment = state.optimizer.state[got]["exp_avg"]
-        assert torch.equal(moment, optimizer.state[want]["exp_avg"])
 
 
 def test_a_file_with_both_names_belongs_to_another_model() -> None:

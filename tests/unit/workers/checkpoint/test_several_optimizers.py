@@ -349,20 +349,6 @@ def test_a_parameter_without_a_gradient_so_far_is_complete_without_state() -> No
     assert file
 
 
-def test_a_file_of_an_earlier_version_without_some_state_is_read_and_says_so(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    model = net()
-    state = TrainingState(model, AdamW(model.parameters()), None)
-    extra = {"optimizer": {"class": "AdamW", "groups": [{"lr": 0.1}], "scalars": {}}}
-    state.expect_optimizers(extra)
-    found = {f"optim.{name}.exp_avg" for name in ("0.weight", "0.bias", "2.weight")}
-    assert state.missing_optimizer_state(extra, found) == []
-    assert "the checkpoint has no state of 2.bias. Its version" in capsys.readouterr().err
-    assert state.missing_optimizer_state(extra, set()) == []
-    assert capsys.readouterr().err == ""
-
-
 def test_a_tensor_as_hyperparameter_must_be_a_number() -> None:
     model = net()
     optimizer = AdamW(model.parameters())

@@ -62,15 +62,6 @@ def test_of_a_progress_bar_the_last_state_is_printed(node: str | None) -> None:
     )
 
 
-def test_lines_of_an_agent_of_an_earlier_version_are_printed() -> None:
-    old = b"[rank 1] step 1"
-    assert LineFilter(LogSelector(), 2, headings=True)(old) == b"[1] step 1"
-    show = LineFilter(LogSelector(generation=1), 2)
-    assert show(old) is None
-    with pytest.raises(LogMissing, match="an earlier version do not name the generation"):
-        show.check_found()
-
-
 def test_the_pod_of_a_rank_is_found_by_its_label() -> None:
     pods = [pod("b", rank="2"), pod("a", rank="0"), pod("spare")]
     names = lambda selector: [p["metadata"]["name"] for p in select_pods(pods, selector, 2)]

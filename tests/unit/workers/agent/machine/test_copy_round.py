@@ -34,7 +34,6 @@ class Pair:
     """Nodes a and b, each other's buddy, with one worker each. Pushes take `push_steps`."""
 
     push_steps: tuple[float, float]
-    agreed: bool = True
     every: int = 1
     late_steps: int = 0
     """Orders of the controller arrive so many steps late."""
@@ -64,7 +63,7 @@ class Pair:
         launch = m.LaunchWorkers(
             action_id=1, membership=membership, node_rank=index,
             seats=(WorkerSeat(index, 0, index, True),), buddy=NAMES[1 - index],
-            buddy_address="x", buddy_port=1, agreed_copies=self.agreed,
+            buddy_address="x", buddy_port=1,
         )  # fmt: skip
         self.give(index, inputs.Received(launch))
         self.give(index, inputs.WorkerForked(1, index, 100))
@@ -245,12 +244,6 @@ def test_a_new_controller_goes_on_with_what_the_agents_hold() -> None:
         pair.step(step)
         assert pair.left_by_the_loss_of(0) and pair.left_by_the_loss_of(1)
     assert pair.rounds.confirmed > 20
-
-
-def test_with_an_older_controller_the_agents_copy_the_newest_step() -> None:
-    pair = Pair((0.5, 0.5), agreed=False)
-    assert usable(pair) == (2 * (STEPS - WARM_UP), 1)
-    assert pair.rounds.confirmed == -1
 
 
 def test_the_status_names_the_interval_and_the_slowest_push() -> None:

@@ -14,7 +14,7 @@ from .harness import AgentHarness, of, request_buffers
 BUFFER, GIB = 100, 2**30
 UNIT = 2 * BUFFER
 """One buffer for each of the two workers."""
-BUDDY = {"buddy": "b", "buddy_address": "x", "buddy_port": 1, "agreed_copies": True}
+BUDDY = {"buddy": "b", "buddy_address": "x", "buddy_port": 1}
 
 
 def harness_with(units: float, **launch: object) -> AgentHarness:

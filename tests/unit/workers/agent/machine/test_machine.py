@@ -402,7 +402,7 @@ def test_buddy_copies_keep_two_versions_and_refuse_an_older_generation() -> None
 
 def test_the_end_of_a_push_of_an_earlier_generation_is_not_taken_for_a_newer_one() -> None:
     """Seed 4002817: the controller confirmed a step of which no buddy had a copy yet."""
-    harness, buddy = AgentHarness(), {"buddy": "node-1", "agreed_copies": True}
+    harness, buddy = AgentHarness(), {"buddy": "node-1"}
     harness.launch(1, **buddy)
     request_buffers(harness)
     slow = of(commands.PushToBuddy, harness.stage(0))
@@ -428,7 +428,7 @@ def test_a_push_carries_the_confirmed_step_to_the_buddy() -> None:
     """Seed 5002521: the order that confirmed step 1 was lost with the controller, and the copy of
     step 1 was dropped for that of step 2."""
     harness = AgentHarness()
-    harness.launch(1, buddy="node-1", agreed_copies=True)
+    harness.launch(1, buddy="node-1")
     harness.receive(m.CopyStep(generation=1, step=1, confirmed=0))
     for step in range(3):
         buffer, _ = harness.machine.accept_copy(StagedShard(step, 1, 5, 8, 100), step - 1)
@@ -476,8 +476,7 @@ def reports(out: Iterable[object]) -> list[bool]:
 
 def test_the_controller_is_notified_when_standbys_have_imported_what_the_script_imports() -> None:
     harness = AgentHarness(joined=False)
-    (hello,) = of(m.Hello, harness.give(inputs.LinkUp(FACTS, 29500)))
-    assert hello.reports_standbys
+    harness.give(inputs.LinkUp(FACTS, 29500))
     harness.join()
     assert reports(harness.give(inputs.JobConfigured(must_import=True))) == [False]
     assert refills(harness, until_s=10) == [(MachineTiming().spare_delay_s, 2)]
