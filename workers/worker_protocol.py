@@ -25,6 +25,7 @@ from holdfast.orchestrator.protocol.facts import (
     GroupProgress,
     Membership,
     StepReport,
+    StepSource,
     WorkerPhase,
     WorkerSeat,
 )
@@ -69,14 +70,14 @@ class Reported(
     StepReport, frozen=True, kw_only=True, tag_field="type", tag="reported", omit_defaults=True
 ):
     """A script that keeps its own checkpoints has finished a step. The agent makes it of what a
-    framework posts."""
+    program posts."""
 
     step: int
     """-1: it begins to train."""
     began_after: int | None = None
-    """The last step before that, if a post says that it begins; None: it does not tell."""
-    posted: bool = False
-    """By HTTP: one rank speaks for all, every few seconds."""
+    """The last step before that, if it begins; None: it does not tell."""
+    source: StepSource = "script"
+    """Posted, by HTTP: one rank speaks for all, every few seconds."""
     finished: bool = False
     """A post says that the training is complete, and not after which step."""
 

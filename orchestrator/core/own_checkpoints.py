@@ -93,20 +93,6 @@ def newest(state: JobState, before: int | None = None) -> str:
     return next((one.path for one in known if one.times > 1), known[0].path if known else "")
 
 
-def posted_step(state: JobState) -> int:
-    """The last step that transformers finished before it wrote a checkpoint in this generation: its
-    posts come later. -1: not known."""
-    if state.counted_by != "posted":
-        return -1
-    names = [
-        PurePath(one.path).name
-        for one in state.own_checkpoints.values()
-        if one.generation == state.generation
-    ]
-    found = (re.fullmatch(r"checkpoint-(\d+)", name) for name in names)
-    return max((int(one[1]) - 1 for one in found if one is not None), default=-1)
-
-
 def describe(state: JobState) -> str:
     """Clause of a decision to restart a script whose state Holdfast does not restore."""
     path = newest(state)

@@ -451,7 +451,7 @@ class ProgressMonitor:
         gap_s = limits.WORST_GAP_FACTOR * self._worst_gap_s
         busy_s = max(limit_s, self._recovery.busy_timeout_s, gap_s)
         if script_progress.pace_s(known.beat for known in self._current.ranks.values()):
-            # It may evaluate or save: a framework does not post that.
+            # It may evaluate or save, which its framework does not say.
             busy_s = max(busy_s, limits.SAVE_TIMEOUT_S)
         if found == "starved":
             return Limit(0, limits.STARVED_FACTOR * busy_s, "starved-machine")

@@ -1,8 +1,8 @@
 """What heartbeats show of a script that does not keep its state with Holdfast. Pure functions.
 
-A script reports each step (`session.report`), or its framework posts the progress of all ranks
-every few seconds, or no step is reported. Then the collectives that its ranks begin are the only
-sign of progress.
+A script reports each step (`session.report`), or a hook in its framework does, or a program posts
+the progress of all ranks every few seconds, or no step is reported. Then the collectives that its
+ranks begin are the only sign of progress.
 """
 
 from __future__ import annotations
@@ -90,8 +90,10 @@ def first_ago_s(beats: Iterable[WorkerBeat], step_s: float) -> float:
 
 
 def pace_s(beats: Iterable[WorkerBeat]) -> float:
-    """How far apart reports of progress may be although the training moves."""
-    return POST_INTERVAL_S if any(beat.counted_by == "posted" for beat in beats) else 0.0
+    """How far apart reports of progress may be although the training moves; 0: no rank has steps
+    that its framework counts or posts, without a word of what else it does."""
+    unsaid = any(beat.counted_by in ("posted", "counted") for beat in beats)
+    return POST_INTERVAL_S if unsaid else 0.0
 
 
 def last_collective_ns(beats: Iterable[tuple[WorkerBeat, int]]) -> int | None:

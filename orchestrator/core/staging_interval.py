@@ -17,6 +17,7 @@ import msgspec
 
 from .. import limits
 from ..api.v1alpha1 import Checkpoint
+from ..protocol.facts import SCRIPT_SOURCES
 from . import quiesce
 from .actions import Reason
 from .context import SECOND_NS, StepContext
@@ -217,7 +218,7 @@ def describe(state: JobState) -> str:
     """Every how many steps the memory tier stages, and why; empty without a memory tier, and for a
     script that keeps its own checkpoints."""
     checkpoint = state.job.spec.checkpoint
-    if not checkpoint.memory.every_steps or state.counted_by in ("script", "posted"):
+    if not checkpoint.memory.every_steps or state.counted_by in SCRIPT_SOURCES:
         return ""
     chosen = state.staging_interval
     if not is_auto(checkpoint) and not (chosen and chosen.for_storage):

@@ -19,6 +19,7 @@ from ..api.v1alpha1 import TrainingJob
 from ..planner.choose import memory_of_least
 from ..planner.memory import WorkerMemory
 from ..protocol.facts import (
+    SCRIPT_SOURCES,
     Exit,
     Membership,
     OwnCheckpoint,
@@ -440,7 +441,7 @@ class JobState(Struct):
     @property
     def keeps_own_checkpoints(self) -> bool:
         """The script does, or nothing is known of its steps: Holdfast stages and restores none."""
-        return self.counted_by in ("script", "posted", "collectives")
+        return self.counted_by in (*SCRIPT_SOURCES, "collectives")
 
     def led_to(self, generation: int) -> IncidentRecord | None:
         """The newest incident, if this generation was launched after it and no later one began."""

@@ -28,9 +28,6 @@ PROGRESS_URL, PROGRESS_TOKEN = "KUBEFLOW_TRAINER_SERVER_URL", "KUBEFLOW_TRAINER_
 Trainer, which transformers (from 5.4) reads by itself. The agent serves it on loopback and adds
 them to what this module sets, unless spec.env has them."""
 
-BEGAN_AFTER_STEPS = "began_after_steps"
-"""Metric of such a post at the beginning of a training: how many steps were finished before."""
-
 RESUME_FROM = "HOLDFAST_RESUME_FROM_CHECKPOINT"
 """The newest complete checkpoint that the script itself wrote, for frameworks that need its name
 (`Trainer.train(resume_from_checkpoint=...)`). The agent sets it when it starts workers again and

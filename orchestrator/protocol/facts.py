@@ -155,11 +155,14 @@ def largest(reports: Sequence[StepReport]) -> dict[str, Any]:
     return {"loss": loss} | {name: max(map(attrgetter(name), reports)) for name in names}
 
 
-StepSource = Literal["", "session", "script", "posted", "collectives"]
+StepSource = Literal["", "session", "script", "counted", "posted", "collectives"]
 """Who counts the steps of a worker: no one yet, a loop whose state Holdfast keeps
-(`Session.step`), a script that keeps its own checkpoints (`session.report`), or a framework that
-posts the progress of all ranks, every few seconds (protocol of Kubeflow Trainer). Of a job also
-`collectives`: no one, but its ranks begin collectives."""
+(`Session.step`), a script that keeps its own checkpoints (`session.report`), a hook in the script's
+framework (each step, and not what else it does), or a program that posts the progress of all ranks
+now and then (protocol of Kubeflow Trainer). Of a job also `collectives`: no one, but its ranks
+begin collectives."""
+SCRIPT_SOURCES: tuple[StepSource, ...] = ("posted", "counted", "script")
+"""Of scripts that keep their own checkpoints, the most exact one last."""
 
 
 class WorkerBeat(StepReport, frozen=True, kw_only=True):
@@ -212,9 +215,11 @@ def is_silent(step: int, phase: WorkerPhase, began_after: int | None) -> bool:
 def counting(beats: Iterable[WorkerBeat]) -> list[WorkerBeat]:
     """Those whose steps count: of a script the ranks that report steps, otherwise all."""
     every = list(beats)
-    return [beat for beat in every if beat.counted_by in ("script", "posted")] or every
+    return [beat for beat in every if beat.counted_by in SCRIPT_SOURCES] or every
 
 
+USAGE_CODE = 2
+"""Exit code of argparse, and of others, for wrong arguments."""
 CRASH_SIGNALS = (4, 6, 7, 8, 11, 31)
 """A process raises these on itself when its native code breaks; the others come from outside."""
 

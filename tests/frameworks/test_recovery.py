@@ -104,19 +104,18 @@ def test_a_job_without_a_replacement_goes_on_with_half_of_its_ranks(
         assert incident.seconds["total"] > 0.5 * after.seconds
 
 
-def test_the_steps_of_the_trainer_are_shown_without_a_line_in_the_script(start: Start) -> None:
-    """transformers posts them to the progress server of the agent."""
-    job, log = start(by_name("hf"), steps=100, pace_s=0.2)
-    view = job.until(lambda view: view.step >= 2 * SAVE_EVERY)
-    assert view.total_steps == 100
-    before = log.lines()
+def test_the_steps_of_the_trainer_are_counted_without_a_line_in_the_script(start: Start) -> None:
+    """The kill comes in the pause before a step, when all ranks have counted the one before."""
+    job, log = start(by_name("hf"), steps=20, pace_s=0.8)
+    before = trained(log, job, SAVE_EVERY + 3)
     os.kill(job.worker_pids()[1], signal.SIGKILL)
     after = log.recovery(before, before[-1].time, BOUND_S)
-    incident = job.until(lambda view: bool(view.incidents and view.incidents[-1].seconds))
-    assert not incident.incidents[-1].no_steps
     finish(job)
     end = job.wait()
-    assert end.step + 1 == 100
+    assert (end.step, end.total_steps) == (19, 20) and end.loss is not None
+    (incident,) = end.incidents
+    assert (incident.steps_lost, incident.steps_lost_at_least) == (after.trained_twice, False)
+    assert incident.resumed_after_step == after.step - 2, "the log counts from 1"
     assert after.trained_twice == trained_twice(log.lines())
 
 

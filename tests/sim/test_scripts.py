@@ -11,6 +11,7 @@ import pytest
 
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.state import IncidentRecord
+from holdfast.orchestrator.protocol.facts import StepSource
 from holdfast.workers import worker_protocol
 
 from .trainer import SimWorker
@@ -80,11 +81,12 @@ class ScriptWorker(SimWorker):
                 self.world.saved = max(self.world.saved, self.step)
         posts = self.rank == 0 and self.world.now - self.posted_ns >= POST_S * SECOND_NS
         step_s = self.world.step_s
-        if self.world.kind == "reports":
-            self.send(worker_protocol.Reported(step=self.step, step_s=step_s))
+        if self.world.kind in ("reports", "counts"):
+            source: StepSource = "script" if self.world.kind == "reports" else "counted"
+            self.send(worker_protocol.Reported(step=self.step, step_s=step_s, source=source))
         elif self.world.kind == "posts" and posts:
             self.posted_ns = self.world.now
-            self.send(worker_protocol.Reported(step=self.step, step_s=step_s, posted=True))
+            self.send(worker_protocol.Reported(step=self.step, step_s=step_s, source="posted"))
         self._next()
 
     def _next(self) -> None:
@@ -150,7 +152,7 @@ class ScriptWorld(World):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("how", ["kill", "stop"])
-@pytest.mark.parametrize("kind", ["reports", "posts", "silent"])
+@pytest.mark.parametrize("kind", ["reports", "counts", "posts", "silent"])
 def test_what_is_concluded_of_a_script_is_true(kind: str, how: str, seed: int) -> None:
     world = ScriptWorld(seed, kind)
     world.hit(40.0, how)
@@ -167,8 +169,8 @@ def test_what_is_concluded_of_a_script_is_true(kind: str, how: str, seed: int) -
     # Steps trained twice.
     after = world.starts[2]
     again = sum(world.trained.count(step) - 1 for step in set(world.trained))
-    if kind == "reports":
-        assert incident.resumed_after_step == after
+    if kind in ("reports", "counts"):
+        assert incident.resumed_after_step == after and not incident.at_least
         lost = incident.step_before - after
         assert again <= lost <= again + 1
     elif kind == "posts" and incident.resumed_after_step is not None:
@@ -176,7 +178,7 @@ def test_what_is_concluded_of_a_script_is_true(kind: str, how: str, seed: int) -
         assert lost <= again + 1 or incident.resumed_estimated
 
 
-@pytest.mark.parametrize("kind", ["reports", "posts", "silent"])
+@pytest.mark.parametrize("kind", ["reports", "counts", "posts", "silent"])
 def test_a_script_that_nothing_happens_to_has_no_incident(kind: str) -> None:
     assert ScriptWorld(5, kind).play() == []
 

@@ -7,8 +7,7 @@ agree on it. What a script gives, `False` included, is left alone, and so is a s
 the same folder, which begins where the first one does. The first launch of a job changes nothing,
 but Lightning's checkpoints have their place in the data from it on (lightning_data.py).
 
-transformers posts its progress every few seconds, and when it begins to train, but not where. Added
-to that post is how many steps its checkpoint has: so it is known how many a launch trains.
+The trainer of transformers counts its steps here too, so that it is known which are trained twice.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import inspect
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -25,11 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holdfast.orchestrator.protocol.environment import (
-    BEGAN_AFTER_STEPS,
-    RESUME_FROM,
-    RESUME_SINCE,
-)
+from holdfast.orchestrator.protocol.environment import RESUME_FROM, RESUME_SINCE
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.agent.pool.file_audit import STARTS_OVER
 from holdfast.workers.agent.storage import script_checkpoints
@@ -111,6 +107,9 @@ def _in_output_dir(given: dict[str, Any], since_ns: int) -> str | None:
     folder = Path(arguments.output_dir)
     names = [one for one in _names(folder, since_ns) if _is_of_transformers(folder / one, since_ns)]
     names.sort(key=lambda name: int(name.rpartition("-")[2]), reverse=True)
+    newest = Path(os.environ.get(RESUME_FROM, ""))
+    if newest.name in names and newest.parent == folder.resolve():
+        names = names[names.index(newest.name) :]  # with a newer one a start has failed
     agreed, names = _agreed(names[:MAX_NAMES])
     why = _second(folder)
     if not why and getattr(arguments, "save_only_model", False):
@@ -130,34 +129,39 @@ def _is_of_transformers(path: Path, since_ns: int) -> bool:
         return False
 
 
-# -- posts of transformers --------------------------------------------------------------------
-def post_where_it_begins(callback_class: Any) -> None:
-    """Has this class, KubeflowCallback of transformers 5, post with the beginning of a training
-    after how many steps that is."""
-    inner = callback_class.on_train_begin
-    if getattr(inner, "posts_where_it_begins", False) or not hasattr(
-        callback_class, "_update_status"
-    ):
+# -- steps of transformers --------------------------------------------------------------------
+def count_steps(handler_class: Any) -> None:
+    """Has this class, CallbackHandler of transformers, report each step that is done, and after
+    which one a training begins, on every rank."""
+    begin, end = handler_class.on_train_begin, handler_class.on_step_end
+    if getattr(end, "counts_steps", False):
         return
+    last_s, loss = 0.0, None
 
-    @wraps(inner)
+    @wraps(begin)
     def on_train_begin(self: Any, args: Any, state: Any, *rest: Any, **more: Any) -> Any:
-        post = self._update_status
+        nonlocal last_s
+        last_s = 0.0
+        _send(worker_protocol.Reported(
+            step=-1, began_after=state.global_step - 1, source="counted"
+        ))  # fmt: skip
+        return begin(self, args, state, *rest, **more)
 
-        def with_its_step(*given: Any, **named: Any) -> Any:
-            if "metrics" in named:
-                known = {BEGAN_AFTER_STEPS: state.global_step}
-                named["metrics"] = {**(named["metrics"] or {}), **known}
-            return post(*given, **named)
+    @wraps(end)
+    def on_step_end(self: Any, args: Any, state: Any, *rest: Any, **more: Any) -> Any:
+        nonlocal last_s, loss
+        now_s = time.perf_counter()
+        logged = state.log_history[-1].get("loss") if state.log_history else None
+        loss = float(logged) if isinstance(logged, (int, float)) else loss
+        _send(worker_protocol.Reported(
+            step=state.global_step - 1, total_steps=max(0, state.max_steps), source="counted",
+            step_s=now_s - last_s if last_s else 0.0, loss=loss,
+        ))  # fmt: skip
+        last_s = now_s
+        return end(self, args, state, *rest, **more)
 
-        self._update_status = with_its_step
-        try:
-            return inner(self, args, state, *rest, **more)
-        finally:
-            del self._update_status
-
-    on_train_begin.posts_where_it_begins = True  # type: ignore[attr-defined]
-    callback_class.on_train_begin = on_train_begin
+    on_step_end.counts_steps = True  # type: ignore[attr-defined]
+    handler_class.on_train_begin, handler_class.on_step_end = on_train_begin, on_step_end
 
 
 # -- Lightning --------------------------------------------------------------------------------
@@ -245,6 +249,11 @@ def _say(text: str) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     print(f"holdfast: {text}", file=sys.stderr, flush=True)
+    _send(worker_protocol.Noted(text=text))
+
+
+def _send(message: worker_protocol.FromWorker) -> None:
+    """Tell the agent; outside Holdfast nothing happens."""
     attached = vars(worker_transport).get("attached")
     # Another Python is not attached for it: its pulse would end, see agent/pool/other_pulse.py.
     inherited = os.environ.get(worker_transport.INHERITED, "")
@@ -253,6 +262,6 @@ def _say(text: str) -> None:
     fd = attached.link.fileno() if attached is not None else int(inherited.split()[0])
     try:
         with socket.socket(fileno=os.dup(fd)) as link:
-            worker_transport.send(link, worker_protocol.Noted(text=text))
+            worker_transport.send(link, message)
     except OSError:
         return  # the agent has ended, so this process ends too

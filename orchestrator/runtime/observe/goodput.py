@@ -22,6 +22,7 @@ from holdfast.orchestrator.core.events import (
 )
 from holdfast.orchestrator.core.state import JobState
 from holdfast.orchestrator.core.transitions import TERMINAL, JobPhase
+from holdfast.orchestrator.protocol.facts import SCRIPT_SOURCES
 
 from .view import LedgerCause
 
@@ -155,7 +156,7 @@ class TimeAccounting:
         """The first report of a generation: the time before its first step was not training. A
         script begins after a step of its own."""
         totals = self._totals
-        of_script = event.counted_by in ("script", "posted")
+        of_script = event.counted_by in SCRIPT_SOURCES
         if of_script and event.began_after is not None:
             self._assign_saved(event.began_after)
             totals.step = event.began_after

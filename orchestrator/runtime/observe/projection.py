@@ -31,6 +31,7 @@ from holdfast.orchestrator.core.staging_interval import describe
 from holdfast.orchestrator.core.state import JobState
 from holdfast.orchestrator.planner.calibration import CalibrationEntry
 from holdfast.orchestrator.protocol.facts import (
+    SCRIPT_SOURCES,
     StepReport,
     WorkerBeat,
     counting,
@@ -247,7 +248,7 @@ class JobProjection:
     def _last_step(self, state: JobState) -> int:
         """Of a script that has not reported since its restart, the last one before it."""
         before = self.memory.progress
-        if state.step < 0 and before is not None and state.counted_by in ("script", "posted"):
+        if state.step < 0 and before is not None and state.counted_by in SCRIPT_SOURCES:
             return before.step
         return state.step
 

@@ -35,7 +35,7 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 class StepLog(TrainerCallback):
     """Only writes the step log."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         steplog.pace()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:

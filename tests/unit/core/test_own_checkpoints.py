@@ -8,7 +8,6 @@ from holdfast.orchestrator.core.events import (
     OwnCheckpointRead,
     OwnCheckpointSeen,
     ResumeRequested,
-    StepCompleted,
 )
 from holdfast.orchestrator.core.own_checkpoints import MAX_KNOWN
 from holdfast.orchestrator.protocol.facts import OwnCheckpoint
@@ -30,16 +29,6 @@ def restarted() -> Transcript:
     assert job.one_reason(LaunchGroup).endswith("; the script last wrote /o/ckpt.pt")
     job.succeed(LaunchGroup)
     return job
-
-
-def test_a_checkpoint_of_transformers_shows_steps_that_were_not_posted() -> None:
-    job = Transcript(spec({"min": 1, "max": 1}, script=True)).started(step=None)
-    job.apply(StepCompleted(generation=1, step=31, counted_by="posted", step_s=0.1))
-    job.apply(written("/o/checkpoint-40"))
-    job.apply(written("/o/model.pt"))
-    job.exits(0, signal=9, step=31)
-    job.all_stopped(None)
-    assert job.state.incidents[-1].step_before == 39
 
 
 def notes(job: Transcript) -> str:

@@ -102,7 +102,7 @@ def test_a_job_that_stages_every_step_stages_no_extra_step(tier: dict[str, Any])
     assert len(job.of(StopGroup)) == 2 and not job.of(StageStep)
 
 
-@pytest.mark.parametrize("counted_by", ["script", "posted", "collectives"])
+@pytest.mark.parametrize("counted_by", ["script", "counted", "posted", "collectives"])
 def test_a_script_that_keeps_its_own_checkpoints_is_stopped_at_once(counted_by: Any) -> None:
     """It stages no step: to wait for one delays the stop, perhaps past the end of the script."""
     job = Transcript(spec(checkpoint=RARELY)).started()

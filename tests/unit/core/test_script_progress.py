@@ -70,9 +70,12 @@ def test_one_rank_that_posts_speaks_for_all() -> None:
     assert (watch.job.state.step, watch.job.state.counted_by) == (24, "posted")
 
 
-def test_a_script_that_reports_recovers_until_its_next_step_and_counts_what_was_lost() -> None:
+@pytest.mark.parametrize("source", ["script", "counted"])
+def test_a_script_that_reports_recovers_until_its_next_step_and_counts_what_was_lost(
+    source: str,
+) -> None:
     watch = Script()
-    reported = {"counted_by": "script", "ticks": 1}
+    reported = {"counted_by": source, "ticks": 1}
     watch.beats(*[{"step": 83, "began_after": -1, **reported}] * 4)
     watch.restart()
     state = watch.job.state

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol.facts import (
+    SCRIPT_SOURCES,
     Exit,
     Membership,
     Stack,
@@ -262,7 +263,7 @@ class Generation:
     def min_step(self) -> int:
         """Of all workers; of a script, of those that report steps."""
         workers = self.workers.values()
-        reporting = [w for w in workers if w.script.source in ("script", "posted")]
+        reporting = [w for w in workers if w.script.source in SCRIPT_SOURCES]
         return min((worker.step for worker in reporting or workers), default=-1)
 
     def communicates(self) -> bool:

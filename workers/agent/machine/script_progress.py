@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from holdfast.orchestrator.protocol.facts import StepSource
+from holdfast.orchestrator.protocol.facts import SCRIPT_SOURCES, StepSource
 from holdfast.workers.worker_protocol import Reported
 
 SECOND_NS = 1_000_000_000
@@ -25,9 +25,9 @@ class ScriptProgress:
     began_estimated: bool = False
     """It may be another one: the steps before the first report are not reported."""
     _began_ns: int | None = None
-    """When a framework that posts began to train."""
-    _posted_after: int | None = None
-    """After which step that was, as it said."""
+    """When a program that posts began to train."""
+    _said_after: int | None = None
+    """After which step a framework began to train, as its hook said."""
     _first: tuple[int, int] | None = None
     """(step, time) of the first post of a step."""
     _last: tuple[int, int] | None = None
@@ -38,12 +38,16 @@ class ScriptProgress:
 
     def received(self, now_ns: int, message: Reported) -> Reported | None:
         """The report with its step time; None: it says no more than those before it. Of several
-        sources the most exact one counts: the session, the script, then posts."""
-        if self.source == "session" or (self.source == "script" and message.posted):
+        sources the most exact one counts: the session, the script, its framework, then posts."""
+        if self.source not in ("", *SCRIPT_SOURCES[: SCRIPT_SOURCES.index(message.source) + 1]):
             return None
-        self.source = "posted" if message.posted else "script"
-        if message.posted:
+        self.source = message.source
+        if message.source == "posted":
             return self._posted(now_ns, message)
+        self._began_ns = None
+        if message.step < 0:
+            self._said_after = message.began_after
+            return None
         self._note_beginning(message.step)
         step = self._before + message.step
         if self._last is not None and step <= self._last[0]:
@@ -62,10 +66,13 @@ class ScriptProgress:
             self.began_after, self.began_estimated = after_step, False
 
     def _note_beginning(self, step: int) -> None:
-        """Of a script that does not say where it begins. If it reports every Nth step, the second
-        report shows N, and the steps before the first one are as many: until then at least that
-        one was trained."""
-        if self._last is None and self.began_after is None:
+        """Where a script began. A hook's word counts from the first step on: until then it may be
+        loading, and is watched as one that says nothing. Of a script that does not say it and
+        reports every Nth step, the second report shows N, and the steps before the first one are
+        as many: until then at least that one was trained."""
+        if self._last is None and self._said_after is not None and self._said_after < step:
+            self.began_after, self.began_estimated = self._said_after, False
+        elif self._last is None and self.began_after is None:
             self.began_after, self.began_estimated = step - 1, step > 0
         elif self._last is not None and self._last == self._first and self.began_estimated:
             first = self._first[0]
@@ -79,7 +86,7 @@ class ScriptProgress:
         self.began_estimated = False
 
     def began_s(self, now_ns: int) -> float | None:
-        """Seconds since a framework that posts began to train; None: not known."""
+        """Seconds since a program that posts began to train; None: not known."""
         return None if self._began_ns is None else (now_ns - self._began_ns) / SECOND_NS
 
     def _posted(self, now_ns: int, message: Reported) -> Reported | None:
@@ -87,12 +94,11 @@ class ScriptProgress:
             return self._finished(now_ns, message)
         self._total = message.total_steps or self._total
         if message.step < 0:
-            if self._began_ns is None:
-                self._began_ns, self._posted_after = now_ns, message.began_after
+            self._began_ns = now_ns if self._began_ns is None else self._began_ns
             return None
         if self._last is None:
             self._first = self._last = (message.step, now_ns)
-            return self._first_posted(now_ns, message)
+            return message
         step, at_ns = self._last
         if message.step <= step:
             return None
@@ -101,17 +107,6 @@ class ScriptProgress:
         if self.began_after is None:
             self.began_after, self.began_estimated = self._estimate(step_ns), True
         return replace(message, step_s=step_ns / SECOND_NS)
-
-    def _first_posted(self, now_ns: int, message: Reported) -> Reported:
-        """Where it began counts from here on: before, a script that posts may still be loading, and
-        is watched as one that says nothing."""
-        after = self._posted_after
-        if self._began_ns is None or after is None or message.step <= after:
-            return message
-        if self.began_after is None:
-            self.began_after, self.began_estimated = after, False
-        self._step_ns = (now_ns - self._began_ns) / (message.step - after)
-        return replace(message, step_s=self._step_ns / SECOND_NS)
 
     def _finished(self, now_ns: int, message: Reported) -> Reported | None:
         """The last post has no step. If the rest fits into the time since the one before, all steps

@@ -1,6 +1,6 @@
 """Adapts frameworks when a script imports them: a checkpoint of DeepSpeed is read by another number
 of ranks too (workers/integrations/deepspeed_sizes.py), and a trainer that is started again goes on
-from its own checkpoint, behind the data that it has trained, and posts where it begins
+from its own checkpoint, behind the data that it has trained, and its steps are counted
 (workers/integrations/resumed_trainers.py).
 
 A framework may be imported already, or be imported by the script at any time, or never. Only the
@@ -23,9 +23,10 @@ CONNECTORS = (
     "lightning.pytorch.trainer.connectors.checkpoint_connector",
     "pytorch_lightning.trainer.connectors.checkpoint_connector",
 )
-CALLBACKS = "transformers.integrations.integration_utils"
+CALLBACKS = "transformers.trainer_callback"
+TRACKERS = "transformers.integrations.integration_utils"
 TENSORBOARD = {
-    CALLBACKS: ("TensorBoardCallback", "one_run_of_transformers"),
+    TRACKERS: ("TensorBoardCallback", "one_run_of_transformers"),
     "lightning.pytorch.loggers.tensorboard": ("TensorBoardLogger", "one_run_of_lightning"),
     "pytorch_lightning.loggers.tensorboard": ("TensorBoardLogger", "one_run_of_lightning"),
 }  # fmt: skip
@@ -42,7 +43,8 @@ def install() -> None:
     _when_imported("torch.serialization", _audit_torch_save)
     _when_imported("safetensors", _audit_safetensors)
     for name in TENSORBOARD:
-        _when_imported(name, _adapt_callbacks if name == CALLBACKS else _log_to_one_run)
+        _when_imported(name, _log_to_one_run)
+    _when_imported(CALLBACKS, _count_steps)
     for name in (TRAINER, *CONNECTORS) if STARTED_AGAIN in os.environ else CONNECTORS:
         _when_imported(name, _go_on)
 
@@ -134,16 +136,13 @@ def _go_on(module: ModuleType) -> None:
               f"({type(error).__name__}: {error})", file=sys.stderr)  # fmt: skip
 
 
-def _adapt_callbacks(module: ModuleType) -> None:
+def _count_steps(module: ModuleType) -> None:
     """As above."""
-    _log_to_one_run(module)
     try:
-        posting = getattr(module, "KubeflowCallback", None)
-        if posting is not None:  # since transformers 5
-            resumed = importlib.import_module("holdfast.workers.integrations.resumed_trainers")
-            resumed.post_where_it_begins(posting)
+        resumed = importlib.import_module("holdfast.workers.integrations.resumed_trainers")
+        resumed.count_steps(module.CallbackHandler)
     except Exception as error:
-        print(f"holdfast: transformers posts its steps and not where it begins "
+        print(f"holdfast: the steps of transformers are not counted "
               f"({type(error).__name__}: {error})", file=sys.stderr)  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Serves the progress protocol of Kubeflow Trainer on loopback: frameworks post how far they are.
+"""Serves the progress protocol of Kubeflow Trainer on loopback: programs post how far they are.
 
 transformers posts by itself where the two variables below are set; any program can:
 
@@ -20,11 +20,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from holdfast.orchestrator.protocol.environment import (
-    BEGAN_AFTER_STEPS,
-    PROGRESS_TOKEN,
-    PROGRESS_URL,
-)
+from holdfast.orchestrator.protocol.environment import PROGRESS_TOKEN, PROGRESS_URL
 from holdfast.orchestrator.protocol.strangers import GuardedHttpServer, GuardedRequest
 from holdfast.workers.worker_protocol import Reported
 
@@ -155,10 +151,7 @@ def parse(body: bytes) -> Reported | None:
         finished=step < 0 and ended,
         total_steps=_whole(metrics, "total_steps"),
         loss=_number(metrics, "loss"),
-        posted=True,
-        began_after=_whole(metrics, BEGAN_AFTER_STEPS) - 1
-        if BEGAN_AFTER_STEPS in metrics
-        else None,
+        source="posted",
     )
 
 

@@ -56,6 +56,16 @@ def test_the_agent_and_the_hook_mean_the_same_variable() -> None:
     assert framework_hooks.STARTED_AGAIN == environment.RESUME_SINCE
 
 
+def test_it_passes_over_a_newer_checkpoint_that_the_agent_does_not_offer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (5, 10, 15):
+        checkpoint(tmp_path / f"checkpoint-{step}")
+    monkeypatch.setenv(environment.RESUME_FROM, str(tmp_path.resolve() / "checkpoint-10"))
+    trainer = trainer_of(output_dir=str(tmp_path))
+    assert trainer.train() == str(tmp_path / "checkpoint-10")
+
+
 def test_it_goes_on_from_its_own_newest_complete_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ def _posts(progress: ScriptProgress, *posts: tuple[float, int]) -> list[Reported
     """(second, last finished step; -1: it begins)."""
     return [
         progress.received(
-            int(second * SECOND_NS), Reported(step=step, total_steps=400, posted=True)
+            int(second * SECOND_NS), Reported(step=step, total_steps=400, source="posted")
         )
         for second, step in posts
     ]
@@ -109,7 +109,7 @@ def test_a_framework_that_posts_does_not_tell_where_a_session_began() -> None:
 
 
 def test_the_end_of_a_training_is_its_last_step_if_the_time_was_enough_for_the_rest() -> None:
-    last = Reported(step=-1, posted=True, finished=True, loss=0.5)
+    last = Reported(step=-1, source="posted", finished=True, loss=0.5)
     progress = ScriptProgress()
     _posts(progress, (0.0, -1), (5.0, 289), (10.0, 389))
     found = progress.received(int(10.6 * SECOND_NS), last)
@@ -119,21 +119,25 @@ def test_the_end_of_a_training_is_its_last_step_if_the_time_was_enough_for_the_r
     assert early.received(int(10.6 * SECOND_NS), last) is None, "it stopped after an unknown step"
 
 
-def test_a_training_that_posts_where_it_begins_has_a_step_time_from_its_first_step_on() -> None:
+def test_a_framework_that_says_where_it_begins_is_believed_from_its_first_step_on() -> None:
     progress = ScriptProgress()
-    begins = Reported(step=-1, posted=True, began_after=69)
+    _posts(progress, (9.0, -1))
+    begins = Reported(step=-1, began_after=69, source="counted")
     assert progress.received(10 * SECOND_NS, begins) is None
     assert progress.began_after is None, "until a step it may be loading"
-    first = progress.received(15 * SECOND_NS, Reported(step=109, posted=True))
-    assert first is not None and first.step_s == 5 / 40
-    assert (progress.began_after, progress.began_estimated) == (69, False)
-    second = progress.received(20 * SECOND_NS, Reported(step=129, posted=True))
-    assert second is not None and second.step_s == 5 / 20
-    assert (progress.began_after, progress.began_estimated) == (69, False)
+    assert _posts(progress, (11.0, -1), (16.0, 74)) == [None, None]
+    assert progress.began_s(20 * SECOND_NS) is None, "no estimate is needed"
+    step = Reported(step=70, step_s=0.2, source="counted")
+    assert progress.received(20 * SECOND_NS, step) == step
+    assert (progress.source, progress.began_after) == ("counted", 69)
+    assert not progress.began_estimated
+    report = Reported(step=71)
+    assert progress.received(21 * SECOND_NS, report) == report
+    assert progress.received(22 * SECOND_NS, Reported(step=72, source="counted")) is None
 
 
-def test_a_post_of_a_step_before_the_beginning_shows_nothing_of_it() -> None:
+def test_a_counted_step_before_the_beginning_shows_nothing_of_it() -> None:
     progress = ScriptProgress()
-    progress.received(0, Reported(step=-1, posted=True, began_after=69))
-    first = progress.received(5 * SECOND_NS, Reported(step=9, posted=True))  # another training
-    assert first is not None and first.step_s == 0.0 and progress.began_after is None
+    progress.received(0, Reported(step=-1, began_after=69, source="counted"))
+    progress.received(SECOND_NS, Reported(step=0, source="counted"))  # another training
+    assert progress.began_after == -1

@@ -90,31 +90,25 @@ def test_a_trainer_is_adapted_where_it_is_started_again(
     assert getattr(train, "goes_on", False) == again
 
 
-@pytest.mark.parametrize("posts", [True, False])
-def test_a_trainer_that_posts_says_where_it_begins_also_in_its_first_launch(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    posts: bool,
+def test_trackers_and_steps_of_transformers_are_adapted_also_in_a_first_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`posts`: transformers has a callback that posts, since version 5."""
     folder = tmp_path / "transformers" / "integrations"
     folder.mkdir(parents=True)
     for place in (folder.parent, folder):
         (place / "__init__.py").touch()
-    source = "class {}:\n    def on_train_begin(self, args, state):\n        pass\n"
-    text = source.format("TensorBoardCallback")
-    if posts:
-        text += source.format("KubeflowCallback") + "    def _update_status(self):\n        pass\n"
-    (folder / "integration_utils.py").write_text(text)
-    for name in ("transformers", "transformers.integrations", framework_hooks.CALLBACKS):
+    methods = "".join(f"    def on_{name}(self): pass\n" for name in ("train_begin", "step_end"))
+    (folder / "integration_utils.py").write_text(f"class TensorBoardCallback:\n{methods}")
+    (folder.parent / "trainer_callback.py").write_text(f"class CallbackHandler:\n{methods}")
+    names = ("transformers", "transformers.integrations", framework_hooks.TRACKERS)
+    for name in (*names, framework_hooks.CALLBACKS):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.delenv(framework_hooks.STARTED_AGAIN, raising=False)
     framework_hooks.install()
-    module = importlib.import_module(framework_hooks.CALLBACKS)
-    assert module.TensorBoardCallback.on_train_begin.continues_one_run
-    assert hasattr(module, "KubeflowCallback") is posts
-    assert not posts or module.KubeflowCallback.on_train_begin.posts_where_it_begins
+    callback = importlib.import_module(framework_hooks.TRACKERS).TensorBoardCallback
+    assert callback.on_train_begin.continues_one_run
+    handler = importlib.import_module(framework_hooks.CALLBACKS).CallbackHandler
+    assert handler.on_step_end.counts_steps
     assert capsys.readouterr().err == ""

@@ -60,10 +60,10 @@ def test_a_post_reaches_the_agent_with_the_rank_of_its_token() -> None:
     seats = {rank: agent.server.environment(3, rank) for rank in (0, 1)}
     assert agent.post(seats[1], _status(current_step=60, total_steps=400, loss=0.25)) == 200
     assert agent.post(seats[0], _status(total_steps=400)) == 200
-    expected = Reported(step=59, total_steps=400, loss=0.25, posted=True)
+    expected = Reported(step=59, total_steps=400, loss=0.25, source="posted")
     assert agent.reports == [
         ((3, 1), expected),
-        ((3, 0), Reported(step=-1, total_steps=400, posted=True)),
+        ((3, 0), Reported(step=-1, total_steps=400, source="posted")),
     ]
 
 
@@ -105,16 +105,6 @@ def test_the_end_and_a_loss_that_is_no_number() -> None:
     assert end is not None and end.finished
     step = parse(json.dumps(_status(current_step=2, loss="nan")).encode())
     assert step is not None and (step.step, step.loss) == (1, None)
-
-
-def test_a_training_that_begins_may_say_after_how_many_steps() -> None:
-    for metrics, after in (
-        ({}, None),
-        ({"began_after_steps": 0}, -1),
-        ({"began_after_steps": 70}, 69),
-    ):
-        begins = parse(json.dumps(_status(total_steps=400, **metrics)).encode())
-        assert begins is not None and (begins.step, begins.began_after) == (-1, after)
 
 
 def test_posts_of_kubeflows_sdk_are_accepted_and_that_they_have_no_step_is_noted_once() -> None:
