@@ -326,7 +326,9 @@ def _exit_code(facts: FailureEvidence) -> Failure | None:
         return None
     node, exit = found
     title = f"{_where(exit, node)} ended with exit code {exit.code}"
-    evidence = f"exit code {exit.code} {when(exit)} without an exception{_others(facts, exit)}"
+    evidence = f"exit code {exit.code} {when(exit)} without an exception"
+    evidence += f"; last output: {exit.error_message}" if exit.error_message else ""
+    evidence += _others(facts, exit)
     return Failure("user", "exit-code", title, evidence, node, exit.rank, exit)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .. import limits
 from ..api.v1alpha1 import Budget
-from ..protocol.facts import Exit, Stack
+from ..protocol.facts import USAGE_CODE, Exit, Stack
 from . import hang_limits, launching, nodes, own_checkpoints, provisioning, quiesce, sizes
 from .actions import InspectGroup, Reason, ReasonCode, StopGroup
 from .checkpoints import DISTRUST_AFTER, refuse
@@ -525,6 +525,9 @@ def _same_mistake(ctx: StepContext, failure: Failure) -> Reason | None:
     state, exit = ctx.state, failure.exit
     if exit is not None and exit.error_type in HOPELESS_TYPES:
         return Reason("user-error", f"{exit.error_type} {when(exit)}: {exit.error_message}")
+    usage = exit is not None and exit.code == USAGE_CODE and exit.error_message
+    if failure.rule == "exit-code" and usage and not (state.first_step_done or state.sizes.began):
+        return Reason("user-error", f"{failure.title}: {usage}")
     key = place(failure, state.step)
     if key is None:
         return None

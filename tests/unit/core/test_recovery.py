@@ -405,6 +405,17 @@ def test_a_cordon_is_noted_and_a_lost_node_gets_none() -> None:
     assert other.state.cordoned == {} and other.state.strikes["b"]
 
 
+@pytest.mark.parametrize("message", ["train.py: error: unrecognized arguments: --lt", ""])
+@pytest.mark.parametrize("step", [None, 3])
+def test_wrong_arguments_end_the_job_at_once(message: str, step: int | None) -> None:
+    job = Transcript(spec(script=True)).started(step=step)
+    job.exits(2, code=2, error_message=message)
+    job.all_stopped(step)
+    assert (job.state.phase == "failed") == bool(message and step is None)
+    if job.state.phase == "failed":
+        assert job.state.reason.code == "user-error" and message in job.state.reason.text
+
+
 def test_failures_of_users_and_of_the_network_are_no_strikes() -> None:
     job = Transcript(spec(recovery={"badNodeStrikes": 1})).started()
     job.exits(2, code=3)

@@ -55,6 +55,16 @@ def crash(text: str) -> Failed | None:
     return Failed(error_type="", message=message[:MAX_LINE_CHARACTERS], traceback=traceback)
 
 
+def usage(text: str) -> Failed | None:
+    """The last line after a usage message, as argparse prints both. None: there is no such
+    message."""
+    begin = re.search(r"^usage: ", text, re.IGNORECASE | re.MULTILINE)
+    if begin is None:
+        return None
+    message = text[begin.start() :].strip().splitlines()[-1].strip()
+    return Failed(error_type="", message=message[:MAX_LINE_CHARACTERS], traceback="")
+
+
 def tail(path: str) -> str:
     """The last TAIL_BYTES of a file; empty if it cannot be read."""
     try:

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import structs
 
 from holdfast.orchestrator.protocol import cgroup, python_command
-from holdfast.orchestrator.protocol.facts import CRASH_SIGNALS
+from holdfast.orchestrator.protocol.facts import CRASH_SIGNALS, USAGE_CODE
 from holdfast.workers import worker_protocol, worker_transport
 
 from ..linux import processes
@@ -282,6 +282,8 @@ class WorkerPool:
         crash = None
         if number in CRASH_SIGNALS:
             crash = last_output.crash(self._last_output(process))
+        elif code == USAGE_CODE:
+            crash = last_output.usage(self._last_output(process))
         ended = inputs.WorkerEnded(
             *process.seat, code, number, out_of_memory, time.time_ns(), crash
         )

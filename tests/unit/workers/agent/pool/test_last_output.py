@@ -60,3 +60,15 @@ def test_a_real_crash_has_its_message_and_the_innermost_python_frame(tmp_path: P
     assert crash.message.startswith("terminate called") and crash.message.endswith("bad index")
     assert last_frame(crash.traceback) == f'File "{script}", line 11 in step'
     assert "threading.py" not in crash.traceback
+
+
+def test_the_error_after_a_usage_message_is_the_reason_of_an_exit() -> None:
+    code = "import argparse; argparse.ArgumentParser('train.py').parse_args(['--lt', '3'])"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 2
+    found = last_output.usage(f"reads usage: data\n{ended.stderr}")
+    assert found is not None
+    assert (found.error_type, found.message) == (
+        "", "train.py: error: unrecognized arguments: --lt 3"
+    )  # fmt: skip
+    assert last_output.usage("reads usage: data\nbash: no such file\n") is None
