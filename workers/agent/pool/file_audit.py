@@ -31,6 +31,8 @@ _FILE = re.compile(r"\.(?:ckpt|pt|pth|safetensors)(?:\.(?:tar|gz|bz2|xz|zst|lz4)
 _MAYBE_FILE = re.compile(r"\.(?:bin|pkl|pickle|joblib|npz|h5|hdf5|msgpack|tar|tgz|zip)(?:\.gz)?$")
 """End of the name of a checkpoint, if a word of _STATE is before it."""
 _NO_SUFFIX = re.compile(r"[^.]*(?:snapshot|checkpoint|ckpt)[^.]*", re.IGNORECASE)
+_FIRST_SHARD = re.compile(r"__\d+_0\.distcp")
+"""The first file of each rank in a folder of torch's DCP."""
 LATEST = "latest"
 """Written last by DeepSpeed."""
 _CHECKPOINT = re.compile(r"(?:checkpoint|ckpt|global_step|step|epoch|iter)[-_=]?\d+(?:\.ckpt)?")
@@ -137,6 +139,8 @@ def checkpoint_of(path: Path, *, folder: bool) -> Path | None:
     whole = [parent for parent in above[:_DEPTH] if _CHECKPOINT.fullmatch(parent.name)]
     if whole:
         return whole[-1]
+    if not folder and _FIRST_SHARD.fullmatch(path.name):
+        return path.parent
     counts = _NUMBERED.fullmatch(path.name) if folder else is_file_name(path.name)
     return path if counts else None
 
@@ -258,7 +262,7 @@ class FileAudit:
             self._judge()
         elif checkpoint in self._folders:
             return
-        if folder or checkpoint != written:
+        if folder or (checkpoint != written and _NUMBERED.fullmatch(checkpoint.name)):
             self._folders.add(checkpoint)
         self._report(str(place), unread, waits)
         if waits:

@@ -248,7 +248,9 @@ class _Look:
         for series in _series(folders):
             numbered = _number(series[0]) >= 0 or series[0].suffix == ".ckpt"
             ordered = sorted(series, key=_number, reverse=True)
-            kind = script_checkpoints.kind_of(ordered[:MAX_JUDGED]) if numbered else ""
+            own = not self._foreign  # one folder of DCP may be written again and again
+            kind = script_checkpoints.kind_of(ordered[:MAX_JUDGED]) if numbered or own else ""
+            kind = kind if numbered or kind == "dcp" else ""
             if kind or (numbered and _is_empty(ordered[0])):
                 self._guarded(partial(self._directories, kind, ordered))
             else:

@@ -114,6 +114,17 @@ def problem(
     begun = any(name.endswith((".distcp", ".metadata.tmp")) for name in names)
     if kind == "dcp" and begun and ".metadata" not in names:
         return "it has no .metadata, which is written last"
+    again = kind == "dcp" and begun and not directory.name[-1:].isdigit()
+    return _overwritten(directory, names, share) if again else ""
+
+
+def _overwritten(directory: Path, names: Collection[str], share: Share) -> str:
+    """Why a folder of DCP that is written again and again is torn: a save had begun in it."""
+    written_ns = (directory / ".metadata").stat().st_mtime_ns
+    for name in share.of([name for name in names if name.endswith(".distcp")]):
+        share.check()
+        if (directory / name).stat().st_mtime_ns > written_ns:
+            return f"{name} is newer than .metadata, which is written last"
     return ""
 
 

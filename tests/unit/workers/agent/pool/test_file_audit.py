@@ -42,6 +42,10 @@ for name in ("next", "next", "next"):
     os.replace(name, "other")
 from safetensors.torch import save_file
 save_file({"w": torch.zeros(1)}, "w.safetensors")
+import torch.distributed.checkpoint as dcp
+for _ in range(2):
+    dcp.save({"w": torch.zeros(1)}, checkpoint_id="newest")
+dcp.load({"w": torch.zeros(1)}, checkpoint_id="newest")
 open("best.ckpt").close()
 try:
     open("nowhere/model.pth", "wb")
@@ -64,7 +68,7 @@ def test_what_a_process_writes_is_reported_each_time(tmp_path: Path) -> None:
             seen.append(str(Path(message.path).relative_to(tmp_path)))
     assert seen == [
         "out/ckpt.pt", "out/ckpt.pt", "checkpoint-5", "best.ckpt", "unusual", "other",
-        "other", "other", "w.safetensors", "nowhere/model.pth",
+        "other", "other", "w.safetensors", "newest", "newest", "nowhere/model.pth",
     ]  # fmt: skip
 
 
@@ -78,6 +82,8 @@ def test_the_hooks_and_the_audit_name_one_event() -> None:
         ("/o/checkpoint-5", True, "/o/checkpoint-5"),
         ("/o/checkpoint-5/rng_state_3.pth", False, "/o/checkpoint-5"),
         ("/o/checkpoint-5/fsdp_0/__0_0.distcp", False, "/o/checkpoint-5"),
+        ("/o/newest/__12_0.distcp", False, "/o/newest"),
+        ("/o/newest/__0_1.distcp", False, ""),
         ("/o/step=7.ckpt", True, "/o/step=7.ckpt"),
         ("/o/21-23-11/last.pt", False, "/o/21-23-11/last.pt"),
         ("/o/21-23-11", True, "/o/21-23-11"),
@@ -211,6 +217,7 @@ def test_a_log_or_a_module_beside_the_checkpoint_is_not_its_state(
 
 def test_a_save_of_torch_under_any_name_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Start(monkeypatch, ("/o/unusual", 2)).see(SAVES, "/o/unusual") == "waits"
+    assert Start(monkeypatch, ("/o/dcp", 2)).see("open", "/o/dcp/__0_0.distcp", "wb", 0) == "waits"
     renamed = Start(monkeypatch, ("/o/unusual", 2))
     assert renamed.see(SAVES, "/o/next") == "" and renamed.wrote == []
     assert renamed.see("os.rename", "/o/next", "/o/unusual", -1, -1) == "waits"

@@ -140,6 +140,37 @@ def test_complete_checkpoints_stay_and_the_newest_is_named(
     assert found.newest is not None and found.newest[1] == tmp_path / "checkpoint-10"
 
 
+def test_one_folder_of_dcp_that_ranks_write_again_and_again_is_judged(tmp_path: Path) -> None:
+    path = tmp_path / "dcp"
+    dcp(path)
+    os.utime(path / "__0_0.distcp", (5, 5))
+    found = look([], 0, written=[path])
+    assert found.newest is not None and found.newest[1] == path and not found.set_aside
+    os.utime(path / ".metadata", (5, 5))
+    (path / "__0_0.distcp").write_bytes(b"begun again")
+    assert not look([tmp_path], 0).set_aside, "no rank has written it"
+    (text,) = look([], 0, written=[path]).set_aside
+    assert "__0_0.distcp is newer than .metadata" in text and not path.exists()
+
+
+@pytest.mark.parametrize("make", [transformers, torch_file])
+def test_a_checkpoint_with_which_a_start_failed_comes_after_an_older_one(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    end = ".pt" if make is torch_file else ""
+    paths = [tmp_path / f"checkpoint-{number}{end}" for number in (10, 20, 30)]
+    for age, path in enumerate(reversed(paths)):
+        make(path)
+        for one in (path, *path.glob("*")):
+            os.utime(one, (1000 - age, 1000 - age))
+    found = look([], 0, written=paths, failed=[paths[2]])
+    assert found.newest is not None and found.newest[1] == paths[1]
+    assert [path for _, path in found.passed_over] == [paths[2]]
+    found = look([], 0, written=paths, failed=paths)
+    assert found.newest is not None and found.newest[1] == paths[2], "there is no other"
+    assert not found.set_aside
+
+
 def test_what_was_written_before_the_job_is_not_touched(tmp_path: Path) -> None:
     transformers(tmp_path / "checkpoint-5")
     (tmp_path / "checkpoint-5" / "trainer_state.json").unlink()
