@@ -6,8 +6,9 @@ has begun at step 0: the job is held before it overwrites one, or a remark names
 
 from __future__ import annotations
 
-import re
 from pathlib import PurePath
+
+from msgspec.structs import replace
 
 from ..protocol.facts import OwnCheckpoint
 from .context import StepContext
@@ -28,13 +29,34 @@ def seen(ctx: StepContext, event: OwnCheckpointSeen) -> None:
     known = state.own_checkpoints
     before = known.pop(event.path, None)
     times = max(event.times, before.times if before is not None else 1)
-    known[event.path] = OwnCheckpoint(path=event.path, generation=event.generation, times=times)
+    if before is None or before.generation != event.generation:
+        before = OwnCheckpoint(path=event.path, generation=event.generation)
+    known[event.path] = replace(before, times=times)
     while len(known) > MAX_KNOWN:
         del known[next(iter(known))]
 
 
 def was_read(ctx: StepContext, event: OwnCheckpointRead) -> None:
-    ctx.state.own_checkpoint_read = event.generation
+    """Rank 0 has opened one, or a file in one."""
+    state, opened = ctx.state, PurePath(event.path)
+    state.own_checkpoint_read = event.generation
+    path = next((str(p) for p in (opened, *opened.parents) if str(p) in state.own_checkpoints), "")
+    if path:
+        one = state.own_checkpoints[path]
+        state.own_checkpoints[path] = replace(one, read_by=event.generation)
+        if (incident := state.led_to(event.generation)) is not None:
+            incident.decision += f"; it read {path}"
+
+
+def start_failed(ctx: StepContext) -> bool:
+    """This generation ended with an error of the script before it trained: what it read is not
+    offered again while an older one exists. Whether it read one, and another one is known."""
+    known, failed = ctx.state.own_checkpoints, False
+    for path, one in known.items():
+        if one.read_by == ctx.state.generation:
+            known[path], failed = replace(one, failed=True), True
+            ctx.note(f"the start that read {path} failed: an older checkpoint comes first now")
+    return failed and not all(one.failed for one in known.values())
 
 
 def _ignored(ctx: StepContext, event: OwnCheckpointSeen) -> None:

@@ -391,7 +391,7 @@ def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> Rea
         _learn_size(ctx, incident)
     code: ReasonCode = failure.failure_class if failure.failure_class != "user" else "user-error"
     ctx.move(state.phase, code, failure.title)
-    _doubt_the_state(ctx, failure)
+    tries_older = _doubt_the_state(ctx, failure)
     if _waits_for_store(ctx, failure):
         incident.rule = STORE_UNREADABLE
         return None
@@ -402,7 +402,7 @@ def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> Rea
     if _not_this_size(ctx, failure, incident):
         return None
     mistake = _same_mistake(ctx, failure)
-    if mistake is not None:
+    if mistake is not None and not tries_older:
         incident.failure_class = "user"
         return mistake
     _strike(ctx, failure)
@@ -423,13 +423,17 @@ def _follows_model(ctx: StepContext, failure: Failure, incident: IncidentRecord)
     return True
 
 
-def _doubt_the_state(ctx: StepContext, failure: Failure) -> None:
-    """A state from which generations fail before their first step may be damaged itself."""
+def _doubt_the_state(ctx: StepContext, failure: Failure) -> bool:
+    """A state from which generations fail before their first step may be damaged itself. Whether
+    the script is to read an older checkpoint of its own next."""
     state = ctx.state
     assert state.membership is not None
     restore = state.membership.restore
-    if restore is None or state.first_step_done or failure.rule in NOT_THE_STATE:
-        return
+    if state.first_step_done or failure.rule in NOT_THE_STATE:
+        return False
+    if restore is None:
+        own = failure.rule in ("user-exception", "exit-code") and not state.sizes.began
+        return own and own_checkpoints.start_failed(ctx)
     key = (restore.step, restore.generation)
     if not restore.directory:
         weight = DISTRUST_AFTER if failure.damaged else 1
@@ -438,6 +442,7 @@ def _doubt_the_state(ctx: StepContext, failure: Failure) -> None:
         problem = failure.exit.error_message if failure.exit is not None else failure.evidence
         missing = failure.rule == "checkpoint-missing"
         refuse(ctx, key, "missing" if missing else "damaged", problem)
+    return False
 
 
 def _waits_for_store(ctx: StepContext, failure: Failure) -> bool:

@@ -332,6 +332,10 @@ class OwnCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The one that wrote it last."""
     times: int = 1
     """How often one generation wrote it, at most."""
+    read_by: int = 0
+    """The last generation whose rank 0 read it."""
+    failed: bool = False
+    """That one ended with an error of the script before it trained."""
 
 
 class LaunchIncident(msgspec.Struct, frozen=True, kw_only=True):

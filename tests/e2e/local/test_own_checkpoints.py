@@ -1,4 +1,5 @@
-"""Two runs of a sweep in one directory: each has its own checkpoints, and one that ignores them."""
+"""Scripts with checkpoints of their own: two runs of a sweep in one directory, one that ignores its
+checkpoint, and one that cannot read its newest one."""
 
 from __future__ import annotations
 
@@ -29,10 +30,29 @@ while not ending.exists():
 """
 
 
-def job_of(place: Path, name: str) -> Job:
-    (place / "train.py").write_text(dedent(SCRIPT))
+TORN = """
+import os, pickle, signal, sys
+
+step = 0
+if "--resume" in sys.argv:
+    with open(sys.argv[sys.argv.index("--resume") + 1], "rb") as file:
+        step = pickle.load(file)
+while step < 40:
+    step += 1
+    if step % 10 == 0:
+        with open(f"ckpt-{step}.pkl", "wb") as file:
+            pickle.dump(step, file)
+    if step == 35 and "--resume" not in sys.argv:
+        os.truncate("ckpt-30.pkl", 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def job_of(place: Path, name: str, script: str = SCRIPT, **entrypoint: object) -> Job:
+    (place / "train.py").write_text(dedent(script))
     document = spec(name, 1)
-    document["spec"]["entrypoint"] = {"script": "train.py", "args": [f"out/{name}", "ending"]}
+    entry = {"script": "train.py", "args": [f"out/{name}", "ending"], **entrypoint}
+    document["spec"]["entrypoint"] = entry
     document["spec"] |= {"nodes": {"min": 1, "max": 1}, "workersPerNode": 1}
     del document["spec"]["parallelism"]
     return Job(place, document)
@@ -63,5 +83,23 @@ def test_a_restart_touches_only_its_own_checkpoints_and_is_held_before_it_overwr
         assert steps_and_pid(own)[0] > 5, "it is whole"
         assert (own / "hint").read_text() == f"{own}/model.ckpt"
         assert sorted(path.name for path in foreign.parent.iterdir()) == ["checkpoint-3"]
+    finally:
+        job.end()
+
+
+def test_after_a_start_that_cannot_read_its_checkpoint_the_one_before_is_offered(
+    tmp_path: Path,
+) -> None:
+    job = job_of(tmp_path, "a", TORN, resumeArgs=["--resume", "{checkpoint}"])
+    job.run()
+    try:
+        view = job.wait()
+        assert view.state == "succeeded"
+        killed, unreadable = view.incidents
+        newest, before = tmp_path / "ckpt-30.pkl", tmp_path / "ckpt-20.pkl"
+        assert killed.decision.endswith(f"; it read {newest}")
+        assert "UnpicklingError: " in unreadable.evidence
+        assert unreadable.decision.endswith(f"; it read {before}")
+        assert newest.stat().st_size > 0, "it was trained and written again"
     finally:
         job.end()

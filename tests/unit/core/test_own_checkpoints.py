@@ -101,3 +101,36 @@ def test_training_without_a_read_checkpoint_is_remarked_on() -> None:
     other.apply(OwnCheckpointRead(node="a", generation=2, path="/o/ckpt.pt"))
     other.apply(CollectivesBegun(generation=2))
     assert "has not opened" not in notes(other)
+
+
+ERROR = {"code": 1, "error_type": "EOFError", "error_message": "Ran out of input"}
+
+
+def test_a_checkpoint_that_a_failed_start_had_read_is_not_the_first_choice_again() -> None:
+    job = restarted()
+    for path in ("/o/checkpoint-10", "/o/checkpoint-20"):
+        job.apply(written(path))
+    for generation, path in ((2, "/o/checkpoint-20"), (3, "/o/checkpoint-10")):
+        read = OwnCheckpointRead(node="a", generation=generation, path=f"{path}/state.json")
+        job.apply(read)
+        assert job.state.incidents[-1].decision.endswith(f"; it read {path}")
+        job.apply(written("/o/checkpoint-10"))  # reported again over a new connection
+        job.exits(0, **ERROR)
+        job.all_stopped(None)
+        assert job.state.own_checkpoints[path].failed
+        assert f"the start that read {path} failed" in notes(job)
+        job.succeed(LaunchGroup)
+    job.apply(OwnCheckpointRead(node="a", generation=4, path="/o/ckpt.pt"))
+    job.exits(0, **ERROR)
+    job.all_stopped(None)
+    assert (job.state.phase, job.state.reason.code) == ("failed", "user-error"), "none is left"
+
+
+def test_an_error_after_the_training_began_is_not_the_checkpoints() -> None:
+    job = restarted()
+    job.apply(written("/o/checkpoint-20"))
+    job.apply(OwnCheckpointRead(node="a", generation=2, path="/o/checkpoint-20"))
+    job.apply(CollectivesBegun(generation=2))
+    job.exits(0, **ERROR)
+    job.all_stopped(None)
+    assert not job.state.own_checkpoints["/o/checkpoint-20"].failed

@@ -124,9 +124,11 @@ class GuardedStarts:
     ) -> str | None:
         """Set incomplete checkpoints aside; the newest complete one."""
         ranks = _ranks(first)
-        written = [Path(one.path) for one in first.membership.own_checkpoints]
+        known = first.membership.own_checkpoints
+        written = [Path(one.path) for one in known]
+        failed = [Path(one.path) for one in known if one.failed]
         look = asyncio.get_running_loop().run_in_executor(
-            self._thread, _look, job, directory, since_ns, ranks, written
+            self._thread, _look, job, directory, since_ns, ranks, written, failed
         )
         try:
             timeout_s = checkpoint_guard.LOOK_TIMEOUT_S + 1.0
@@ -147,6 +149,10 @@ class GuardedStarts:
         written_ns, path = found.newest
         if first.node_rank == 0:
             self._send(m.AgentNote(text=_describe(path, written_ns)))
+            for _, other in found.passed_over:
+                if other != path:
+                    text = f"{path} comes before {other}, with which a start failed"
+                    self._send(m.AgentNote(text=text))
         return str(path)
 
 
@@ -156,10 +162,11 @@ def _look(
     since_ns: int,
     ranks: tuple[int, int, int],
     written: list[Path],
+    failed: list[Path],
 ) -> Findings:
     where = checkpoint_guard.roots(job, directory)
     named = checkpoint_guard.may_name(job)
-    return checkpoint_guard.look(where, since_ns, ranks, written, named=named)
+    return checkpoint_guard.look(where, since_ns, ranks, written, named=named, failed=failed)
 
 
 def _describe(path: Path, written_ns: int) -> str:

@@ -89,12 +89,18 @@ class Findings:
     """Bytes of a file."""
     divided: tuple[Path, int] | None = None
     """(where, by how many ranks) of a newest complete checkpoint that ZeRO of DeepSpeed divided."""
+    failed: frozenset[Path] = frozenset()
+    """What a start read that failed before it trained: not the newest while there is another."""
+    passed_over: list[tuple[int, Path]] = field(default_factory=list)
+    """(when it was written, where) of those."""
     num_entries: int = 0
     cut_short: str = ""
     """Why not everything was looked at; empty: it was."""
 
     def complete(self, path: Path, written_ns: int, certainty: int, size: int = 0) -> None:
-        if self.newest is None or self._comes_before(path, written_ns, certainty, size):
+        if path in self.failed:
+            self.passed_over.append((written_ns, path))
+        elif self.newest is None or self._comes_before(path, written_ns, certainty, size):
             self.newest, self.certainty, self.size = (written_ns, path), certainty, size
 
     def _comes_before(self, path: Path, written_ns: int, certainty: int, size: int) -> bool:
@@ -150,19 +156,22 @@ def look(
     written: Iterable[Path] = (),
     *,
     named: bool = True,
+    failed: Iterable[Path] = (),
 ) -> Findings:
     """Set incomplete newest checkpoints aside: of `written`, which ranks of the job reported, and
     in the directories `where` in which they wrote none, and below these. `named`: the newest one
-    may be from these directories.
+    may be from these directories. `failed`: see Findings.
 
     `since_ns`: wall clock; what was written before is not touched. `own`: the first rank of this
     node, how many it has, and how many the job has.
     """
-    return _Look(since_ns, own).run(where, list(written), named=named)
+    return _Look(since_ns, own, failed).run(where, list(written), named=named)
 
 
 class _Look:
-    def __init__(self, since_ns: int, own: tuple[int, int, int]) -> None:
+    def __init__(
+        self, since_ns: int, own: tuple[int, int, int], failed: Iterable[Path] = ()
+    ) -> None:
         self._since_ns = since_ns
         self._deadline_s = time.monotonic() + LOOK_TIMEOUT_S
         self._share = script_checkpoints.Share(*own, check=self._expect_time)
@@ -172,7 +181,7 @@ class _Look:
         """What is looked at may belong to another job."""
         self._reported = False
         """Ranks report what they write, so that what is looked at probably does."""
-        self.findings = Findings()
+        self.findings = Findings(failed=frozenset(failed))
 
     def run(self, where: Iterable[Path], written: list[Path], *, named: bool) -> Findings:
         self._written(written)
@@ -190,6 +199,8 @@ class _Look:
         self._guarded(partial(self._files, self._links))
         if newest is not None or not named:
             self.findings.newest = newest
+        if self.findings.newest is None and self.findings.passed_over:
+            self.findings.newest = max(self.findings.passed_over)
         return self.findings
 
     def _written(self, written: list[Path]) -> None:
@@ -282,7 +293,8 @@ class _Look:
                 continue
             if kind:
                 self.findings.complete(newest, written_ns, 2)
-            return
+            if newest not in self.findings.failed:
+                return
 
     def _written_ns(self, directory: Path) -> int:
         """When the newest of a checkpoint's files, or its folder, was last changed."""
