@@ -21,7 +21,16 @@ from kubernetes.aio import config as loader
 from ..errors import UserError
 from . import names
 from .credentials import Credentials, Load
-from .errors import PODS, Conflict, NotFound, Resource, refused, unreachable
+from .errors import (
+    PODS,
+    Conflict,
+    Forbidden,
+    NotFound,
+    Resource,
+    no_exec,
+    refused,
+    unreachable,
+)
 from .names import Document as Document
 
 TIMEOUT = aiohttp.ClientTimeout(total=30, sock_connect=5)
@@ -39,7 +48,10 @@ MAX_CONCURRENT = 16
 """Concurrent requests, without watches and logs; the others queue. Otherwise the requests of a
 thousand jobs would spend their time limits waiting for a connection."""
 MAX_CONNECTIONS = MAX_CONCURRENT + 64
-UNAUTHORIZED = 401
+UNAUTHORIZED, FORBIDDEN = 401, 403
+CHANNELS = "v4.channel.k8s.io"
+"""Subprotocol of exec over a WebSocket: the first byte of a message is its channel, 1 for stdout, 2
+for stderr, 3 for a Status when the command has ended."""
 
 
 class _Request(NamedTuple):
@@ -52,6 +64,14 @@ class _Request(NamedTuple):
     body: Document | None = None
     content: str = "application/json"
     timeout: aiohttp.ClientTimeout = TIMEOUT
+
+
+class Executed(NamedTuple):
+    """What became of a command in a pod."""
+
+    succeeded: bool
+    stdout: bytes
+    stderr: bytes
 
 
 class KubeClient:
@@ -263,6 +283,41 @@ class KubeClient:
         path = PODS.path(namespace, pod, "log")
         request = _Request("log", "GET", PODS, path, query, timeout=LOG_TIMEOUT)
         return (await self._open(request)).content
+
+    async def execute(
+        self, namespace: str, pod: str, command: Sequence[str], timeout_s: float
+    ) -> Executed:
+        """Run a command in a pod's training container. Raises ApiError."""
+        query = [("container", names.CONTAINER), ("stdout", "true"), ("stderr", "true")]
+        query += [("command", word) for word in command]
+        path = PODS.path(namespace, pod, "exec")
+        self.requests["create", "pods/exec"] += 1
+        api = self._credentials.api
+        _method, url, headers, *_rest = await api.param_serialize(
+            "GET", path, query_params=query, header_params={}, auth_settings=["BearerToken"]
+        )
+        rest = api.rest_client
+        rest.pool_manager = rest.pool_manager or rest._create_pool_manager()
+        received: dict[int, bytes] = {}
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                rest.pool_manager.ws_connect(
+                    url, protocols=[CHANNELS], headers=headers, proxy=rest.proxy
+                ) as stream,
+            ):
+                async for message in stream:
+                    if message.type is aiohttp.WSMsgType.BINARY:
+                        channel, data = message.data[0], message.data[1:]
+                        received[channel] = received.get(channel, b"") + data
+        except aiohttp.WSServerHandshakeError as error:
+            if error.status == FORBIDDEN:
+                raise Forbidden(no_exec(namespace, pod), status=FORBIDDEN) from None
+            raise refused(self.host, "exec", path, error.status, b"") from None
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise unreachable(self.host, "exec", path, error) from None
+        ended = json.loads(received.get(3) or "{}")
+        return Executed(ended.get("status") == "Success", *(received.get(n, b"") for n in (1, 2)))
 
     # -- requests ------------------------------------------------------------------------------
     async def _send(self, request: _Request) -> Document:

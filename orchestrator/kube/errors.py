@@ -139,6 +139,15 @@ def refused(host: str, verb: str, path: str, status: int, body: bytes) -> ApiErr
     return kind(text, status=status, reason=reason, message=message)
 
 
+def no_exec(namespace: str, pod: str) -> str:
+    """The message for a user who may not run commands in pods."""
+    return (
+        f"missing right: create pods/exec in namespace {namespace} (a question runs a command in "
+        f"pod {pod}; API servers before 1.35 check get pods/exec); bind a role with both verbs, as "
+        f"edit has"
+    )
+
+
 def unreachable(host: str, verb: str, path: str, error: Exception) -> Unreachable:
     why = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return Unreachable(

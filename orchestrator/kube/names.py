@@ -37,32 +37,16 @@ ROLE_NODE = "node"
 
 CANCEL = "holdfast.dev/cancel"
 """Annotation of a TrainingJob: cancel it; the value names the user."""
-CHAOS = "holdfast.dev/chaos"
-"""Annotation: inject a fault, `{"kind": ..., "rank": ..., "node": ..., "by": ..., "id": ...}`. The
-operator carries it out and removes the annotation."""
-CHECKPOINT = "holdfast.dev/checkpoint"
-"""Annotation: write a checkpoint now; the value names the user. The operator removes it."""
-RESUME = "holdfast.dev/resume"
-"""Annotation: let a job go on that holds because none of its checkpoints can be used,
-`{"start_over": ..., "by": ..., "id": ...}`. The operator removes it."""
-INSPECT = "holdfast.dev/inspect"
-"""Annotation: a question about running workers, `{"verb": "stacks", "arguments": {...}, "by": ...,
-"id": ...}` or profile. The operator removes it, and answers with an Event."""
+REQUEST = "holdfast.dev/request"
+"""Annotation: a request for the running job, `{"verb": ..., "arguments": {...}, "by": ..., "id":
+...}`: checkpoint, chaos, or the resume of a job that holds. The operator removes it and carries it
+out; status.request has its answer."""
 BLAMED = "holdfast.dev/blamed"
 """Annotation of a pod: JSON {blamed node of the job: its Kubernetes node}, so that a later operator
 still keeps the job's pods away from those Kubernetes nodes."""
 
 INCIDENT = "holdfast.dev/incident"
 """Annotation of an Event: number of the incident that it is about."""
-REQUEST = "holdfast.dev/request"
-"""Annotation of an Event: the request that it answers, such as `checkpoint`; of a question, its
-id."""
-ANSWER = "holdfast.dev/answer"
-"""Annotation of an Event that answers a question: JSON, compressed with zlib, in base64."""
-ANSWER_PARTS = "holdfast.dev/answer-parts"
-"""Annotation of an Event: the answer to a question is in so many ConfigMaps, see answer_parts."""
-STEP = "holdfast.dev/step"
-"""Annotation of an Event that answers `checkpoint`: the step that is written."""
 
 CONTAINER = "worker"
 FIELD_MANAGER = "holdfast-operator"

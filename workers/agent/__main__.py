@@ -8,15 +8,20 @@ ends the process. POD_IP and NODE_NAME of the downward API are the defaults of -
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import os
 import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
+
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol import python_command
-from holdfast.orchestrator.protocol.messages import parse_endpoints
+from holdfast.orchestrator.protocol.framing import HEADER_BYTES, BadFrame, frame_length
 
 from .linux import processes
 from .pool import preload
@@ -77,11 +82,19 @@ def parser() -> argparse.ArgumentParser:
         metavar="PID",
         help="end when that process, which must be the parent, ends",
     )
+    parser.add_argument(
+        "--ask",
+        metavar="JSON",
+        help="put this request to the controller, print its reply and end, beside the agent with "
+        'the same other options: \'{"verb": "stacks", "arguments": {}}\'',
+    )
     return parser
 
 
 def main() -> NoReturn:
     arguments = parser().parse_args()
+    if arguments.ask is not None:
+        _ask(arguments)
     # Process 1 ignores SIGTERM without a handler.
     signal.signal(signal.SIGTERM, lambda _number, _frame: os._exit(0))
     if arguments.die_with is not None:
@@ -119,6 +132,43 @@ def main() -> NoReturn:
     )
 
 
+def _ask(arguments: argparse.Namespace) -> NoReturn:
+    """Put a request to the controller with the keys of this node. `holdfast stacks` and `profile`
+    run it in a pod of a Kubernetes job: who may run a command in the pod may ask."""
+    try:
+        reply = asyncio.run(_reply(arguments, _check(arguments)))
+    except (OSError, ValueError, KeyError, asyncio.IncompleteReadError, BadFrame) as error:
+        sys.exit(f"the controller of job {arguments.job} does not answer ({error})")
+    except HoldfastError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+    sys.stdout.buffer.write(msgspec.json.encode(reply))
+    sys.exit()
+
+
+async def _reply(arguments: argparse.Namespace, endpoints: tuple[m.Endpoint, ...]) -> m.AnyMessage:
+    from holdfast.orchestrator.protocol import tls
+
+    from .process.connect import Connector, endpoint_in
+
+    question, file = json.loads(arguments.ask), arguments.endpoint_file
+    request = m.Request(
+        token=arguments.token_file.read_text(encoding="ascii").strip(),
+        job=arguments.job,
+        verb=question["verb"],
+        arguments=question["arguments"],
+    )
+    context = tls.client_context(*tls.files(arguments.tls)) if arguments.tls else None
+    where = endpoint_in(file) if file is not None else lambda: endpoints
+    reader, writer = await Connector(where, context, arguments.tls_name).connect()
+    try:
+        writer.write(m.encode(request))
+        header = await reader.readexactly(HEADER_BYTES)
+        return m.decode(await reader.readexactly(frame_length(header)))
+    finally:
+        writer.close()
+
+
 def _check(arguments: argparse.Namespace) -> tuple[tuple[str, int], ...]:
     """The endpoints. Raises HoldfastError for wrong arguments, before torch is imported."""
     from holdfast.orchestrator.protocol import tls
@@ -133,7 +183,7 @@ def _check(arguments: argparse.Namespace) -> tuple[tuple[str, int], ...]:
         raise UserError(str(Problem("--grace", f"{arguments.grace:g}", "seconds above 0")))
     if arguments.tls:
         tls.client_context(*tls.files(arguments.tls))
-    return parse_endpoints(arguments.endpoint) if arguments.endpoint else ()
+    return m.parse_endpoints(arguments.endpoint) if arguments.endpoint else ()
 
 
 if __name__ == "__main__":

@@ -67,6 +67,19 @@ class CheckpointStatus(_Written):
     """Size of all its shards, in bytes."""
 
 
+class RequestStatus(_Written):
+    """The answer to the last request of the annotation holdfast.dev/request."""
+
+    id: str = ""
+    """Id that the request names."""
+    accepted: bool = False
+    """false: the operator rejected the request."""
+    message: str = ""
+    """What happens, or why not."""
+    step: Count | None = None
+    """Step of the requested checkpoint."""
+
+
 class IncidentStatus(_Written):
     """One interruption, from the fault to the next step of all ranks."""
 
@@ -185,6 +198,7 @@ class TrainingJobStatus(_Written):
     """Directory or URL of the committed checkpoints."""
     storage_problem: str | None = None
     """Why the newest checkpoint could not be written to storage."""
+    request: RequestStatus | None = None
     incidents: list[IncidentStatus] = Field(default_factory=list, max_length=MAX_INCIDENTS)
     """The last ten incidents, oldest first. The journal has all of them."""
     traceback: str | None = None

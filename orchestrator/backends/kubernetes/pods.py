@@ -133,6 +133,12 @@ def _labels(owner: Owner) -> dict[str, str]:
     }
 
 
+def agent_command(pod: dict[str, Any]) -> list[str]:
+    """The command line of a pod's agent."""
+    container = _container(pod["spec"])
+    return [*(container.get("command") or ()), *(container.get("args") or ())]
+
+
 def _container(spec: dict[str, Any]) -> dict[str, Any]:
     for container in spec.get("containers") or ():
         if isinstance(container, dict) and container.get("name") == names.CONTAINER:

@@ -72,6 +72,8 @@ def connect(address: str, metadata: dict[str, str] | None = None) -> None:
         raise _client_not_served(address, _reason(error)) from None
     except ConnectionError as error:
         raise _no_cluster(address, _reason(error)) from None
+    except ray.exceptions.RayError as error:  # a token that cannot be read
+        raise _no_cluster(address, " ".join(str(error).split())) from None
     except RuntimeError as error:  # Ray raises it when versions differ
         if any(words in str(error) for words in NO_LOCAL_NODE):
             raise _not_on_this_machine(address) from None

@@ -346,7 +346,6 @@ class JobReconciler:
         finally:
             running.cancel()  # a cancelled reconciler must end without delay
             syncing.cancel()
-            self._spec_sync.close()
             await asyncio.wait([syncing, running])
         if not syncing.cancelled() and syncing.exception() is not None:
             raise syncing.exception() or AssertionError
@@ -489,6 +488,7 @@ class JobReconciler:
             desired=int(spec.get("nodes", {}).get("max", 1)),
             now_ns=self._clock.now_ns(),
             problems=tuple(found),
+            request=self._spec_sync.answer if self._spec_sync is not None else None,
         )
 
     async def _write_final_status(self) -> None:

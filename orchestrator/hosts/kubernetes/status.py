@@ -20,6 +20,7 @@ from holdfast.orchestrator.api.v1alpha1.status import (
     Condition,
     IncidentStatus,
     NodesStatus,
+    RequestStatus,
     TrainingJobStatus,
 )
 from holdfast.orchestrator.core.context import SECOND_NS
@@ -71,6 +72,7 @@ class StatusContext(NamedTuple):
     now_ns: int
     problems: tuple[tuple[str, str], ...] = ()
     """(CamelCase reason, sentence): why pods do not start."""
+    request: RequestStatus | None = None
 
 
 def status_of(view: JobView, context: StatusContext, before: Sequence[Document] = ()) -> Document:
@@ -113,6 +115,7 @@ def status_of(view: JobView, context: StatusContext, before: Sequence[Document] 
         last_checkpoint=_checkpoint(view),
         checkpoint_path=view.checkpoint_path or None,
         storage_problem=view.storage_problem or None,
+        request=context.request,
         incidents=[_incident(one) for one in view.incidents[-MAX_INCIDENTS:]],
         traceback=view.traceback[-TRACEBACK_CHARACTERS:] or None,
     )

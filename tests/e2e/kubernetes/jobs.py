@@ -103,8 +103,11 @@ class Job:
         self.kubectl.run("annotate", "trainingjob", self.name, f"{name}={value}", "--overwrite")
 
     def chaos(self, kind: str, **arguments: Any) -> None:
-        document = {"kind": kind, "by": "test", **arguments}
-        self.annotate("holdfast.dev/chaos", json.dumps(document))
+        self.demand("chaos", kind=kind, **arguments)
+
+    def demand(self, verb: str, **arguments: Any) -> None:
+        document = {"verb": verb, "arguments": arguments, "by": "test"}
+        self.annotate("holdfast.dev/request", json.dumps(document))
 
     def incidents_after(self, before: Document) -> list[Document]:
         """Incidents that are not in an earlier status."""

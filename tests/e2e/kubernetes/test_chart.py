@@ -300,11 +300,11 @@ POLICY = [
     (
         {"metadata": {"annotations": {"holdfast.dev/cancle": "me"}}},
         "metadata.annotations: got holdfast.dev/cancle; expected one of holdfast.dev/cancel, "
-        "holdfast.dev/chaos, holdfast.dev/checkpoint, holdfast.dev/inspect, holdfast.dev/resume",
+        "holdfast.dev/request",
     ),
     (
-        {"metadata": {"annotations": {"holdfast.dev/chaos": '{"kind": "burn"}'}}},
-        "kind is kill-worker, kill-node or hang-worker",
+        {"metadata": {"annotations": {"holdfast.dev/request": '{"verb": "burn"}'}}},
+        "verb is checkpoint, chaos or resume",
     ),
     (
         {"spec": {"resources": {"cpu": 4, "memory": "64GB"}}},
@@ -320,7 +320,7 @@ POLICY = [
 
 
 @pytest.mark.parametrize(
-    ("patch", "message"), POLICY, ids=["annotation", "chaos", "units", "reshard"]
+    ("patch", "message"), POLICY, ids=["annotation", "request", "units", "reshard"]
 )
 def test_the_policy_refuses_what_the_crd_cannot_check(
     user: Kubectl, patch: dict[str, Any], message: str
@@ -344,8 +344,8 @@ def test_the_api_server_finds_no_mistake_in_the_policies(helm: Helm, plane: Cont
     "annotation",
     [
         "holdfast.dev/cancel=ann",
-        "holdfast.dev/checkpoint=ann",
-        'holdfast.dev/chaos={"kind":"kill-worker","rank":3,"by":"me","id":"1"}',
+        'holdfast.dev/request={"verb":"checkpoint","by":"ann"}',
+        'holdfast.dev/request={"verb":"chaos","arguments":{"kind":"kill-worker","rank":3},"id":"1"}',
         "example.com/anything=goes",
     ],
 )

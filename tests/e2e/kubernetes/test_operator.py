@@ -175,11 +175,11 @@ def test_an_impossible_fault_injection_is_refused_with_an_event(
 ) -> None:
     jobs.apply(job("quiet"))
     wait_pods(jobs, "quiet", 2)
-    wanted = json.dumps({"kind": "kill-worker", "rank": 0, "by": "ann"})
-    jobs.run("annotate", "trainingjob", "quiet", f"holdfast.dev/chaos={wanted}")
+    wanted = json.dumps({"verb": "chaos", "arguments": {"kind": "kill-worker", "rank": 0}})
+    jobs.run("annotate", "trainingjob", "quiet", f"holdfast.dev/request={wanted}")
     jobs.wait(
         "trainingjob", "quiet",
-        lambda d: "holdfast.dev/chaos" not in ((d or {})["metadata"].get("annotations") or {}),
+        lambda d: "holdfast.dev/request" not in ((d or {})["metadata"].get("annotations") or {}),
         "to have its annotation consumed",
     )  # fmt: skip
 

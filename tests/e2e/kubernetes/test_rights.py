@@ -135,9 +135,9 @@ def test_the_whole_life_of_a_job_needs_no_other_rights(installed: Installed) -> 
     team.run("scale", "tj/life", "--replicas=1")
     until(lambda: pods(team, "life") == 3, "the surplus pods to go", timeout_s=60)
     until(lambda: status(team, "life")["nodes"]["desired"] == 1, "the new size", timeout_s=60)
-    team.run("annotate", "tj", "life", 'holdfast.dev/chaos={"kind":"kill-worker","rank":0}')
+    team.run("annotate", "tj", "life", 'holdfast.dev/request={"verb":"checkpoint"}')
     until(
-        lambda: "holdfast.dev/chaos" not in team.json("get", "tj", "life")["metadata"].get(
+        lambda: "holdfast.dev/request" not in team.json("get", "tj", "life")["metadata"].get(
             "annotations", {}
         ),
         "the annotation to be taken away", timeout_s=60,

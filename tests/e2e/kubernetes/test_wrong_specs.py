@@ -218,7 +218,7 @@ def test_every_rule_of_the_policy_has_a_wrong_spec(
 def test_a_job_of_before_the_policy_is_still_scaled_suspended_and_annotated(user: Kubectl) -> None:
     user.run("scale", "tj/old", "--replicas=3")
     user.run("patch", "tj", "old", "--type=merge", "--patch", '{"spec":{"suspend":true}}')
-    user.run("annotate", "tj", "old", "holdfast.dev/checkpoint=ann")
+    user.run("annotate", "tj", "old", 'holdfast.dev/request={"verb":"checkpoint"}')
     patch = ("--type=merge", "--patch", '{"spec":{"queue":"other"}}')
     done = user.attempt("patch", "tj", "old", *patch)
     assert done.returncode and "spec.queue: got other; expected none" in done.stderr

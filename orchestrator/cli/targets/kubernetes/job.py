@@ -5,27 +5,26 @@ request becomes. The operator decides whether it grants a request.
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import secrets
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1.crd import job_from_resource
+from holdfast.orchestrator.backends.kubernetes.pods import agent_command
 from holdfast.orchestrator.cli import job_code
-from holdfast.orchestrator.cli.client import extra_s, user
+from holdfast.orchestrator.cli.client import RequestRefused, extra_s, user
 from holdfast.orchestrator.cli.output import duration
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.rank_assignment import check_resize
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, Problem, SpecError, UserError
 from holdfast.orchestrator.hosts.kubernetes.spec import owner_of
-from holdfast.orchestrator.kube import answer_parts, names
+from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import Document, KubeClient
-from holdfast.orchestrator.kube.errors import EVENTS, JOBS, PODS, ApiError, Conflict, Forbidden
+from holdfast.orchestrator.kube.errors import JOBS, PODS, Conflict, Forbidden, NotFound, TooBusy
 from holdfast.orchestrator.protocol.manifest import Manifest
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.observe.view import JobView
@@ -33,7 +32,7 @@ from holdfast.orchestrator.runtime.observe.view import JobView
 from ..base import LogSelector, Response, expect_not_ended
 from . import code_upload
 from .resource_view import nodes_of, operator_absence, status_written_ns, view_of_object
-from .session import ClusterSession, annotation_of, events_selector, follow_job
+from .session import ClusterSession, annotation_of, follow_job
 
 
 async def pods_of(cluster: KubeClient, document: Document) -> list[Document]:
@@ -101,10 +100,18 @@ class KubernetesJob:
             case "cancel":
                 self._patch({"metadata": {"annotations": {names.CANCEL: user() or "a user"}}})
                 response = Response("stopping all workers", {})
-            case _:
+            case _ if verb in REQUESTS:
                 annotated = _AnnotatedRequest(self._session, self._document, verb, arguments)
                 return self._session.run(annotated.perform)
+            case _:
+                return self._ask(verb, arguments)
         return self._with_absence(response)
+
+    def _ask(self, verb: str, arguments: dict[str, Any]) -> Response:
+        async def act(cluster: KubeClient, namespace: str) -> Response:
+            return await ask(cluster, self._document, verb, arguments)
+
+        return self._session.run(act)
 
     def _with_absence(self, response: Response) -> Response:
         """The response, which also names the absence of an operator."""
@@ -221,17 +228,15 @@ class KubernetesJob:
         return [f"the checkpoints stay in {path}"] if path else []
 
 
-# -- requests as annotations -----------------------------------------------------------------
-ANNOTATIONS = {
-    "chaos": names.CHAOS, "checkpoint": names.CHECKPOINT, "resume": names.RESUME,
-    "stacks": names.INSPECT, "profile": names.INSPECT,
-}  # fmt: skip
+# -- requests and questions ------------------------------------------------------------------
+REQUESTS = ("chaos", "checkpoint", "resume")
+"""Verbs that become an annotation; the others are questions."""
 ACCEPT_TIMEOUT_S = 20.0
-"""A running operator removes the annotation within a second; a standby replica that has to take
-over first, within its lease."""
-ANSWER_TIMEOUT_S = 5.0
-"""For the Event with the operator's answer."""
+"""A running operator answers within a second; a standby replica that has to take over first, within
+its lease."""
 NUM_WITHDRAWALS = 5
+MAX_ASKED_PODS = 3
+"""A pod that has just ended cannot be asked."""
 
 
 class NoOperator(HoldfastError):
@@ -239,80 +244,61 @@ class NoOperator(HoldfastError):
 
 
 class _AnnotatedRequest:
-    """A fault injection, a checkpoint, the resume of a job that holds, or a question: an annotation
-    that the operator removes. Its answer is an Event with annotations of its own. A request that no
-    operator accepts is withdrawn, so that it does not surprise a user much later."""
+    """A fault injection, a checkpoint, or the resume of a job that holds: an annotation that the
+    operator removes, and whose answer is in the status. A request that no operator accepts is
+    withdrawn, so that it does not surprise a user much later."""
 
     def __init__(
         self, session: ClusterSession, document: Document, verb: str, arguments: dict[str, Any]
     ) -> None:
         self._session, self._document, self._verb = session, document, verb
-        self._arguments = arguments
+        self._arguments, self._id = arguments, secrets.token_hex(4)
         metadata = document["metadata"]
         self._key: tuple[str, str] = (metadata["namespace"], metadata["name"])
         self._name: str = metadata["name"]
-        self._selector = events_selector(document)
-        self._annotation = ANNOTATIONS[verb]
-        by, number = user() or "a user", secrets.token_hex(4)
-        self._value = by
-        self._asks = self._annotation == names.INSPECT
-        self._answers = number if self._asks else verb
-        """What the annotation of its answer says."""
-        if self._asks:
-            given = {"verb": verb, "arguments": arguments, "by": by, "id": number}
-            self._value = json.dumps(given)
-        elif verb != "checkpoint":
-            self._value = json.dumps({**arguments, "by": by, "id": number})
+        by = user() or "a user"
+        wanted = {"verb": verb, "arguments": arguments, "by": by, "id": self._id}
+        self._value = json.dumps(wanted)
 
     async def perform(self, cluster: KubeClient, namespace: str) -> Response:
         """Raises UserError when the operator refuses, NoOperator when none accepts the request."""
-        waiting = annotation_of(self._document, self._annotation)
+        waiting = annotation_of(self._document, names.REQUEST)
         if waiting is not None:
-            got = f"another one that waits for the operator ({waiting})"
+            got = f"another request that waits for the operator ({waiting})"
             raise UserError(str(Problem(self._verb, got, "none", self._hint())))
-        version = await self._events_version(cluster)
         await cluster.patch(JOBS, *self._key, self._body(self._value))
         try:
             async with asyncio.timeout(ACCEPT_TIMEOUT_S):
-                await self._until_accepted(cluster)
+                answer = await self._answer(cluster)
         except TimeoutError:
             if await self._withdraw(cluster):
                 raise NoOperator(
                     f"job {self._name}: {self._verb}: no operator accepted the request within "
                     f"{ACCEPT_TIMEOUT_S:.0f} s, so it was withdrawn; {self._hint()}"
                 ) from None
-        body = {key: value for key, value in self._arguments.items() if key != "kind"}
-        answer = await self._answer(cluster, version)
-        if answer is None and self._asks:
             raise HoldfastError(
-                f"job {self._name}: {self._verb}: the operator has accepted the question and has "
-                f"not answered; it answers with an Event, which this user may have no right to list"
-            )
-        if answer is None:
-            return Response("the operator has accepted the request; see `kubectl describe`", body)
-        text = str(answer.get("message", "")).removeprefix(f"{self._verb}: ")
-        if answer.get("reason") == "Refused":
-            raise UserError(f"job {self._name}: {text}")
-        if (packed := annotation_of(answer, names.ANSWER)) is not None:
-            return Response(text, json.loads(zlib.decompress(base64.b64decode(packed))))
-        if (parts := annotation_of(answer, names.ANSWER_PARTS)) is not None:
-            found = await answer_parts.read(cluster, *self._key, self._answers, int(parts))
-            return Response(text, json.loads(zlib.decompress(found)))
-        step = annotation_of(answer, names.STEP)
-        if step is not None:
+                f"job {self._name}: {self._verb}: an operator has accepted the request and has not "
+                f"answered; {self._hint()}"
+            ) from None
+        if not answer.get("accepted"):
+            raise UserError(f"job {self._name}: {self._verb}: {answer.get('message', '')}")
+        body = {key: value for key, value in self._arguments.items() if key != "kind"}
+        if (step := answer.get("step")) is not None:
             body["step"] = int(step)
-        return Response(text, body)
+        return Response(str(answer.get("message", "")), body)
 
-    async def _until_accepted(self, cluster: KubeClient) -> None:
+    async def _answer(self, cluster: KubeClient) -> Document:
         async for document in follow_job(cluster, self._document):
-            if annotation_of(document, self._annotation) != self._value:
-                return
+            answer: Document = (document.get("status") or {}).get("request") or {}
+            if answer.get("id") == self._id:
+                return answer
+        raise AssertionError("a watch does not end by itself")
 
     async def _withdraw(self, cluster: KubeClient) -> bool:
         """False: the operator accepted the request at the last moment."""
         for _attempt in range(NUM_WITHDRAWALS):
             document = await cluster.find(JOBS, *self._key)
-            if document is None or annotation_of(document, self._annotation) != self._value:
+            if document is None or annotation_of(document, names.REQUEST) != self._value:
                 return False
             body = self._body(None)
             body["metadata"]["resourceVersion"] = document["metadata"]["resourceVersion"]
@@ -323,36 +309,50 @@ class _AnnotatedRequest:
             return True
         raise HoldfastError(
             f"job {self._name}: {self._verb}: no operator accepted the request, and it could not "
-            f"be withdrawn: remove the annotation {self._annotation} yourself"
+            f"be withdrawn: remove the annotation {names.REQUEST} yourself"
         )
 
-    async def _events_version(self, cluster: KubeClient) -> str:
-        """The resource version from which to watch for the answer; empty: the user may not list
-        Events."""
-        try:
-            _events, version = await cluster.list_all(EVENTS, self._key[0], fields=self._selector)
-        except Forbidden:
-            return ""
-        return version
-
-    async def _answer(self, cluster: KubeClient, version: str) -> Document | None:
-        """The operator's Event; None: there is none in time."""
-        if not version:
-            return None
-        try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S + extra_s(self._verb, self._arguments)):
-                watch = cluster.watch(EVENTS, version, self._key[0], fields=self._selector)
-                async for kind, event in watch:
-                    answers = annotation_of(event, names.REQUEST) == self._answers
-                    if answers and kind in ("ADDED", "MODIFIED"):
-                        return event
-        except (TimeoutError, ApiError):
-            pass
-        return None
-
     def _body(self, value: str | None) -> Document:
-        return {"metadata": {"annotations": {self._annotation: value}}}
+        return {"metadata": {"annotations": {names.REQUEST: value}}}
 
     def _hint(self) -> str:
         hint = self._session.kubectl_hint("describe", "trainingjob", self._name)
         return f"does an operator run? See {hint}"
+
+
+async def ask(
+    cluster: KubeClient, document: Document, verb: str, arguments: dict[str, Any]
+) -> Response:
+    """What the controller answers when it is asked from a pod of the job. Raises RequestRefused,
+    Forbidden where the user may not run commands in pods, HoldfastError without an answer."""
+    metadata = document["metadata"]
+    namespace, name = metadata["namespace"], metadata["name"]
+    found, _version = await cluster.list_all(PODS, namespace, names.selector(name))
+    running = [
+        pod
+        for pod in found
+        if (pod.get("status") or {}).get("phase") == "Running"
+        and not pod["metadata"].get("deletionTimestamp")
+    ]
+    # Pods that train come first: one of the others may have an agent that only starts.
+    running.sort(key=lambda pod: names.LABEL_RANK not in (pod["metadata"].get("labels") or {}))
+    question = json.dumps({"verb": verb, "arguments": arguments})
+    if not running:
+        state = str((document.get("status") or {}).get("state") or "pending")
+        raise UserError(str(Problem("job", f"{name}, which is {state}", "one with a running pod")))
+    why = ""
+    for pod in running[:MAX_ASKED_PODS]:
+        timeout_s = ACCEPT_TIMEOUT_S + extra_s(verb, arguments)
+        command = [*agent_command(pod), "--ask", question]
+        try:
+            done = await cluster.execute(namespace, pod["metadata"]["name"], command, timeout_s)
+        except (NotFound, TooBusy) as error:
+            why = str(error)
+            continue
+        if done.succeeded:
+            reply = json.loads(done.stdout)
+            if not reply["ok"]:
+                raise RequestRefused(f"job {name}: {reply['detail']}")
+            return Response(reply.get("detail", ""), reply.get("body", {}))
+        why = f"pod {pod['metadata']['name']}: {done.stderr.decode(errors='replace').strip()}"
+    raise HoldfastError(f"job {name}: {verb}: {why}")

@@ -87,7 +87,7 @@ def test_a_job_is_watched_disturbed_inspected_and_cancelled(
 
     done = holdfast("chaos", "kill-worker", "broken", "--rank", "3")
     assert done.code == 0, done.err
-    assert re.match(r"job broken: kill-worker: worker 3 on broken-\w{5} \(requested", done.out)
+    assert re.match(r"job broken: kill-worker: worker 3 on broken-\w{5}\n", done.out)
     status = seen(
         holdfast, "broken", "to recover",
         lambda v: v["incidents"] and "total" in v["incidents"][0]["seconds"],

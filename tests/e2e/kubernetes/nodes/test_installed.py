@@ -134,7 +134,7 @@ def test_a_job_survives_its_operator_and_the_other_one_takes_over(installed: Ins
     after = job.wait_steps(3)
     assert after["generation"] == before["generation"], job.report()
     assert job.incidents_after(before) == []
-    job.annotate("holdfast.dev/checkpoint", "me")
+    job.demand("checkpoint")
     until(
         lambda: any((installed.volumes / JOBS / JOBS / "endless").glob(f"*/{MANIFEST_NAME}")),
         "a committed checkpoint on the volume of the job's namespace", timeout_s=60,

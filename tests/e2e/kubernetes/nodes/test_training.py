@@ -121,7 +121,7 @@ def test_a_killed_worker_costs_no_finished_step(running: Job) -> None:
     (incident,) = running.incidents_after(before)
     assert "was killed by SIGKILL" in incident["title"]
     assert (incident["stepsLost"], incident["restoredFrom"]) == (0, "memory"), running.report()
-    assert "holdfast.dev/chaos" not in running.object()["metadata"].get("annotations", {})
+    assert "holdfast.dev/request" not in running.object()["metadata"].get("annotations", {})
     until(
         lambda: missing_lines(running, incident["number"]) == [], "describe to show the incident",
         timeout_s=60, last=lambda: (missing_lines(running, incident["number"]), running.report()),

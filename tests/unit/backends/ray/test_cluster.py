@@ -35,6 +35,20 @@ def test_a_connection_error_of_ray_without_text_is_reported_in_words(
         cluster.connect("auto")
 
 
+def test_a_token_that_ray_cannot_read_is_reported_in_its_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
+
+    def fail(**_options: Any) -> None:
+        raise ray.exceptions.RayError("RAY_AUTH_TOKEN_PATH is set but\n  file cannot be opened")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster, "_init", fail)
+    with pytest.raises(UserError, match=r"got auto \(RAY_AUTH_TOKEN_PATH is set but file cannot"):
+        cluster.connect("auto")
+
+
 def test_the_error_of_a_grpc_thread_about_a_closed_channel_is_not_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -87,6 +87,7 @@ def test_a_spec_without_suspend_does_not_resume_a_job_that_holds() -> None:
 @pytest.mark.parametrize("start_over", [False, True])
 def test_the_annotation_of_a_user_resumes_it(start_over: bool) -> None:
     one = Recorder()
-    one.apply(**{names.RESUME: json.dumps({"start_over": start_over, "by": "me"})})
+    wanted = {"verb": "resume", "arguments": {"start_over": start_over}, "by": "me"}
+    one.apply(**{names.REQUEST: json.dumps(wanted)})
     assert one.performed == [("resume", {"start_over": start_over, "by": "me"})]
-    assert one.patched == [{"metadata": {"annotations": {names.RESUME: None}}}]
+    assert one.patched == [{"metadata": {"annotations": {names.REQUEST: None}}}]

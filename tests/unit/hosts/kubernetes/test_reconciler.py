@@ -189,29 +189,38 @@ def test_the_kept_fields_of_a_status_exist() -> None:
 
 
 # -- requests ----------------------------------------------------------------------------------
+def test_the_status_has_the_answer_to_the_request_of_an_annotation(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        api = StatefulFakeApi()
+        async with running_operator(api) as operator:
+            job = operator.start(training_job("llm", checkpoint={"path": str(tmp_path)}))
+            await eventually(lambda: job.view is not None, "a controller")
+            wanted = {"verb": "checkpoint", "arguments": {}, "by": "ann", "id": "7"}
+            operator.annotate(job, names.REQUEST, json.dumps(wanted))
+            status = await operator.status_when("llm", "the answer", lambda s: "request" in s)
+            answer = status["request"]
+            assert (answer["id"], answer["accepted"]) == ("7", False)
+            assert "got pending; expected a running job" in answer["message"]
+            assert "checkpoint: " in events(api)["Refused"]["message"]
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
-    ("annotation", "value", "request_name"),
-    [
-        (names.CHECKPOINT, "ann", "checkpoint"),
-        (names.CHAOS, "no JSON", "chaos"),
-        (names.RESUME, 3000 * "[", "resume"),
-        (names.INSPECT, '{"verb": "resize", "id": "7"}', "inspect"),
-        (names.INSPECT, 3000 * "[", "inspect"),
-        (names.INSPECT, '{"verb": "stacks", "arguments": {}, "by": "ann", "id": "7"}', "7"),
-    ],
+    "text",
+    ["no JSON", 3000 * "[", '{"verb": "resize"}', '{"verb": "chaos", "arguments": 7}'],
 )
-def test_the_event_that_answers_an_annotation_names_the_request(
-    annotation: str, value: str, request_name: str, tmp_path: Path
+def test_an_annotation_that_is_not_a_request_is_removed_and_reported(
+    text: str, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
         api = StatefulFakeApi()
         async with running_operator(api) as operator:
             job = operator.start(training_job("llm", checkpoint={"path": str(tmp_path)}))
             await eventually(lambda: job.view is not None, "a controller")
-            operator.annotate(job, annotation, value)
-            await eventually(lambda: "Refused" in events(api), "the answer")
-            found = events(api)["Refused"]["metadata"]["annotations"]
-            assert found == {names.REQUEST: request_name}
+            operator.annotate(job, names.REQUEST, text)
+            await eventually(lambda: "Refused" in events(api), "the report")
+            assert "expected JSON such as" in events(api)["Refused"]["message"]
 
     asyncio.run(scenario())
 
