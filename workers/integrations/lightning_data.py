@@ -72,27 +72,38 @@ class _Order:
         resumed = self.notes.resumed
         if resumed is None:
             return self._noted([])
-        now = torch.get_rng_state()
+        now = self._states()
         whole = self._noted(resumed.order.get("states", []))
         trained = list(islice(whole, resumed.num))
-        torch.set_rng_state(now)
+        drawn = self._states() if resumed.order.get("states") else now
+        self._set(now)  # torch draws a seed of the loader's processes next
         resumed.is_same = dict(self.notes.drawn).get(resumed.num, -1) == (
             resumed.order.get("drawn", {}).get(resumed.num)
         )
-        return self._begun(whole if resumed.passes else chain(trained, whole))
+        return self._begun(whole if resumed.passes else chain(trained, whole), drawn)
 
-    def _begun(self, rest: Iterator[Any]) -> Iterator[Any]:
-        """Processes of a loader let it begin twice, and read the second one only."""
+    def _begun(self, rest: Iterator[Any], states: list[torch.Tensor]) -> Iterator[Any]:
+        """Processes of a loader let it begin twice, and read the second one only. The generators
+        go on behind this order: the next epoch must not repeat that of the first one."""
         self.notes.resumed = None
+        self._set(states)
         yield from rest
 
-    def _noted(self, states: list[torch.Tensor]) -> Iterator[Any]:
+    def _generators(self) -> list[torch.Generator]:
         samplers = (self.whole, getattr(self.whole, "sampler", None))
         own = dict.fromkeys(getattr(one, "generator", None) for one in samplers)
-        generators = [torch.default_generator, *(one for one in own if one is not None)]
-        for generator, state in zip(generators, states, strict=False):
+        return [torch.default_generator, *(one for one in own if one is not None)]
+
+    def _states(self) -> list[torch.Tensor]:
+        return [one.get_state() for one in self._generators()]
+
+    def _set(self, states: list[torch.Tensor]) -> None:
+        for generator, state in zip(self._generators(), states, strict=False):
             generator.set_state(state)
-        self.notes.states = [one.get_state() for one in generators]
+
+    def _noted(self, states: list[torch.Tensor]) -> Iterator[Any]:
+        self._set(states)
+        self.notes.states = self._states()
         self.notes.drawn = _Notes().drawn
         for batch in self.whole:
             self.notes.add(batch)

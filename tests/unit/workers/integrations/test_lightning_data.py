@@ -105,6 +105,8 @@ def test_the_rest_of_an_epoch_has_its_order_and_the_next_epoch_is_whole(
     list(loader)
     whole = [batch.tolist() for batch in loader]
     order = order_of(loader, 4)
+    following = [batch.tolist() for batch in loader]
+    torch.manual_seed(5)  # of a new process
     data = Numbers()
     again = DataLoader(
         data, num_workers=processes, persistent_workers=processes > 0, **SAMPLERS[sampler]()
@@ -113,8 +115,12 @@ def test_the_rest_of_an_epoch_has_its_order_and_the_next_epoch_is_whole(
     assert lightning_data.skip(fetcher, 4, orders=[order])
     rest = [next(fetcher), next(fetcher)]
     assert rest == whole[4:] and fetcher.fetched == 2
+    with pytest.raises(StopIteration):
+        next(fetcher)
     assert processes or data.read == [*chain(*whole[4:])], "what was trained is not read"
-    assert sorted(chain(*fetcher)) == [*range(24)]
+    batches = list(fetcher)
+    assert sorted(chain(*batches)) == [*range(24)]
+    assert processes or batches == following, "the order of a training without a restart"
 
 
 def test_an_order_that_cannot_be_repeated_is_known_as_such() -> None:
