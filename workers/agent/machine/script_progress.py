@@ -41,7 +41,8 @@ class ScriptProgress:
         sources the most exact one counts: the session, the script, its framework, then posts."""
         if self.source not in ("", *SCRIPT_SOURCES[: SCRIPT_SOURCES.index(message.source) + 1]):
             return None
-        self.source = message.source
+        if message.source != self.source:  # the more exact one may report the same step
+            self.source, self._first, self._last = message.source, None, None
         if message.source == "posted":
             return self._posted(now_ns, message)
         self._began_ns = None

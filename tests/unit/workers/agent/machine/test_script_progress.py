@@ -131,8 +131,9 @@ def test_a_framework_that_says_where_it_begins_is_believed_from_its_first_step_o
     assert progress.received(20 * SECOND_NS, step) == step
     assert (progress.source, progress.began_after) == ("counted", 69)
     assert not progress.began_estimated
-    report = Reported(step=71)
-    assert progress.received(21 * SECOND_NS, report) == report
+    report = Reported(step=70)
+    assert progress.received(20 * SECOND_NS, report) == report, "of Holdfast's callback"
+    assert (progress.began_after, progress.began_estimated) == (69, False)
     assert progress.received(22 * SECOND_NS, Reported(step=72, source="counted")) is None
 
 
