@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..cli.targets.local import LocalJob, LocalTarget
+from ..cli.targets.local import LocalTarget
 from ..core.transitions import TERMINAL
 from ..errors import HoldfastError
 from ..hosts.local.job_directory import Home
@@ -114,7 +114,7 @@ class LocalAccess(Commands):
         """The last view, when the controller has ended too. Raises TimeoutError, and HoldfastError
         when there is no controller."""
         directory = self._home.find(name)
-        job = LocalJob(directory)
+        job = self._target.find(name)
 
         def has_ended() -> bool:
             if directory.controller_alive():

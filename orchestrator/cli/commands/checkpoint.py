@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from holdfast.orchestrator.protocol.manifest import Manifest
     from holdfast.orchestrator.runtime.observe.view import JobView
 
-    from ..targets.base import Response, TargetJob
+    from ...protocol.messages import Reply
+    from ..targets.remote_job import RemoteJob
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -136,14 +137,14 @@ BETWEEN_GENERATIONS = ("starting", "recovering")
 """The controller refuses requests for a checkpoint now and accepts them again within seconds."""
 
 
-def save_and_wait(target: Target, name: str) -> Response:
+def save_and_wait(target: Target, name: str) -> Reply:
     """Wait until a checkpoint of the requested step, or of a later one, is committed.
 
     A request ends with its generation, so each new generation gets a new request. Raises
     HoldfastError when the job does not train any more or has no controller, and UserError when the
     controller refuses the request.
     """
-    from ..targets.base import Response
+    from ...protocol.messages import Reply
 
     step: int | None = None
     generation = 0
@@ -155,7 +156,7 @@ def save_and_wait(target: Target, name: str) -> Response:
         view = job.view()
         newest = max((one.step for one in view.checkpoints), default=-1)
         if step is not None and newest >= step:
-            return Response(f"step {newest} is committed", {"step": newest})
+            return Reply(ok=True, detail=f"step {newest} is committed", body={"step": newest})
         if step is not None and (view.state == "suspended" or view.state in TERMINAL):
             raise HoldfastError(_not_committed(view, step, f"it is {view.state}"))
         absent_since = None if view.controller_alive else absent_since or time.monotonic()
@@ -163,7 +164,7 @@ def save_and_wait(target: Target, name: str) -> Response:
             raise HoldfastError(_not_committed(view, step, "it has had no controller for a minute"))
         first = generation == 0 and view.state not in BETWEEN_GENERATIONS
         if first or (view.state == "running" and view.generation != generation):
-            requested = _request_save(job, view)
+            requested = _request_save(job)
             if requested is not None:
                 step, generation = requested, view.generation
         problem = f"not committed yet: {view.storage_problem}" if view.storage_problem else ""
@@ -173,19 +174,15 @@ def save_and_wait(target: Target, name: str) -> Response:
         time.sleep(POLL_S)
 
 
-def _request_save(job: TargetJob, view: JobView) -> int | None:
-    """The requested step. None: the generation ended meanwhile, and the next one gets the request.
-
-    Without a step in the answer it is the next step: on Kubernetes the step is in an Event, which
-    not every user may read.
-    """
+def _request_save(job: RemoteJob) -> int | None:
+    """The requested step. None: the generation ended meanwhile, and the next one gets the
+    request."""
     try:
-        step = job.request("checkpoint").body.get("step")
+        return int(job.request("checkpoint").body["step"])
     except HoldfastError:
         if job.view().state in BETWEEN_GENERATIONS:
             return None
         raise
-    return view.step + 1 if step is None else int(step)
 
 
 def _not_committed(view: JobView, step: int | None, what: str) -> str:
@@ -429,7 +426,7 @@ def _is_directory(job_or_path: str) -> bool:
     return os.path.isdir(os.path.expanduser(job_or_path))  # noqa: PTH111, PTH112
 
 
-def _find(job_or_path: str, target: Target) -> TargetJob:
+def _find(job_or_path: str, target: Target) -> RemoteJob:
     """The job of that name. Raises UserError."""
     try:
         return target.find(job_or_path)

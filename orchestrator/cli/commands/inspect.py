@@ -14,7 +14,7 @@ from ..output import columns, count, date, print_json, state_text, stderr, stdou
 
 if TYPE_CHECKING:
     from ...runtime.observe.view import JobView
-    from ..targets.base import LogSelector
+    from ..targets.remote_job import LogSelector
 
 FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Follow until the job ends.")]
 
@@ -149,7 +149,7 @@ def logs(
     Examples: `holdfast logs my-job -f --rank 0`, `holdfast logs my-job --failed`
     """
     from ..log_files import LogMissing
-    from ..targets.base import LogSelector
+    from ..targets.remote_job import LogSelector
 
     found, wanted = target.find(job), LogSelector(rank, generation, node)
     if failed:
@@ -172,7 +172,7 @@ def _of_failure(view: JobView) -> LogSelector:
     """The log of the newest failure's culprit; of all its workers if no rank is one. Raises
     UserError if the job has not failed."""
     from ..render import incident_title
-    from ..targets.base import LogSelector
+    from ..targets.remote_job import LogSelector
 
     failures = ("user", "infrastructure", "hang")
     newest = next((one for one in reversed(view.incidents) if one.failure_class in failures), None)

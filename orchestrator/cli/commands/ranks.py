@@ -137,7 +137,7 @@ def profile(
     import base64
     import zlib
 
-    from ..targets.base import expect_not_ended
+    from ..targets.remote_job import expect_not_ended
 
     file = out or Path(f"{job}-rank-{rank}.svg")
     form = SUFFIXES.get(file.suffix)

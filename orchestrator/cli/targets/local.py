@@ -1,7 +1,8 @@
-"""Local jobs: requests go to the controller over a socket, everything else is read from files."""
+"""Jobs of this machine: the controller answers at a socket, everything else is read from files."""
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,19 +13,43 @@ from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import Damaged, HoldfastError, Problem, SpecError, UserError
 from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
 from holdfast.orchestrator.protocol.manifest import Manifest
+from holdfast.orchestrator.protocol.messages import (
+    BadFrame,
+    Reply,
+    Request,
+    decode,
+    encode,
+    frame_length,
+)
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..display import Display
 from ..output import plural, stderr, without_controller
 from ..report import local_command
-from .base import LogSelector, Response, RunResult, exit_code, expect_not_ended, first_free
+from .base import RunResult, exit_code, first_free
+from .remote_job import (
+    ControllerGone,
+    LogSelector,
+    RemoteJob,
+    expect_ended,
+    extra_s,
+    view_through,
+)
 
 if TYPE_CHECKING:
     from holdfast.orchestrator.api.v1alpha1 import TrainingJob
     from holdfast.orchestrator.hosts.local.service import FinishedRun
 
+    from ..code_files import Code
 
-class LocalJob:
+
+TIMEOUT_S = 15.0
+"""The controller answers from memory: it accepts a resize or a suspend without awaiting it."""
+
+
+class LocalTransport:
+    """The socket of the controller on this machine, and the files of the job's directory."""
+
     def __init__(self, directory: JobDirectory, follow_interval_s: float = 0.2) -> None:
         self._directory = directory
         self._follow_interval_s = follow_interval_s
@@ -35,57 +60,94 @@ class LocalJob:
     def name(self) -> str:
         return self._directory.name
 
-    def view(self) -> JobView:
-        return read_view(self._directory)
+    @property
+    def job(self) -> TrainingJob:
+        return self._directory.job()
 
-    def remarks(self, view: JobView) -> list[str]:
-        if view.controller_alive or view.state in TERMINAL:
-            return []
+    def command(self, *words: str) -> str:
+        return local_command(*words)
+
+    def perform(self, verb: str, arguments: dict[str, Any]) -> Reply:
+        """One connection, one request, one reply."""
+        controller = self._directory.controller()
+        if controller is None:
+            raise self._gone("none is running")
+        request = Request(token=self._directory.token(), verb=verb, arguments=arguments)
+        address = (str(controller["address"]), int(controller["port"]))
+        try:
+            with socket.create_connection(address, timeout=TIMEOUT_S) as connection:
+                connection.settimeout(TIMEOUT_S + extra_s(verb, arguments))
+                connection.sendall(encode(request))
+                with connection.makefile("rb") as stream:  # its read() returns less only at the end
+                    reply = decode(stream.read(frame_length(stream.read(4))))
+        except (OSError, BadFrame) as error:
+            raise self._gone(str(error) or type(error).__name__) from None
+        if not isinstance(reply, Reply):
+            raise self._gone(f"unexpected answer: {type(reply).__name__}")
+        return reply
+
+    def _gone(self, why: str) -> ControllerGone:
+        return ControllerGone(
+            f"job {self.name}: no controller answers ({why}). Its agents, if any, keep training "
+            f"for 15 minutes; take the job over with `holdfast run --attach {self.name}`"
+        )
+
+    def recorded(self) -> JobView:
+        from holdfast.orchestrator.hosts.local import job_records
+
+        view = job_records.read_view(self._directory)
+        view.controller_alive = False
+        return view
+
+    def has_ended(self) -> bool:
+        """A controller may have been killed before it released the nodes."""
+        from holdfast.orchestrator.backends.local import node_registry
+
+        if node_registry.living(self._directory.nodes_file):
+            return False
+        return self.recorded().state in TERMINAL
+
+    def remark(self, view: JobView) -> str:
         from holdfast.orchestrator.backends.local import node_registry
 
         attach = f"`holdfast run --attach {view.name}`"
         try:
             living = node_registry.living(self._directory.nodes_file)
         except HoldfastError as error:
-            return [f"No controller is running; this view comes from the journal. {error}."]
+            return f"No controller is running; this view comes from the journal. {error}."
         if living:
-            how_long = without_controller(self._directory.job())
-            return [
+            how_long = without_controller(self.job)
+            return (
                 "No controller is running; this view comes from the journal. The agents train "
                 f"without one {how_long}: take the job over with {attach}."
-            ]
-        return [
+            )
+        return (
             "No controller is running and no node of the job is left, as after a restart of the "
             "machine; this view comes from the journal. Continue from the last checkpoint in "
             f"storage with {attach}."
-        ]
+        )
 
-    def request(self, verb: str, **arguments: Any) -> Response:
-        from ..client import ControllerGone, ask
+    def check_code(self) -> bool:
+        """Raises UserError for a job without code of the user, and for code that cannot start: the
+        job goes on with the old one."""
+        from holdfast.orchestrator.protocol import files
 
-        try:
-            reply = ask(self._directory, verb, **arguments)
-        except ControllerGone:
-            view = self.view()
-            if has_ended(self._directory, view):
-                expect_not_ended(view, verb)
-            raise
-        return Response(reply.detail, reply.body)
+        from .. import entrypoint_checks
 
-    def again(self, directory: Path | None) -> Response:
-        if directory is not None:
-            expected = "nothing: a job of this machine reads its files where they are"
-            raise UserError(str(Problem("FILE", str(directory), expected)))
-        self.check_code()
-        return self.request("again")
-
-    def check_code(self) -> None:
-        """Raises UserError for a job without code of the user, and for code that cannot start."""
-        job = self._directory.job()
+        job = self.job
         if job.spec.entrypoint.recipe is not None:
             got = f"job {self.name}, which runs a recipe"
             raise UserError(str(Problem("--again", got, "one that runs code of yours")))
-        check_code(job, Path(self._directory.spec_directory))
+        work = files.resolve(Path(self._directory.spec_directory), job.spec.working_directory)
+        if problems := list(entrypoint_checks.problems(job, work)):
+            raise SpecError(problems)
+        return False
+
+    def upload(self, code: Code) -> None:
+        raise AssertionError("the nodes read the files where they are")
+
+    def delete_code_except(self, *names: str) -> None:
+        raise AssertionError("there is none")
 
     def print_events(self, *, follow: bool, as_json: bool) -> None:
         from holdfast.orchestrator.hosts.local.file_journal import JournalReader, Snapshot
@@ -134,7 +196,7 @@ class LocalJob:
     def describe_deletion(self, keep: Path | None) -> str:
         try:
             self._check_keep(keep)
-            state: str = self.view().state
+            view = view_through(self)
         except Damaged as error:
             return self._deleting_damaged(keep, error)
         except SpecError as error:
@@ -143,11 +205,7 @@ class LocalJob:
                 f"know whether the job has ended; delete it with the Holdfast that wrote it, or "
                 f"remove {self._directory.path} once none of its processes runs"
             ) from None
-        if state not in TERMINAL:
-            raise UserError(
-                f"job {self.name}: is {state}; only a job that is {', '.join(TERMINAL[:-1])} or "
-                f"{TERMINAL[-1]} can be deleted; end it with `holdfast cancel {self.name}`"
-            )
+        expect_ended(view, f"`{self.command('cancel', self.name)}`")
         return self._deleted_files(keep)
 
     def _check_keep(self, keep: Path | None) -> None:
@@ -188,14 +246,14 @@ class LocalTarget:
     def __init__(self, home: Path | None) -> None:
         self._home = Home(home)
 
-    def find(self, name: str) -> LocalJob:
-        return LocalJob(self._home.find(name))
+    def find(self, name: str) -> RemoteJob:
+        return RemoteJob(LocalTransport(self._home.find(name)))
 
     def views(self) -> list[JobView]:
         found = []
         for directory in self._home.list():
             try:
-                found.append(read_view(directory))
+                found.append(view_through(LocalTransport(directory)))
             except HoldfastError as error:
                 stderr().print(f"{directory.name}: {error}", markup=False, soft_wrap=True)
         return found
@@ -227,7 +285,9 @@ class LocalTarget:
 
         if attach is not None:
             found = self._home.find(attach)
-            if has_ended(found, view := read_view(found)):
+            transport = LocalTransport(found)
+            view = view_through(transport)
+            if view.state in TERMINAL and transport.has_ended():
                 return RunResult(view, exit_code(view))
             with display, _lines(found.job(), found, display):
                 done = attach_job(found, display.show, display.note)
@@ -245,9 +305,9 @@ class LocalTarget:
         from holdfast.orchestrator.hosts.local.service import attach_job
 
         directory = self._home.find(name)
-        found, job = LocalJob(directory), directory.job()
-        found.check_code()
-        view = found.view()
+        transport, job = LocalTransport(directory), directory.job()
+        transport.check_code()
+        view = view_through(transport)
         begin = "the beginning: it has no checkpoint"
         if view.checkpoints:
             begin = f"its checkpoint of step {view.checkpoints[-1].step}"
@@ -296,42 +356,6 @@ def _lines(
     if wanted is None:
         wanted = job.spec.entrypoint.recipe is None
     return RankLines(directory, display.line) if wanted else nullcontext()
-
-
-def read_view(directory: JobDirectory) -> JobView:
-    """The view of the controller, or the one of the journal when no controller answers."""
-    import msgspec
-
-    from holdfast.orchestrator.hosts.local import job_records
-
-    from ..client import ControllerGone, ask
-
-    try:
-        body = ask(directory, "status").body
-    except ControllerGone:
-        view = job_records.read_view(directory)
-        view.controller_alive = False
-        return view
-    return msgspec.convert(body.get("view", body), JobView)
-
-
-def has_ended(directory: JobDirectory, view: JobView) -> bool:
-    """Whether nothing of the job is left to control. A controller may have been killed before it
-    released the nodes."""
-    from holdfast.orchestrator.backends.local import node_registry
-
-    return view.state in TERMINAL and not node_registry.living(directory.nodes_file)
-
-
-def check_code(job: TrainingJob, spec_directory: Path) -> None:
-    """Raises SpecError for edited code that cannot start: the job goes on with the old one."""
-    from holdfast.orchestrator.protocol import files
-
-    from .. import entrypoint_checks
-
-    work = files.resolve(spec_directory, job.spec.working_directory)
-    if problems := list(entrypoint_checks.problems(job, work)):
-        raise SpecError(problems)
 
 
 def _check_memory(job: TrainingJob) -> None:

@@ -45,7 +45,7 @@ def test_a_job_whose_controller_cannot_start_reports_why_and_can_be_cancelled_an
         raise ModuleNotFoundError("No module named 'nowhere'")
 
     actor.create(made, broken)
-    job = RayTarget(cluster.address).find(NAME)
+    job = RayTarget(cluster.address).transport(NAME)
     with pytest.raises(actors.ControllerActorGone) as raised:
         job.watch(SilentDisplay(stderr()))
     assert "its controller did not start (ModuleNotFoundError: No module named" in str(raised.value)
@@ -219,7 +219,7 @@ def test_the_deletion_of_a_finishing_job_waits_for_the_end_record(
         return ending(given)
 
     actor.create(made, make_host)
-    job = RayTarget(cluster.address).find(NAME)
+    job = RayTarget(cluster.address).transport(NAME)
     assert NAME in job.describe_deletion(None)
     assert job.ended is not None
     job.delete(None)

@@ -9,13 +9,13 @@ import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.cli.log_files import PART_BYTES, LogTail, follow_files, print_files
-from holdfast.orchestrator.cli.targets.local import LocalJob
+from holdfast.orchestrator.cli.targets.remote_job import RemoteJob
 from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
 from holdfast.orchestrator.runtime.observe.view import Incident, JobView
 from holdfast.workers.agent.linux import output
 
 from .conftest import Holdfast
-from .test_client import JOB
+from .targets.test_remote_job import JOB
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_the_log_of_the_worker_that_failed(
 ) -> None:
     incidents: list[Incident] = []
     view = JobView(name="demo", incidents=incidents)
-    monkeypatch.setattr(LocalJob, "view", lambda self: view)
+    monkeypatch.setattr(RemoteJob, "view", lambda self: view)
     none = holdfast("logs", "demo", "--failed")
     assert none.code == 2
     assert "--failed: got demo; expected a job with a failure; it had none" in none.err
@@ -207,7 +207,7 @@ def test_a_failure_whose_log_is_gone_is_refused_by_the_name_of_the_option(
 ) -> None:
     incident = Incident(number=1, failure_class="user", title="worker 5 failed", culprit_rank=5,
                         generation_before=1, at_ns=0, world_size_before=6)  # fmt: skip
-    monkeypatch.setattr(LocalJob, "view", lambda self: JobView(name="demo", incidents=[incident]))
+    monkeypatch.setattr(RemoteJob, "view", lambda self: JobView(name="demo", incidents=[incident]))
     result = holdfast("logs", "demo", "--failed")
     assert result.code == 2
     assert "--failed: got rank 5 of generation 1; expected a log that is kept" in result.err

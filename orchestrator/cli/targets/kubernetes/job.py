@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.api.v1alpha1.crd import job_from_resource
 from holdfast.orchestrator.backends.kubernetes.pods import agent_command
-from holdfast.orchestrator.cli import job_code
-from holdfast.orchestrator.cli.client import RequestRefused, extra_s, user
+from holdfast.orchestrator.cli.code_files import Code
 from holdfast.orchestrator.cli.output import duration
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.rank_assignment import check_resize
@@ -26,10 +28,12 @@ from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import JOBS, PODS, Conflict, Forbidden, NotFound, TooBusy
 from holdfast.orchestrator.protocol.manifest import Manifest
+from holdfast.orchestrator.protocol.messages import Reply
 from holdfast.orchestrator.runtime.clock import Clock
+from holdfast.orchestrator.runtime.control_api import view_body
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from ..base import LogSelector, Response, expect_not_ended
+from ..remote_job import ControllerGone, LogSelector, expect_ended, extra_s
 from . import code_upload
 from .resource_view import nodes_of, operator_absence, status_written_ns, view_of_object
 from .session import ClusterSession, annotation_of, follow_job
@@ -47,8 +51,9 @@ async def pods_of(cluster: KubeClient, document: Document) -> list[Document]:
     return found
 
 
-class KubernetesJob:
-    """The object as it was when the command found it."""
+class KubernetesTransport:
+    """The object as it was when the command found it: fields and annotations change the job, and a
+    command in a pod asks its controller."""
 
     def __init__(self, session: ClusterSession, document: Document) -> None:
         self._session, self._document = session, document
@@ -60,7 +65,14 @@ class KubernetesJob:
     def name(self) -> str:
         return self._name
 
-    def view(self) -> JobView:
+    @property
+    def job(self) -> TrainingJob:
+        return job_from_resource(self._document)
+
+    def command(self, *words: str) -> str:
+        return self._session.hint(*words).strip("`")
+
+    def recorded(self) -> JobView:
         async def act(cluster: KubeClient, namespace: str) -> list[Document]:
             return await pods_of(cluster, self._document)
 
@@ -68,99 +80,98 @@ class KubernetesJob:
         view.nodes = nodes_of(self._document, self._session.run(act))
         return view
 
+    def has_ended(self) -> bool:
+        return self._object_view().state in TERMINAL
+
     def _object_view(self) -> JobView:
         """Without the pods."""
         return view_of_object(self._document, Clock().now_ns())
 
-    def remarks(self, view: JobView) -> list[str]:
+    def remark(self, view: JobView) -> str:
         absence = operator_absence(self._document, view.now_ns)
-        if absence is None:
-            return []
+        assert absence is not None
         since = duration((view.now_ns - absence.since_ns) / SECOND_NS)
         written_ns = status_written_ns(self._document)
         age = duration((view.now_ns - written_ns) / SECOND_NS)
         written = f" (its last status is {age} old)" if written_ns else ""
         hint = self._session.kubectl_hint("describe", "trainingjob", self.name)
-        return [
+        return (
             f"For {since} {absence.what}{written}. This is the last known state. Training goes on "
             f"without an operator, and requests wait for one. See {hint}"
-        ]
+        )
 
     # -- requests ------------------------------------------------------------------------------
-    def request(self, verb: str, **arguments: Any) -> Response:
-        view = self._object_view()
-        expect_not_ended(view, verb)
+    def perform(self, verb: str, arguments: dict[str, Any]) -> Reply:
+        if verb == "status":
+            return Reply(ok=True, body=view_body(self.recorded()))
+        if self.has_ended():
+            raise ControllerGone(f"job {self.name}: has ended")
+        spec = self._document["spec"]
         match verb:
             case "resize":
-                response = self._resize(int(arguments["nodes"]))
+                return self._resize(int(arguments["nodes"]))
             case "suspend":
-                response = self._suspend()
-            case "resume" if self._document["spec"].get("suspend") or view.state != "suspended":
-                response = self._resume()
+                detail = "workers stop, the newest state goes to storage, nodes are freed"
+                return self._change({"suspend": True}, detail)
+            case "resume" if spec.get("suspend"):
+                return self._change({"suspend": False}, "asking for nodes")
+            case "resume" if self._object_view().state != "suspended":
+                problem = Problem("job", self._object_view().state, "a suspended job")
+                return Reply(ok=False, detail=str(problem))
+            case "again":
+                before = str(spec.get("code") or "")
+                detail = "a new generation starts with it"
+                return self._change({"code": arguments["code"]}, detail, before=before)
             case "cancel":
-                self._patch({"metadata": {"annotations": {names.CANCEL: user() or "a user"}}})
-                response = Response("stopping all workers", {})
+                self._patch(
+                    {"metadata": {"annotations": {names.CANCEL: arguments["by"] or "a user"}}}
+                )
+                return self._with_absence("stopping all workers")
             case _ if verb in REQUESTS:
                 annotated = _AnnotatedRequest(self._session, self._document, verb, arguments)
                 return self._session.run(annotated.perform)
-            case _:
-                return self._ask(verb, arguments)
-        return self._with_absence(response)
 
-    def _ask(self, verb: str, arguments: dict[str, Any]) -> Response:
-        async def act(cluster: KubeClient, namespace: str) -> Response:
+        async def act(cluster: KubeClient, namespace: str) -> Reply:
             return await ask(cluster, self._document, verb, arguments)
 
         return self._session.run(act)
 
-    def _with_absence(self, response: Response) -> Response:
-        """The response, which also names the absence of an operator."""
+    def _change(self, spec: Document, detail: str, **body: Any) -> Reply:
+        self._patch({"spec": spec})
+        return self._with_absence(detail, **body)
+
+    def _with_absence(self, detail: str, **body: Any) -> Reply:
+        """The reply, which also names the absence of an operator."""
         absence = operator_absence(self._document, Clock().now_ns())
-        if absence is None:
-            return response
-        text = f"{response.detail}, as soon as an operator runs again ({absence.what})"
-        return Response(text, response.body)
+        if absence is not None:
+            detail = f"{detail}, as soon as an operator runs again ({absence.what})"
+        return Reply(ok=True, detail=detail, body=body)
 
-    def again(self, directory: Path | None) -> Response:
-        state = self._object_view().state
-        if state in TERMINAL:
-            fix = f"remove it with {self._session.hint('delete', self.name)}, and run it again"
-            raise UserError(str(Problem("job", state, "a job that has not ended", fix)))
-        code = job_code.edited(job_from_resource(self._document), directory or Path.cwd())
+    def check_code(self) -> bool:
+        return True
 
+    def upload(self, code: Code) -> None:
         async def act(cluster: KubeClient, namespace: str) -> None:
-            before = str(self._document["spec"].get("code") or "")
-            owner = owner_of(self._document)
-            await code_upload.upload(cluster, owner, code)
-            body = {"spec": {"code": code.name}}
-            await cluster.patch(JOBS, self._namespace, self.name, body)
-            await code_upload.delete_others(cluster, owner, (before, code.name))
+            await code_upload.upload(cluster, owner_of(self._document), code)
 
         self._session.run(act)
-        detail = f"{job_code.describe(code)}; a new generation starts with it"
-        return self._with_absence(Response(detail, {"code": code.name}))
 
-    def _resize(self, nodes: int) -> Response:
+    def delete_code_except(self, *kept: str) -> None:
+        async def act(cluster: KubeClient, namespace: str) -> None:
+            await code_upload.delete_others(cluster, owner_of(self._document), kept)
+
+        self._session.run(act)
+
+    def _resize(self, nodes: int) -> Reply:
         before = int(self._document["spec"].get("nodes", {}).get("max", 1))
         try:
-            problem = check_resize(job_from_resource(self._document), nodes)
+            problem = check_resize(self.job, nodes)
         except SpecError:
             problem = None  # the operator reports what is wrong with the spec
         if problem:
-            raise UserError(problem)
+            return Reply(ok=False, detail=problem)
         self._patch({"spec": {"replicas": nodes}}, "scale")
-        return Response(f"from {before} to {nodes} nodes", {"nodes": nodes})
-
-    def _suspend(self) -> Response:
-        self._patch({"spec": {"suspend": True}})
-        return Response("workers stop, the newest state goes to storage, nodes are freed", {})
-
-    def _resume(self) -> Response:
-        if not self._document["spec"].get("suspend"):
-            problem = Problem("job", self._object_view().state, "a suspended job")
-            raise UserError(str(problem))
-        self._patch({"spec": {"suspend": False}})
-        return Response("asking for nodes", {})
+        return self._with_absence(f"from {before} to {nodes} nodes", nodes=nodes)
 
     def _patch(self, body: Document, subresource: str = "") -> None:
         async def act(cluster: KubeClient, namespace: str) -> None:
@@ -208,13 +219,9 @@ class KubernetesJob:
                 "leave it out",
             )
             raise UserError(str(problem))
-        if view.state not in TERMINAL:
-            raise UserError(
-                f"job {self.name}: got a job that is {view.state}; expected one that is "
-                f"{', '.join(TERMINAL[:-1])} or {TERMINAL[-1]}; end it with "
-                f"{self._session.hint('cancel', self.name)}, or delete it as it is with "
-                f"{self._session.kubectl_hint('delete', 'trainingjob', self.name)}"
-            )
+        kubectl = self._session.kubectl_hint("delete", "trainingjob", self.name)
+        end = f"{self._session.hint('cancel', self.name)}, or delete it as it is with {kubectl}"
+        expect_ended(view, end)
         return f"job {self.name} in namespace {self._namespace} with its pods and their logs"
 
     def delete(self, keep: Path | None) -> list[str]:
@@ -252,16 +259,16 @@ class _AnnotatedRequest:
         self, session: ClusterSession, document: Document, verb: str, arguments: dict[str, Any]
     ) -> None:
         self._session, self._document, self._verb = session, document, verb
-        self._arguments, self._id = arguments, secrets.token_hex(4)
+        self._id = secrets.token_hex(4)
         metadata = document["metadata"]
         self._key: tuple[str, str] = (metadata["namespace"], metadata["name"])
         self._name: str = metadata["name"]
-        by = user() or "a user"
-        wanted = {"verb": verb, "arguments": arguments, "by": by, "id": self._id}
-        self._value = json.dumps(wanted)
+        given = {name: value for name, value in arguments.items() if name != "by"}
+        wanted = {"verb": verb, "arguments": given, "by": arguments["by"], "id": self._id}
+        self._given, self._value = given, json.dumps(wanted)
 
-    async def perform(self, cluster: KubeClient, namespace: str) -> Response:
-        """Raises UserError when the operator refuses, NoOperator when none accepts the request."""
+    async def perform(self, cluster: KubeClient, namespace: str) -> Reply:
+        """Raises NoOperator when none accepts the request."""
         waiting = annotation_of(self._document, names.REQUEST)
         if waiting is not None:
             got = f"another request that waits for the operator ({waiting})"
@@ -281,11 +288,11 @@ class _AnnotatedRequest:
                 f"answered; {self._hint()}"
             ) from None
         if not answer.get("accepted"):
-            raise UserError(f"job {self._name}: {self._verb}: {answer.get('message', '')}")
-        body = {key: value for key, value in self._arguments.items() if key != "kind"}
+            return Reply(ok=False, detail=f"{self._verb}: {answer.get('message', '')}")
+        body = {key: value for key, value in self._given.items() if key != "kind"}
         if (step := answer.get("step")) is not None:
             body["step"] = int(step)
-        return Response(str(answer.get("message", "")), body)
+        return Reply(ok=True, detail=str(answer.get("message", "")), body=body)
 
     async def _answer(self, cluster: KubeClient) -> Document:
         async for document in follow_job(cluster, self._document):
@@ -322,8 +329,8 @@ class _AnnotatedRequest:
 
 async def ask(
     cluster: KubeClient, document: Document, verb: str, arguments: dict[str, Any]
-) -> Response:
-    """What the controller answers when it is asked from a pod of the job. Raises RequestRefused,
+) -> Reply:
+    """What the controller answers when it is asked from a pod of the job. Raises
     Forbidden where the user may not run commands in pods, HoldfastError without an answer."""
     metadata = document["metadata"]
     namespace, name = metadata["namespace"], metadata["name"]
@@ -350,9 +357,6 @@ async def ask(
             why = str(error)
             continue
         if done.succeeded:
-            reply = json.loads(done.stdout)
-            if not reply["ok"]:
-                raise RequestRefused(f"job {name}: {reply['detail']}")
-            return Response(reply.get("detail", ""), reply.get("body", {}))
+            return msgspec.json.decode(done.stdout, type=Reply)
         why = f"pod {pod['metadata']['name']}: {done.stderr.decode(errors='replace').strip()}"
     raise HoldfastError(f"job {name}: {verb}: {why}")

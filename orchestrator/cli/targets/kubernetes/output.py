@@ -40,7 +40,7 @@ from holdfast.orchestrator.kube.pod_logs import lines
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.observe.view import Incident
 
-from ..base import LogSelector
+from ..remote_job import LogSelector
 from ..tempdir import scratch
 from .resource_view import time_ns, view_of_object
 from .session import ClusterSession, annotation_of, events_selector, until_finished

@@ -37,8 +37,9 @@ from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..base import RunResult, exit_code, first_free
+from ..remote_job import RemoteJob
 from . import code_upload
-from .job import KubernetesJob, pods_of
+from .job import KubernetesTransport, pods_of
 from .resource_view import is_refused, nodes_of, operator_absence, view_of_object
 from .session import ClusterSession, follow_job
 
@@ -67,11 +68,11 @@ class KubernetesTarget:
         self._session = ClusterSession(namespace, context, kubeconfig, plugin=plugin)
         self._searched = namespace or ""
 
-    def find(self, name: str) -> KubernetesJob:
+    def find(self, name: str) -> RemoteJob:
         async def act(cluster: KubeClient, namespace: str) -> Document:
             return await _get(cluster, namespace, name, self._session)
 
-        return KubernetesJob(self._session, self._session.run(act))
+        return RemoteJob(KubernetesTransport(self._session, self._session.run(act)))
 
     def views(self) -> list[JobView]:
         async def act(cluster: KubeClient, namespace: str) -> list[Document]:

@@ -21,10 +21,12 @@ from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.log_files import older_part, print_files
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.hosts.local.job_directory import JobDirectory
-from holdfast.orchestrator.protocol.manifest import Manifest
+from holdfast.orchestrator.protocol.messages import Reply
+from holdfast.orchestrator.runtime.control_api import view_body
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from ..base import LogSelector, Response, RunResult
+from ..base import RunResult
+from ..remote_job import LogSelector, RemoteJob
 from ..tempdir import scratch
 from .jobs_api import forward
 
@@ -54,7 +56,7 @@ class DashboardTarget:
     ) -> None:
         self._address, self._open, self._run_inside = address, open_api, run_inside
 
-    def find(self, name: str) -> DashboardJob:
+    def find(self, name: str) -> RemoteJob:
         found, why, give_up = None, "", time.monotonic() + START_S
         try:
             api = self._open(self._address)
@@ -67,8 +69,8 @@ class DashboardTarget:
         except Exception as error:  # of Ray, of requests, of a file that another version wrote
             why = _failed(f"the state of job {name} cannot be read", error)
         if found is None:
-            self._inside(why)
-        return DashboardJob(api, found, self._inside)
+            self._inside(why=why)
+        return RemoteJob(DashboardTransport(api, found, self._inside))
 
     def _view(
         self, api: StateApi, name: str, controller: ControllerProcess
@@ -83,7 +85,7 @@ class DashboardTarget:
             return None, f"the published state of job {name} is {old_s:.0f} s old by this clock"
         return view, ""
 
-    def _inside(self, why: str = "") -> NoReturn:
+    def _inside(self, *_given: object, why: str = "", **_options: object) -> NoReturn:
         raise typer.Exit(self._run_inside(self._address, why))
 
     def views(self) -> list[JobView]:
@@ -114,35 +116,30 @@ class DashboardTarget:
         self._inside()
 
 
-class DashboardJob:
-    """A running job whose controller has published its view."""
+class DashboardTransport:
+    """What the controller of a running job has published."""
 
-    def __init__(
-        self,
-        api: StateApi,
-        view: JobView,
-        inside: Callable[..., NoReturn],
-    ) -> None:
+    def __init__(self, api: StateApi, view: JobView, inside: Callable[..., NoReturn]) -> None:
         self._api, self._view, self._inside = api, view, inside
+        self.job: Any = None
+        self.remark = self.check_code = self.upload = self.delete_code_except = inside
+        self.print_events = self.storage = self.manifests = self.command = inside
+        self.describe_deletion = self.delete = inside
 
     @property
     def name(self) -> str:
         return self._view.name
 
-    def view(self) -> JobView:
+    def perform(self, verb: str, arguments: dict[str, Any]) -> Reply:
+        if verb != "status":
+            self._inside()
+        return Reply(ok=True, body=view_body(self._view))
+
+    def recorded(self) -> JobView:
         return self._view
 
-    def remarks(self, view: JobView) -> list[str]:
-        return []
-
-    def request(self, verb: str, **arguments: Any) -> Response:
-        self._inside()
-
-    def again(self, directory: Path | None) -> Response:
-        self._inside()
-
-    def print_events(self, *, follow: bool, as_json: bool) -> None:
-        self._inside()
+    def has_ended(self) -> bool:
+        return False
 
     def print_logs(self, wanted: LogSelector, *, follow: bool) -> None:
         if follow:
@@ -158,7 +155,7 @@ class DashboardJob:
             if complete:
                 print_files(copy, *wanted)
         if not complete:
-            self._inside(why)
+            self._inside(why=why)
 
     def _fetch(self, root: Path, wanted: LogFilter) -> bool:
         """Copy the wanted files to `root`, and make empty ones of all others. False: too many."""
@@ -177,18 +174,6 @@ class DashboardJob:
         for path in found & places.keys():
             path.write_bytes(self._api.log_file(*places[path]))
         return True
-
-    def storage(self) -> AbstractContextManager[str]:
-        self._inside()
-
-    def manifests(self) -> tuple[str, list[Manifest]] | None:
-        self._inside()
-
-    def describe_deletion(self, keep: Path | None) -> str:
-        self._inside()
-
-    def delete(self, keep: Path | None) -> list[str]:
-        self._inside()
 
 
 def _failed(what: str, error: Exception) -> str:

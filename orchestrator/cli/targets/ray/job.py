@@ -15,15 +15,14 @@ import msgspec
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.backends.ray import actors, kv, remote_files
 from holdfast.orchestrator.backends.ray.backend import end_without_controller
-from holdfast.orchestrator.cli import job_code
-from holdfast.orchestrator.cli.client import RequestRefused, extra_s
+from holdfast.orchestrator.cli.code_files import Code
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.log_files import generations
 from holdfast.orchestrator.cli.output import without_controller
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.journal import JournalError
 from holdfast.orchestrator.core.transitions import TERMINAL
-from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.hosts.local.file_journal import Snapshot
 from holdfast.orchestrator.hosts.local.job_directory import JobDirectory
 from holdfast.orchestrator.hosts.local.job_records import replay
@@ -32,15 +31,15 @@ from holdfast.orchestrator.hosts.ray.actor import ControllerOrder
 from holdfast.orchestrator.hosts.ray.code_store import KeyValueCodeStore
 from holdfast.orchestrator.hosts.ray.host import checkpoint_path
 from holdfast.orchestrator.protocol.manifest import Manifest
+from holdfast.orchestrator.protocol.messages import Reply
 from holdfast.orchestrator.runtime.checkpoint_store.options import job_environment
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.control_api import view_body
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from ..base import LogSelector, Response, expect_not_ended
+from ..remote_job import ControllerGone, LogSelector, expect_ended, extra_s, view_through
 from ..tempdir import scratch
-from .jobs_api import requester
 
 FOLLOW_INTERVAL_S = 0.5
 LINES_INTERVAL_S = 2.0
@@ -48,8 +47,8 @@ END_RECORD_S = 30.0
 """From a job's last view to its end record."""
 
 
-class RayJob:
-    """A job that has a record."""
+class RayTransport:
+    """The actor of a job's controller, and the job's record in the store of the cluster's head."""
 
     def __init__(
         self,
@@ -60,9 +59,9 @@ class RayJob:
         answer_s: float = actors.ANSWER_S,
     ) -> None:
         """`command`: a command line as the user would type it for this cluster."""
-        self.order, self._command, self._answer_s = order, command, answer_s
+        self.order, self.command, self._answer_s = order, command, answer_s
         self._store = store or kv.JobKeyValueStore(order.job)
-        self._job = job_from_mapping(order.document, f"job {order.job}")
+        self.job = job_from_mapping(order.document, f"job {order.job}")
         self._actor: Any = None
 
     @property
@@ -75,53 +74,39 @@ class RayJob:
         data = self._store.get(kv.ENDED)
         return json.loads(data) if data else None
 
-    def view(self) -> JobView:
-        if (ended := self.ended) is not None:
-            return _view(ended["view"])
+    def perform(self, verb: str, arguments: dict[str, Any]) -> Reply:
         try:
-            answer = self._ask("perform", "status", {})
-            if answer["ok"]:
-                return _view(answer["body"])
-        except actors.ControllerActorGone:
-            pass
-        # It ends now, or has ended.
-        if (ended := self.ended) is not None:
-            return _view(ended["view"])
-        return self.fold()
+            answer = self._ask("perform", verb, arguments, extra_s=extra_s(verb, arguments))
+        except actors.ControllerActorGone as error:
+            if verb != "cancel" or self.ended is not None:
+                raise ControllerGone(str(error)) from None
+            detail = self._cancel(str(arguments["by"]), str(error))
+            return Reply(ok=True, detail=f"job {self.name}: {detail}")
+        return msgspec.convert(answer, Reply)
+
+    def has_ended(self) -> bool:
+        return self.ended is not None
+
+    def recorded(self) -> JobView:
+        ended = self.ended
+        return self.fold() if ended is None else _view(ended["view"])
 
     def fold(self) -> JobView:
         """As of the last event in its journal. Raises JournalError."""
         chunks = gcs_journal.read(self._store, self.name)
         records = [record for chunk in chunks for record in chunk.records]
-        projection = replay(self._job, records, chunks[0].snapshot if chunks else None)
-        path = checkpoint_path(self.order, self._job.spec.checkpoint.path)
+        projection = replay(self.job, records, chunks[0].snapshot if chunks else None)
+        path = checkpoint_path(self.order, self.job.spec.checkpoint.path)
         view = projection.view(projection.now_ns, live=False, checkpoint_path=path)
         view.job_id, view.controller_alive = self.order.job_id, False
         return view
 
-    def remarks(self, view: JobView) -> list[str]:
-        if view.controller_alive or view.state in TERMINAL:
-            return []
-        attach = self._command("run", "--attach", self.name)
-        return [
+    def remark(self, view: JobView) -> str:
+        attach = self.command("run", "--attach", self.name)
+        return (
             f"No controller answers: this is what the journal says. Training goes on without one, "
-            f"{without_controller(self._job)}; `{attach}` starts one."
-        ]
-
-    def request(self, verb: str, **arguments: Any) -> Response:
-        arguments.setdefault("by", requester())
-        try:
-            answer = self._ask("perform", verb, arguments, extra_s=extra_s(verb, arguments))
-        except actors.ControllerActorGone as error:
-            if (ended := self.ended) is not None:
-                expect_not_ended(_view(ended["view"]), verb)
-            if verb != "cancel":
-                raise
-            detail = self._cancel(str(arguments["by"]), str(error))
-            return Response(f"job {self.name}: {detail}", {})
-        if not answer["ok"]:
-            raise RequestRefused(f"job {self.name}: {answer['detail']}")
-        return Response(answer["detail"], answer["body"])
+            f"{without_controller(self.job)}; `{attach}` starts one."
+        )
 
     def _cancel(self, by: str, cause: str) -> str:
         """End all that exists of the job, and write its end record. Returns what was done."""
@@ -139,7 +124,7 @@ class RayJob:
 
     def expire(self) -> bool:
         """Delete the record if the job finished longer than ttlSecondsAfterFinished ago."""
-        ttl_s, ended = self._job.spec.ttl_s_after_finished, self.ended
+        ttl_s, ended = self.job.spec.ttl_s_after_finished, self.ended
         finished_ns = ended["view"].get("finished_ns") if ended is not None else None
         if ttl_s is None or finished_ns is None:
             return False
@@ -176,7 +161,7 @@ class RayJob:
         return view
 
     def _without_controller(self, error: actors.ControllerActorGone) -> str:
-        cancel = f"`{self._command('cancel', self.name)}` ends the job"
+        cancel = f"`{self.command('cancel', self.name)}` ends the job"
         if isinstance(error, actors.RuntimeEnvGone):
             return (
                 f"job {self.name}: no controller could be started: the cluster could not build the "
@@ -187,20 +172,18 @@ class RayJob:
             return f"job {self.name}: its controller did not start ({error}); {cancel}"
         return (
             f"job {self.name}: its controller was removed from the cluster ({error}); training "
-            f"goes on; `{self._command('run', '--attach', self.name)}` starts another, {cancel}"
+            f"goes on; `{self.command('run', '--attach', self.name)}` starts another, {cancel}"
         )
 
     # -- events and logs -----------------------------------------------------------------------
-    def again(self, directory: Path | None) -> Response:
-        if (ended := self.ended) is not None:
-            got, expected = str(ended["view"]["state"]), "a job that has not ended"
-            raise UserError(str(Problem("job", got, expected, "submit it again")))
-        code = job_code.edited(self._job, directory or Path.cwd())
-        codes = KeyValueCodeStore(self._store)
-        codes.upload(code.name, code.archive)
-        answer = self.request("again", code=code.name)
-        codes.delete_others(code.name, str(answer.body.get("before", "")))
-        return Response(f"{job_code.describe(code)}; {answer.detail}", {"code": code.name})
+    def check_code(self) -> bool:
+        return True
+
+    def upload(self, code: Code) -> None:
+        KeyValueCodeStore(self._store).upload(code.name, code.archive)
+
+    def delete_code_except(self, *names: str) -> None:
+        KeyValueCodeStore(self._store).delete_others(*names)
 
     def print_events(self, *, follow: bool, as_json: bool) -> None:
         from holdfast.orchestrator.cli.event_format import EventFormatter
@@ -265,8 +248,8 @@ class RayJob:
     # -- checkpoints and the end ---------------------------------------------------------------
     @contextmanager
     def storage(self) -> Iterator[str]:
-        with job_environment(self._job):
-            yield checkpoint_path(self.order, self._job.spec.checkpoint.path)
+        with job_environment(self.job):
+            yield checkpoint_path(self.order, self.job.spec.checkpoint.path)
 
     def manifests(self) -> tuple[str, list[Manifest]] | None:
         with self.storage() as path:
@@ -275,18 +258,13 @@ class RayJob:
             return path, CheckpointStore(path, self.name).manifests()
 
     def describe_deletion(self, keep: Path | None) -> str:
-        state = self.view().state
+        view = view_through(self)
         if keep is not None:
             raise UserError(
                 "--keep-checkpoints: got a directory; expected none with --ray, where checkpoints "
                 "stay where they are"
             )
-        if state not in TERMINAL:
-            raise UserError(
-                f"job {self.name}: got a job that is {state}; expected one that is "
-                f"{', '.join(TERMINAL[:-1])} or {TERMINAL[-1]}; end it with "
-                f"`{self._command('cancel', self.name)}`"
-            )
+        expect_ended(view, f"`{self.command('cancel', self.name)}`")
         self._wait_for_end_record()
         return f"the record of {self.name} in the Ray cluster"
 
@@ -305,7 +283,7 @@ class RayJob:
             time.sleep(actors.PAUSE_S)
 
     def delete(self, keep: Path | None) -> list[str]:
-        path = checkpoint_path(self.order, self._job.spec.checkpoint.path)
+        path = checkpoint_path(self.order, self.job.spec.checkpoint.path)
         if self.ended is None:  # its controller ended before it had released all nodes
             end_without_controller(self.name)
         self._store.clear()
@@ -327,7 +305,7 @@ class RayJob:
 class _LogCopy(JobDirectory):
     """A local copy of the job's log files, updated whenever they are about to be read."""
 
-    def __init__(self, path: Path, job: RayJob, wanted: remote_files.LogFilter) -> None:
+    def __init__(self, path: Path, job: RayTransport, wanted: remote_files.LogFilter) -> None:
         super().__init__(path)
         self._job, self._wanted, self._offsets = job, wanted, dict[str, int]()
 

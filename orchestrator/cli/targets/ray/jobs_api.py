@@ -3,7 +3,6 @@ job in, and every other command runs once more inside the cluster, as a short Ra
 
 from __future__ import annotations
 
-import os
 import secrets
 import shlex
 import sys
@@ -17,12 +16,12 @@ from holdfast.orchestrator.api.v1alpha1.load import read_job_file
 from holdfast.orchestrator.api.v1alpha1.remarks import remarks
 from holdfast.orchestrator.backends.ray import jobs_api
 from holdfast.orchestrator.cli import code_files, job_code, script_job
-from holdfast.orchestrator.cli.client import user
 from holdfast.orchestrator.cli.job_checks import check_submission
 from holdfast.orchestrator.cli.launch_sizes import not_taken_along
 from holdfast.orchestrator.cli.script_job import ScriptRun
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 
+from ..remote_job import BY, requester
 from ..tempdir import on_sigterm, scratch
 from . import working_dir
 
@@ -33,10 +32,6 @@ OWNER = "holdfast_job"
 """Metadata key with the job's name: without it, the Ray job is another program that runs a job."""
 COMMAND = "holdfast_command_"
 """Prefix of the Ray job of a command; a submitted job is called holdfast-JOB-..."""
-BY = "HOLDFAST_BY"
-"""Environment variable with the name of the user who typed a command that runs in the cluster."""
-MAX_BY_CHARS = 64
-"""The name is kept in the job's journal."""
 STDERR_MARK = "\x1e"
 """Between stdout and stderr of a command in the one log that a Ray job has."""
 
@@ -140,13 +135,6 @@ def _name_in(own: Any, file: Path) -> str:
 def metadata(job: TrainingJob) -> dict[str, str]:
     """What the dashboard's Jobs page shows; `job_name` is the key that it has a column for."""
     return {"job_name": job.name, OWNER: job.name}
-
-
-def requester() -> str:
-    """The user who typed the command, here or on the machine that sent it. It is shown in events,
-    and not verified: printable characters only, and no line breaks."""
-    name = os.environ.get(BY)
-    return "".join(filter(str.isprintable, user() if name is None else name))[:MAX_BY_CHARS]
 
 
 def forward(address: str, why: str = "") -> int:

@@ -33,9 +33,10 @@ from holdfast.orchestrator.protocol.certificate import make_keys
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..base import RunResult, exit_code
+from ..remote_job import RemoteJob, view_through
 from ..tempdir import on_sigterm
 from .driver import accept_stop, fork_driver
-from .job import RayJob
+from .job import RayTransport
 from .jobs_api import metadata
 
 
@@ -46,7 +47,10 @@ class RayTarget:
         """`answer_s`: how long to wait for a controller's answer."""
         self._address, self._answer_s = address, answer_s
 
-    def find(self, name: str) -> RayJob:
+    def find(self, name: str) -> RemoteJob:
+        return RemoteJob(self.transport(name))
+
+    def transport(self, name: str) -> RayTransport:
         cluster.connect(self._address)
         data = kv.JobKeyValueStore(name).get(kv.RECORD) if name else None
         if data is None:
@@ -60,7 +64,7 @@ class RayTarget:
                 f"job {name}: its record in the cluster's store cannot be read ({error}); use the "
                 f"Holdfast that wrote it"
             ) from None
-        return RayJob(order, self.command, answer_s=self._answer_s)
+        return RayTransport(order, self.command, answer_s=self._answer_s)
 
     def views(self) -> list[JobView]:
         cluster.connect(self._address)
@@ -122,26 +126,26 @@ class RayTarget:
             name = job.name
             cluster.connect(self._address, metadata(job))
             if num_killed and self._created(name, job_id):
-                self._revive(self.find(name), display)
+                self._revive(self.transport(name), display)
             else:
                 self._start(job, home, job_id, display)
         else:
             assert attach is not None
             name = attach
-            self._revive(self.find(attach), display)
-        found = self.find(name)
+            self._revive(self.transport(attach), display)
+        transport = self.transport(name)
 
         def stop() -> None:
             # `ray job stop` is meant for the job that the Ray job has submitted. Elsewhere SIGTERM
             # ends a command that only watches.
             if attach is not None or not cluster.submission_id():
                 raise KeyboardInterrupt
-            found.request("cancel", by="SIGTERM")
+            transport.perform("cancel", {"by": "SIGTERM"})
 
-        with display, on_sigterm(stop), found.lines_of_rank_0(display):
+        with display, on_sigterm(stop), transport.lines_of_rank_0(display):
             accept_stop()
             try:
-                view = found.watch(display)
+                view = transport.watch(display)
             except KeyboardInterrupt:
                 display.note(
                     f"Job {name} goes on in the cluster. Watch it again with "
@@ -165,7 +169,7 @@ class RayTarget:
     def _created(self, name: str, job_id: str) -> bool:
         """Whether an earlier driver of this Ray job created the job before it was killed."""
         return kv.JobKeyValueStore(name).exists(kv.RECORD) and (
-            self.find(name).order.job_id == job_id
+            self.transport(name).order.job_id == job_id
         )
 
     def expire(self, jobs: list[str]) -> list[str]:
@@ -174,7 +178,7 @@ class RayTarget:
         deleted = []
         for name in jobs:
             with suppress(HoldfastError):  # written by another Holdfast, or deleted meanwhile
-                if self.find(name).expire():
+                if self.transport(name).expire():
                     deleted.append(name)
         return deleted
 
@@ -210,7 +214,7 @@ class RayTarget:
         # commands for this job.
         old = [key for key in store.list("") if key != kv.RECORD]
         if not store.create(kv.RECORD, msgspec.msgpack.encode(order)):
-            raise UserError(str(self._taken(self.find(job.name))))
+            raise UserError(str(self._taken(self.transport(job.name))))
         store.delete(*old)
         try:
             actor.create(order, RayHost)
@@ -221,8 +225,8 @@ class RayTarget:
                 f"job {job.name}: its controller could not be made ({error}); nothing was started"
             ) from None
 
-    def _taken(self, job: RayJob) -> Problem:
-        state = job.view().state
+    def _taken(self, job: RayTransport) -> Problem:
+        state = view_through(job).state
         if state in TERMINAL:
             fix = f"remove it with `{self.command('delete', job.name)}`"
         else:
@@ -232,7 +236,7 @@ class RayTarget:
             "metadata.name", got, "a name that is free", f"{fix}, or choose another metadata.name"
         )
 
-    def _revive(self, job: RayJob, display: Display) -> None:
+    def _revive(self, job: RayTransport, display: Display) -> None:
         """Start a controller again whose actor was removed; its agents wait for it."""
         if job.ended or actor.find(job.name) is not None:
             return

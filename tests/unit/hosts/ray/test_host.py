@@ -20,7 +20,7 @@ from holdfast.orchestrator.api.v1alpha1 import job_from_mapping, job_to_mapping
 from holdfast.orchestrator.backends.ray import actors, kv, names, ray_nodes
 from holdfast.orchestrator.cli.display import SilentDisplay
 from holdfast.orchestrator.cli.output import stderr
-from holdfast.orchestrator.cli.targets.ray.job import RayJob
+from holdfast.orchestrator.cli.targets.ray.job import RayTransport
 from holdfast.orchestrator.core.journal import JournalError
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.hosts.ray.actor import ControllerOrder
@@ -173,7 +173,7 @@ def order(tmp_path: Path) -> ControllerOrder:
 
 def refusal(order: ControllerOrder, store: MemoryStore) -> HoldfastError:
     """What the command that waits for the job raises."""
-    job = RayJob(order, lambda *words: " ".join(words), store=store)
+    job = RayTransport(order, lambda *words: " ".join(words), store=store)
     with pytest.raises(HoldfastError) as raised:
         job.watch(SilentDisplay(stderr()))
     return raised.value

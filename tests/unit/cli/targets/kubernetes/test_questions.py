@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from holdfast.orchestrator.cli.client import RequestRefused
-from holdfast.orchestrator.cli.targets.base import Response
 from holdfast.orchestrator.cli.targets.kubernetes.job import ask
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.kube.client import CHANNELS, Document
@@ -71,10 +69,10 @@ class Controller(Job):
 
 def asked(
     place: Path, verb: str, change: Callable[[Kubelet], object] = lambda api: None, **arguments: Any
-) -> Response:
+) -> wire.Reply:
     """The answer to a question about a job with one pod that trains and one that starts."""
 
-    async def scenario() -> Response:
+    async def scenario() -> wire.Reply:
         job, endpoint, api = Controller("space/one", place), AgentServer(), Kubelet()
         await endpoint.open(tls=True)
         job.register(endpoint)
@@ -105,9 +103,9 @@ def test_the_controller_answers_a_command_in_a_pod(tmp_path: Path) -> None:
     assert len(answer.body["long"]) == 5000, "it comes in several messages"
 
 
-def test_what_the_controller_refuses_is_the_users_error(tmp_path: Path) -> None:
-    with pytest.raises(RequestRefused, match="job one: rank: got 9; expected 0 to 1"):
-        asked(tmp_path, "profile", rank=9, seconds=1)
+def test_what_the_controller_refuses_is_its_reply(tmp_path: Path) -> None:
+    answer = asked(tmp_path, "profile", rank=9, seconds=1)
+    assert not answer.ok and answer.detail == "rank: got 9; expected 0 to 1"
 
 
 def test_without_the_right_to_run_commands_the_missing_one_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from holdfast.orchestrator.cli import render, report
-from holdfast.orchestrator.cli.targets.kubernetes.job import KubernetesJob
+from holdfast.orchestrator.cli.targets.kubernetes.job import KubernetesTransport
 from holdfast.orchestrator.cli.targets.kubernetes.resource_view import (
     nodes_of,
     operator_absence,
@@ -17,6 +17,7 @@ from holdfast.orchestrator.cli.targets.kubernetes.resource_view import (
     view_of_object,
 )
 from holdfast.orchestrator.cli.targets.kubernetes.session import ClusterSession
+from holdfast.orchestrator.cli.targets.remote_job import RemoteJob
 from holdfast.orchestrator.hosts.kubernetes.status import StatusContext, status_of
 from holdfast.orchestrator.kube.client import Document
 from holdfast.orchestrator.runtime.observe.view import JobView
@@ -153,7 +154,8 @@ def test_pods_are_the_nodes_of_a_job_in_the_order_of_their_ranks() -> None:
 
 def test_a_remark_says_since_when_no_operator_handles_a_job() -> None:
     document = make_object(make_view())
-    job = KubernetesJob(ClusterSession("team", None, None, plugin=True), document)
+    session = ClusterSession("team", None, None, plugin=True)
+    job = RemoteJob(KubernetesTransport(session, document))
     view = view_of_object(document, status_written_ns(document) + 5 * NS)
     assert job.remarks(view) == []
     view = view_of_object(document, status_written_ns(document) + 125 * NS)

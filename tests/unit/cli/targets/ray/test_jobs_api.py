@@ -17,13 +17,11 @@ from holdfast.orchestrator.cli import script_job
 from holdfast.orchestrator.cli.options import complete
 from holdfast.orchestrator.cli.targets.ray import jobs_api
 from holdfast.orchestrator.cli.targets.ray.jobs_api import (
-    BY,
-    MAX_BY_CHARS,
     PROGRAM,
-    requester,
     shell_command,
     split_output,
 )
+from holdfast.orchestrator.cli.targets.remote_job import BY, MAX_BY_CHARS, requester
 from holdfast.orchestrator.errors import SpecError, UserError
 
 ODD = "ada; $(exit 1) 'x'\x1b[2J\nroot"

@@ -1,4 +1,4 @@
-"""Requests to a controller: an answer, a refusal, and no controller."""
+"""Requests to the controller of a local job: an answer, a refusal, and no controller."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
-from holdfast.orchestrator.backends.local.node_registry import LocalNodeRegistry
+from holdfast.orchestrator.backends.local import node_registry
 from holdfast.orchestrator.backends.local.processes import Identity, identify
-from holdfast.orchestrator.cli.client import ControllerGone, RequestRefused, ask
 from holdfast.orchestrator.cli.output import without_controller
-from holdfast.orchestrator.cli.targets.local import LocalJob
+from holdfast.orchestrator.cli.targets.local import LocalTransport
+from holdfast.orchestrator.cli.targets.remote_job import (
+    ControllerGone,
+    RemoteJob,
+    RequestRefused,
+)
 from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
 from holdfast.orchestrator.protocol.messages import Reply, Request, decode, encode, frame_length
 from holdfast.orchestrator.runtime.observe.view import JobView
@@ -57,6 +60,10 @@ def controller(directory: JobDirectory, answer: bytes) -> Iterator[list[Request]
         thread.start()
         yield received
         thread.join(timeout=10)
+
+
+def ask(directory: JobDirectory, verb: str, **arguments: object) -> Reply:
+    return RemoteJob(LocalTransport(directory)).request(verb, **arguments)
 
 
 def test_a_request_carries_the_token_and_the_user(directory: JobDirectory) -> None:
@@ -111,9 +118,9 @@ def test_without_a_controller_a_remark_says_whether_training_goes_on(
     directory: JobDirectory,
 ) -> None:
     def remark(agent: Identity) -> str:
-        known = LocalNodeRegistry(agents={"node-0": agent})
-        (directory.path / "nodes.json").write_bytes(msgspec.json.encode(known))
-        (line,) = LocalJob(directory).remarks(
+        known = node_registry.LocalNodeRegistry(agents={"node-0": agent})
+        node_registry.save(directory.nodes_file, known)
+        (line,) = RemoteJob(LocalTransport(directory)).remarks(
             JobView(name="demo", state="running", controller_alive=False)
         )
         assert "`holdfast run --attach demo`" in line
@@ -139,6 +146,6 @@ def test_without_a_controller_and_with_a_damaged_record_of_nodes_the_view_is_sho
 ) -> None:
     (directory.path / "nodes.json").write_bytes(b"")
     view = JobView(name="demo", state="running", controller_alive=False)
-    (line,) = LocalJob(directory).remarks(view)
+    (line,) = RemoteJob(LocalTransport(directory)).remarks(view)
     assert "this view comes from the journal" in line
     assert "nodes.json: cannot be read" in line and "damaged" in line
