@@ -125,7 +125,7 @@ def decision(action: a.AnyAction) -> str:
         return f"{kind} ({action.count})"
     if isinstance(action, (a.LaunchGroup, a.StopGroup)):
         return f"{kind} on {action.node}, generation {action.generation}"
-    if isinstance(action, (a.CommitManifest, a.DeleteCheckpoint)):
+    if isinstance(action, a.CommitManifest):
         return f"{kind} of step {action.step}"
     if isinstance(action, a.StageStep):
         return f"{kind} {action.step} on {action.node}"

@@ -116,23 +116,36 @@ class CommitManifest(Action, frozen=True, kw_only=True, tag="commit-manifest"):
     files: tuple[ShardFile, ...]
 
 
-class DeleteCheckpoint(Action, frozen=True, kw_only=True, tag="delete-checkpoint"):
-    """Delete a committed or abandoned checkpoint: manifest first, then its files."""
+class Retained(msgspec.Struct, frozen=True):
+    """What stays on the storage tier. Checkpoints are named by (step, generation)."""
 
-    step: int
-    written_by: int
-    """Generation in the directory's name."""
+    keep: tuple[tuple[int, int], ...]
+    newest: tuple[int, int]
+    """The newest good checkpoint. Older ones that are not kept are deleted, newer ones with a
+    manifest stay."""
+    abandoned: tuple[int, int]
+    """Up to this one, what has no manifest gets none, and is deleted."""
+    generation: int
+    """What later generations write is not touched."""
+
+
+class CleanStorage(Action, frozen=True, kw_only=True, tag="clean-storage"):
+    """List the job's checkpoints once and delete what is not retained, complete or not."""
+
+    retained: Retained
 
 
 class FinishJob(Action, frozen=True, kw_only=True, tag="finish-job"):
-    """The job is over: release everything. The last action of a job."""
+    """The job is over: release everything, then clean the storage tier, to which no node writes any
+    more. The last action of a job."""
 
     outcome: Outcome
+    retained: Retained
 
 
 AnyAction = (
     RequestNodes | ReleaseNode | LaunchGroup | StopGroup | InspectGroup | StageStep | PersistStep
-    | CommitManifest | DeleteCheckpoint | FinishJob
+    | CommitManifest | CleanStorage | FinishJob
 )  # fmt: skip
 
 

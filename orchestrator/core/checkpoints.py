@@ -4,9 +4,11 @@ restore. What the memory tier holds is not in the catalog but in the inventories
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from ..protocol.facts import Restore, ShardFile, ShardLocation
-from ..protocol.manifest import directory_name
-from .actions import CommitManifest, DeleteCheckpoint, Reason
+from ..protocol.manifest import MAX_NUMBER, directory_name
+from .actions import CleanStorage, CommitManifest, Reason, Retained
 from .context import StepContext
 from .events import CheckpointRefused, CheckpointsListed, ShardPersisted
 from .roster import NodeRecord, StepKey
@@ -18,6 +20,8 @@ COMMIT_RETRY_S = 2.0
 MAX_PROBLEM_CHARACTERS = 500
 MAX_NAMED = 3
 """Checkpoints named in the reason of a job that holds."""
+NONE: StepKey = (-1, -1)
+"""Older than any checkpoint."""
 DISTRUST_AFTER = 2
 """Generations that failed before their first step from the same state in memory."""
 
@@ -39,9 +43,8 @@ def sources(state: JobState, key: StepKey, num_shards: int) -> tuple[ShardLocati
 
 # -- the storage tier -------------------------------------------------------------------------
 def newest_committed(state: JobState) -> CommittedCheckpoint | None:
-    """The newest that no reader has refused and that is not being deleted."""
-    catalog = state.catalog
-    good = [c for c in catalog.committed if not c.refused and c.key not in catalog.deleting]
+    """The newest that no reader has refused."""
+    good = (c for c in state.catalog.committed if not c.refused)
     return max(good, key=lambda c: c.key, default=None)
 
 
@@ -113,8 +116,6 @@ def shard_persisted(ctx: StepContext, event: ShardPersisted) -> None:
             f"refused shard {shard.shard} of step {shard.step} from {event.node}: written by "
             f"generation {shard.generation}, the current one is {state.generation}"
         )
-        if all(known.key != key for known in state.catalog.committed):
-            state.catalog.late_writes[key] = None
         return
     newest = newest_committed(state)
     if newest is not None and newest.step >= shard.step:
@@ -148,16 +149,10 @@ def _commit(ctx: StepContext, pending: PendingCheckpoint) -> None:
     )
 
 
-def commit_succeeded(
-    ctx: StepContext, action: CommitManifest, incomplete: tuple[StepKey, ...]
-) -> None:
-    """The manifest is durable: the checkpoint counts, and older ones may be deleted. `incomplete`:
-    what older generations have left; it gets no manifest, unless its commit is under way."""
+def commit_succeeded(ctx: StepContext, action: CommitManifest) -> None:
+    """The manifest is durable: the checkpoint counts, and older ones may be deleted."""
     catalog = ctx.state.catalog
-    key = (action.step, action.generation)
-    catalog.pending.pop(key, None)
-    known = {*catalog.pending, *catalog.deleting, *(one.key for one in catalog.committed)}
-    catalog.late_writes |= {one: None for one in incomplete if one not in known}
+    catalog.pending.pop((action.step, action.generation), None)
     record(ctx, action.files)
     catalog.last_commit_ns = ctx.now_ns
     catalog.start_over = False
@@ -183,7 +178,7 @@ def _give_up_commit(ctx: StepContext, action: CommitManifest, detail: str) -> No
     state, key = ctx.state, (action.step, action.generation)
     state.catalog.pending.pop(key, None)
     ctx.note(f"not committed: {detail}")
-    _delete(ctx, key, f"not committed: {detail}")
+    clean(ctx, key)
     drain = state.drain
     if drain is not None and key == (drain.step, drain.generation):
         drain.problem, drain.hopeless = detail, True
@@ -202,7 +197,6 @@ def record(ctx: StepContext, files: tuple[ShardFile, ...]) -> None:
     """Add one committed checkpoint, given all its files."""
     catalog, first = ctx.state.catalog, files[0]
     key = (first.step, first.generation)
-    catalog.late_writes.pop(key, None)
     if all(known.key != key for known in catalog.committed):
         size = sum(file.num_bytes for file in files)
         catalog.committed.append(
@@ -220,12 +214,12 @@ def observed(ctx: StepContext, files: tuple[ShardFile, ...], *, listed: bool) ->
     for key in sorted(by_key):
         record(ctx, tuple(by_key[key]))
         catalog.pending.pop(key, None)
-    for key in list(catalog.deleting):  # a manifest is deleted first: files may be left
-        _delete(ctx, key, "its deletion may not have been carried out")
     for pending in catalog.pending.values():
         pending.commit_action = None
+    # First: what is older than the newest checkpoint may have been deleted.
+    if listed:
+        clean(ctx)
     retry_commits(ctx)
-    clean(ctx)
 
 
 def _by_key(files: tuple[ShardFile, ...]) -> dict[StepKey, list[ShardFile]]:
@@ -245,7 +239,7 @@ def compare(ctx: StepContext, files: tuple[ShardFile, ...]) -> None:
     for known in catalog.committed:
         if known.key in found and known.refusal == "missing":
             known.refused, known.refusal, known.problem = False, "", ""
-        elif known.key not in found and not known.refused and known.key not in catalog.deleting:
+        elif known.key not in found and not known.refused:
             refuse(ctx, known.key, "missing", f"{directory_name(*known.key)} is not in storage")
 
 
@@ -273,51 +267,43 @@ def refused(ctx: StepContext, event: CheckpointRefused) -> bool:
 
 
 # -- retention --------------------------------------------------------------------------------
-def clean(ctx: StepContext) -> None:
-    """Delete what retention does not keep, and incomplete sets older than the newest commit."""
-    state, catalog = ctx.state, ctx.state.catalog
-    newest = newest_committed(state)
-    if newest is None:
-        return
-    for pending in list(catalog.pending.values()):
-        key = (pending.step, pending.generation)
-        if key < newest.key and pending.commit_action is None:
-            catalog.pending.pop(key)
-            _delete(ctx, key, f"abandoned: step {newest.step} is committed")
-    for key in [stray for stray in catalog.late_writes if stray < newest.key]:
-        if key not in catalog.pending:
-            catalog.late_writes.pop(key)
-            _delete(ctx, key, f"generation {key[1]} ended before it was complete")
-    retention = state.job.spec.checkpoint.retention
-    good = sorted((c for c in catalog.committed if not c.refused), key=lambda c: c.key)
-    keep = {c.key for c in good[-retention.keep_last :]}
-    restore = state.membership.restore if state.membership else None
-    for known in list(catalog.committed):
-        every = retention.keep_every_steps
-        periodic = every is not None and not known.refused and (known.step + 1) % every == 0
-        in_use = restore is not None and restore.directory == directory_name(*known.key)
-        if known.key in keep or periodic or in_use or known.key in catalog.deleting:
-            continue
-        if known.refused and known.key > newest.key:
-            continue  # its tensors may be needed until a later checkpoint is good
-        why = (
-            f"found {known.refusal or 'damaged'}"
-            if known.refused
-            else f"the newest {retention.keep_last} are kept"
-        )
-        _delete(ctx, known.key, why)
-
-
-def _delete(ctx: StepContext, key: StepKey, why: str) -> None:
-    reason = Reason("retention", f"checkpoint of step {key[0]}: {why}")
-    ctx.state.catalog.deleting[key] = ctx.emit(
-        DeleteCheckpoint, reason, step=key[0], written_by=key[1]
-    )
-
-
-def deleted(ctx: StepContext, action: DeleteCheckpoint) -> None:
+def clean(ctx: StepContext, given_up: StepKey = NONE) -> None:
+    """Forget and delete what retention does not keep, and what gets no manifest any more: it is
+    older than the newest checkpoint, or `given_up`."""
     catalog = ctx.state.catalog
-    key = (action.step, action.written_by)
-    if catalog.deleting.get(key) == action.action_id:
-        catalog.deleting.pop(key)
-        catalog.committed = [c for c in catalog.committed if c.key != key]
+    restore = ctx.state.membership.restore if ctx.state.membership else None
+    kept = retained(ctx.state, restore.directory if restore is not None else "")
+    abandoned = max(kept.newest, given_up)
+    if abandoned == NONE:
+        return
+    for key, pending in list(catalog.pending.items()):
+        if key < kept.newest and pending.commit_action is None:
+            del catalog.pending[key]
+    keep = dict.fromkeys(kept.keep)
+    dropped = [c for c in catalog.committed if c.key < kept.newest and c.key not in keep]
+    catalog.committed = [c for c in catalog.committed if c.key >= kept.newest or c.key in keep]
+    num_kept = ctx.state.job.spec.checkpoint.retention.keep_last
+    why = [
+        f"checkpoint of step {c.step}: "
+        + (f"found {c.refusal or 'damaged'}" if c.refused else f"the newest {num_kept} are kept")
+        for c in dropped
+    ]
+    reason = Reason("retention", "; ".join(why) or "nothing that agents have left is kept")
+    kept = replace(kept, keep=(*kept.keep, *catalog.pending), abandoned=abandoned)
+    ctx.emit(CleanStorage, reason, retained=kept)
+
+
+def retained(state: JobState, in_use: str = "") -> Retained:
+    """What stays of a job that has ended; `in_use`: and this directory."""
+    retention = state.job.spec.checkpoint.retention
+    good = sorted(c.key for c in state.catalog.committed if not c.refused)
+    every, newest = retention.keep_every_steps, good[-retention.keep_last :]
+    keep = [
+        key
+        for key in good
+        if key >= newest[0]
+        or (every is not None and (key[0] + 1) % every == 0)
+        or directory_name(*key) == in_use
+    ]
+    last = good[-1] if good else NONE  # refused ones after it stay: their tensors may be needed
+    return Retained(tuple(keep), last, (MAX_NUMBER, MAX_NUMBER), state.generation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import drain
 from .actions import FinishJob, Outcome, Reason, ReasonCode
-from .checkpoints import newest_committed
+from .checkpoints import newest_committed, retained
 from .context import StepContext
 from .state import PLACEMENT, PLANNED, Drain, DrainKind, Hold, PendingStop
 
@@ -163,13 +163,18 @@ def finish(ctx: StepContext, outcome: Outcome, reason: Reason) -> None:
     state.timers.clear()
     state.inflight.clear()
     ctx.move(outcome, reason.code, reason.text)
-    state.finish_action = ctx.emit(FinishJob, reason, outcome=outcome)
+    _emit_finish(ctx, reason)
 
 
 def retry_finish(ctx: StepContext, why: str) -> None:
     """The result of FinishJob was lost, or it failed."""
     state = ctx.state
     ctx.disarm("finish")
+    _emit_finish(ctx, Reason(state.reason.code, f"{state.reason.text} ({why})"))
+
+
+def _emit_finish(ctx: StepContext, reason: Reason) -> None:
+    state = ctx.state
     assert state.outcome is not None
-    reason = Reason(state.reason.code, f"{state.reason.text} ({why})")
-    state.finish_action = ctx.emit(FinishJob, reason, outcome=state.outcome)
+    kept = retained(state)
+    state.finish_action = ctx.emit(FinishJob, reason, outcome=state.outcome, retained=kept)

@@ -112,6 +112,8 @@ def _after_the_end(ctx: StepContext, event: e.AnyEvent) -> None:
         case e.ActionSucceeded() if event.action_id == state.finish_action:
             state.finish_action = None
             state.inflight.clear()
+            if event.detail:
+                ctx.note(event.detail)
         case e.ActionFailed() if event.action_id == state.finish_action:
             ctx.note(f"finishing the job failed: {event.detail}; trying again")
             ctx.arm("finish", FINISH_RETRY_S)
@@ -252,9 +254,7 @@ def _succeeded(ctx: StepContext, event: e.ActionSucceeded) -> None:
         case a.RequestNodes():
             provisioning.request_granted(ctx, action, event)
         case a.CommitManifest():
-            checkpoints.commit_succeeded(ctx, action, event.incomplete)
-        case a.DeleteCheckpoint():
-            checkpoints.deleted(ctx, action)
+            checkpoints.commit_succeeded(ctx, action)
         case a.StageStep():
             quiesce.answered(ctx, action)
         case _:
@@ -273,9 +273,8 @@ def _failed(ctx: StepContext, event: e.ActionFailed) -> None:
             provisioning.release_failed(ctx, action, event.detail)
         case a.CommitManifest():
             checkpoints.commit_failed(ctx, action, event.detail, final=event.final)
-        case a.DeleteCheckpoint():
-            ctx.note(f"step {action.step} was not deleted: {event.detail}")
-            checkpoints.deleted(ctx, action)
+        case a.CleanStorage():  # the next commit, controller or the end of the job cleans again
+            ctx.note(f"storage was not cleaned: {event.detail}")
         case a.StageStep():
             quiesce.answered(ctx, action, event.detail)
         case a.PersistStep() if state.drain is not None:
@@ -290,7 +289,7 @@ def _unknown(ctx: StepContext, event: e.ActionUnknown) -> None:
     node reconnects (nodes.joined); the rest is idempotent and is repeated."""
     action = ctx.state.inflight.get(event.action_id)
     if isinstance(
-        action, a.ReleaseNode | a.CommitManifest | a.DeleteCheckpoint | a.StageStep | a.PersistStep
+        action, a.ReleaseNode | a.CommitManifest | a.CleanStorage | a.StageStep | a.PersistStep
     ):
         _failed(ctx, e.ActionFailed(action_id=event.action_id, detail="result unknown"))
     elif action is not None:

@@ -275,9 +275,6 @@ class ActionSucceeded(Event, frozen=True, kw_only=True, tag="action-succeeded"):
     """Of RequestNodes: how long a node takes to start now, where the backend knows."""
     start_limit_s: float = limits.NODE_WAIT_S
     """Of RequestNodes: a node that has not joined after this is released."""
-    incomplete: tuple[tuple[int, int], ...] = ()
-    """(step, generation) of older checkpoints in storage without a manifest; only after a
-    CommitManifest."""
 
 
 class ActionFailed(Event, frozen=True, kw_only=True, tag="action-failed"):

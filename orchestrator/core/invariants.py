@@ -101,6 +101,3 @@ def _checkpoints(state: JobState) -> None:
         last = next(reversed(pending.files), 0)
         if last >= pending.mesh.num_shards:
             raise Broken(f"shard {last} of {pending.mesh.num_shards}")
-    good = [known.key for known in catalog.committed if not known.refused]
-    if good and max(good) in catalog.deleting:
-        raise Broken("the newest good checkpoint is being deleted")

@@ -246,14 +246,9 @@ class CheckpointCatalog(Struct):
 
     pending: dict[StepKey, PendingCheckpoint] = field(default_factory=dict)
     committed: list[CommittedCheckpoint] = field(default_factory=list)
-    """Oldest first."""
-    deleting: dict[StepKey, int] = field(default_factory=dict)
-    """Checkpoint -> action id of its DeleteCheckpoint."""
+    """Oldest first, without those that retention has dropped."""
     distrusted: dict[StepKey, int] = field(default_factory=dict)
     """States in memory from which generations failed before their first step -> how often."""
-    late_writes: dict[StepKey, None] = {}
-    """Incomplete checkpoints, or shards written, of generations that ended: they get no
-    manifest."""
     last_commit_ns: int = 0
     start_over: bool = False
     """A user wants to begin at step 0, although there were checkpoints; until the next commit."""

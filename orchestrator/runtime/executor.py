@@ -13,14 +13,15 @@ from typing import Any
 from ..backends.base import Backend
 from ..core.actions import (
     AnyAction,
+    CleanStorage,
     CommitManifest,
-    DeleteCheckpoint,
     FinishJob,
     InspectGroup,
     LaunchGroup,
     PersistStep,
     ReleaseNode,
     RequestNodes,
+    Retained,
     StageStep,
     StopGroup,
 )
@@ -58,8 +59,6 @@ class Executor:
         self._backend, self._store, self._links = backend, store, links
         self._submit, self._settle_s = submit, settle_s
         self._incidents, self._own_checkpoints = incidents, own_checkpoints
-        self._committed_by = 0
-        """Generation of the last commit."""
         self._awaited = AwaitedAnswers()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -80,8 +79,8 @@ class Executor:
                 self._run(action, self._release_node(action))
             case CommitManifest():
                 self._run(action, self._commit(action))
-            case DeleteCheckpoint():
-                self._run(action, self._delete(action))
+            case CleanStorage():
+                self._run(action, self._clean(action.retained))
             case FinishJob():
                 self._run(action, self._finish(action))
 
@@ -163,23 +162,28 @@ class Executor:
         committed = wire.Committed(generation=generation, step=action.step)
         for link in self._links.values():
             link.send(committed)
-        before, self._committed_by = self._committed_by, generation
-        incomplete = await self._store.incomplete(generation) if generation != before else ()
-        return {"detail": f"{num_bytes} bytes", "incomplete": incomplete}
+        return {"detail": f"{num_bytes} bytes"}
 
-    async def _delete(self, action: DeleteCheckpoint) -> Result:
-        await self._store.delete(action.step, action.written_by)
-        return {}
+    async def _clean(self, retained: Retained) -> Result:
+        deleted = await self._store.clean(retained)
+        return {"detail": f"deleted {', '.join(deleted)}" if deleted else ""}
 
     async def _finish(self, action: FinishJob) -> Result:
         await self._settle_storage()
         for link in self._links.values():
             link.send(wire.Shutdown(detail=f"the job has {action.outcome}"))
         await self._backend.close(release=True)
-        return {}
+        # A store that does not answer must not keep a job that has ended from its end.
+        cleaning = asyncio.get_running_loop().create_task(self._clean(action.retained))
+        done, _ = await asyncio.wait([cleaning], timeout=self._settle_s)
+        if not done:
+            cleaning.cancel()
+            return {"detail": f"storage was not cleaned in {self._settle_s:g} s"}
+        error = cleaning.exception()
+        return {"detail": f"storage was not cleaned: {error}"} if error else cleaning.result()
 
     async def _settle_storage(self) -> None:
-        """Wait for deletions under way, so that retention holds when the job has ended."""
+        """Wait for commits and deletions under way."""
         settled = asyncio.get_running_loop().create_task(self._store.settle())
         await asyncio.wait([settled], timeout=self._settle_s)
         settled.cancel()

@@ -116,6 +116,8 @@ class Host:
         self._awaited = translate.AwaitedAnswers()
         self._committing = False
         self._life = 0
+        self._storage_s = 0.0
+        """When the last call of the storage tier ends."""
         self._wake_ns: int | None = None
 
     @property
@@ -293,10 +295,12 @@ class Host:
         life = self._life
         self.world.after(delay_s, lambda: self.handle(event) if life == self._life else None)
 
-    def _result(self, action: a.AnyAction, ok: bool = True, **fields: Any) -> None:
+    def _result(
+        self, action: a.AnyAction, ok: bool = True, within_s: float = 0.2, **fields: Any
+    ) -> None:
         kind = e.ActionSucceeded if ok else e.ActionFailed
         event = kind(action_id=action.action_id, generation=action.generation, **fields)
-        self._later(self.world.between(0.001, 0.2), event)
+        self._later(self.world.between(0.001, within_s), event)
 
     def _carry_out(self, action: a.AnyAction) -> None:
         world = self.world
@@ -320,26 +324,29 @@ class Host:
                     link.to_agent(m.Shutdown(detail=action.reason.text))
                 world.after(0.01, lambda: world.release(action.node))
                 self._result(action)
-            case a.CommitManifest():
-                world.after(world.between(0.01, 0.1), lambda: self._commit(action, self._life))
-            case a.DeleteCheckpoint():
-                world.storage.delete(action.step, action.written_by)
-                self._result(action)
+            case a.CommitManifest() | a.CleanStorage():
+                self._call_storage(action, lambda: None)
             case a.FinishJob():
                 # No controller is started again for a job that has ended.
                 self.journal.broken = False
                 self.journal.commit()
-                world.after(0.02, world.release_all)
-                self._result(action)
+                self._call_storage(action, world.release_all)
 
-    def _commit(self, action: a.CommitManifest, life: int) -> None:
-        # The storage thread of a killed controller may still write its manifest.
-        self.world.storage.commit(action.step, action.generation, action.mesh, action.files)
-        if life == self._life:
-            for link in self.links.values():
-                link.to_agent(m.Committed(generation=action.generation, step=action.step))
-            left = self.world.storage.incomplete(action.generation)
-            self._result(action, incomplete=left)
+    def _call_storage(self, action: a.AnyAction, before: Callable[[], None]) -> None:
+        """Calls are carried out in their order, also those of a controller that was killed."""
+        due_s = max(self._storage_s, self.world.time_s) + self.world.between(0.01, 0.1)
+        self._storage_s, life = due_s, self._life
+
+        def call() -> None:
+            before()
+            problem = self.world.storage.carry_out(action)
+            if life == self._life:
+                self._result(action, ok=not problem, within_s=0.001, detail=problem)
+                if isinstance(action, a.CommitManifest) and not problem:
+                    for link in self.links.values():
+                        link.to_agent(m.Committed(generation=action.generation, step=action.step))
+
+        self.world.after(due_s - self.world.time_s, call)
 
     def _send(self, action: translate.NodeAction) -> None:
         link = self.links.get(action.node)

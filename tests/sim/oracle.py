@@ -13,7 +13,11 @@ from holdfast.orchestrator.core.copy_rounds import CopyOrder
 from holdfast.orchestrator.core.recovery import STORE_UNREADABLE
 from holdfast.orchestrator.core.state import JobState
 from holdfast.orchestrator.protocol.facts import ShardFile
-from holdfast.orchestrator.protocol.manifest import directory_name, parse_directory_name
+from holdfast.orchestrator.protocol.manifest import (
+    MAX_NUMBER,
+    directory_name,
+    parse_directory_name,
+)
 from holdfast.orchestrator.protocol.mesh import Mesh
 
 from ..unit.core.harness import check_timers
@@ -31,8 +35,6 @@ SPARES_S = 20.0
 """Missing nodes have joined by then, if there is room."""
 RESIZED_S = 20.0
 """A requested step is staged before the job has another size."""
-UNDER_WAY = 2
-"""Commits of older steps that may end after the job."""
 RELEASED_S = 5.0
 """A suspended job has released its nodes by then."""
 GROWS_S = limits.STANDBYS_WAIT_S + 30.0
@@ -47,6 +49,8 @@ class Oracle:
     def __init__(self, world: World) -> None:
         self.world = world
         self.finished = False
+        self.committed: dict[str, bool] = {}
+        """Checkpoints that a controller knew -> whether a reader has refused them."""
         self._seats: dict[tuple[int, str], tuple[int, ...]] = {}
         self._node_of: dict[int, dict[int, str]] = {}
         """Generation -> rank -> node."""
@@ -86,6 +90,8 @@ class Oracle:
     def decided(self, state: JobState, event: e.AnyEvent, actions: tuple[a.AnyAction, ...]) -> None:
         """After every step of the controller. A crash may undo what is not durable yet."""
         check_timers(state)
+        for known in state.catalog.committed:
+            self.committed[directory_name(*known.key)] = known.refused
         self._new_code(state, event)
         self._growth(state)
         self._size(state)
@@ -331,72 +337,83 @@ class Storage:
         self.files: dict[str, dict[str, Payload | None]] = {}
         self.manifests: dict[str, tuple[Mesh, tuple[ShardFile, ...]]] = {}
         self.damaged: dict[str, None] = {}
-        self.committed_s = 0.0
-        self.late_files: dict[str, None] = {}
-        """Directories with files that were written while the job ended."""
         self.away = False
         """It cannot be read, as a volume that is not mounted."""
 
     def write(self, directory: str, file: str, staged: object, payload: Payload | None) -> None:
         self.files.setdefault(directory, {})[file] = payload
-        if self.world.oracle.finished:
-            self.late_files[directory] = None
 
-    def commit(self, step: int, generation: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> None:
-        directory = directory_name(step, generation)
+    def carry_out(self, action: a.AnyAction) -> str:
+        """Returns why it failed."""
+        match action:
+            case a.CommitManifest():
+                return self._commit(action)
+            case a.CleanStorage():
+                self._clean(action.retained)
+                inflight = self.world.host.state.inflight.values()
+                if not any(isinstance(o, a.CleanStorage) and o != action for o in inflight):
+                    self.check_retention(action.retained.newest)
+            case a.FinishJob():
+                self._clean(action.retained)
+        return ""
+
+    def _commit(self, action: a.CommitManifest) -> str:
+        directory = directory_name(action.step, action.generation)
         have = self.files.get(directory, {})
-        for file in files:
-            expected = (step, file.shard, mesh.num_shards)
+        if not have:
+            return f"{directory} is missing"
+        for file in action.files:
+            expected = (action.step, file.shard, action.mesh.num_shards)
             self.world.oracle.require(
                 have.get(file.file) == expected,
                 f"{directory}/{file.file} is {have.get(file.file)}, not {expected}",
             )
-        self.manifests[directory] = (mesh, files)
-        self.committed_s = self.world.time_s
+        self.manifests[directory] = (action.mesh, action.files)
+        return ""
 
-    def delete(self, step: int, generation: int) -> None:
-        """The newest checkpoint that can be read is never deleted."""
-        directory = directory_name(step, generation)
-        good = [key for key in self._keys() if directory_name(*key) not in self.damaged]
-        self.world.oracle.require(
-            (step, generation) != max(good, default=None),
-            f"{directory} is deleted, the newest that can be read",
-        )
-        self.manifests.pop(directory, None)
-        self.files.pop(directory, None)
-
-    def _keys(self) -> list[tuple[int, int]]:
-        return [key for key in map(parse_directory_name, self.manifests) if key is not None]
-
-    def check_retention(self) -> None:
-        """What is left of a job that has ended: the newest `keepLast` good ones, the one that the
-        last generation restored, damaged ones that are newer than all good ones."""
-        keys = sorted(self._keys())
-        good = [key for key in keys if directory_name(*key) not in self.damaged]
+    def _clean(self, retained: a.Retained) -> None:
+        """The newest checkpoint that can be read is never deleted, nor are the newest `keepLast` of
+        which no reader has found that they cannot, if a controller knew that they are committed."""
         keep = self.world.host.job.spec.checkpoint.retention.keep_last
-        state = self.world.host.state
-        restore = state.membership.restore if state.membership else None
-        # The job ends with the commit of its last step; those of older steps may be under way.
-        allowed = {directory_name(*key) for key in good[-keep - UNDER_WAY :]}
-        allowed |= {directory_name(*key) for key in keys if key > max(good, default=(-1, -1))}
-        allowed |= {restore.directory} if restore is not None else set()
-        # Nothing has read those that the world damaged in silence.
-        refused = {directory_name(*c.key) for c in state.catalog.committed if c.refused}
-        unread = self.damaged.keys() - refused
-        extra = [name for name in self.manifests if name not in allowed and name not in unread]
-        self.world.oracle.require(not extra, f"{extra} are kept; {keep} are wanted")
-        newest = max(keys, default=(-1, -1))
-        known = self.manifests.keys() | self.late_files.keys()
-        old = [name for name in self.files if name not in known]
-        # A lost node may have left a step of the generation that wrote the last one.
-        old = [n for n in old if (parse_directory_name(n) or newest)[1] < newest[1]]
-        # A controller that died with the last commit has cleaned nothing.
-        old = [] if self.world.crashed_s > self.committed_s else old
-        self.world.oracle.require(not old, f"{old} have no manifest and are kept")
+        refused = self.world.oracle.committed
+        known = [name for name in self.manifests if not refused.get(name, True)]
+        keys = sorted(key for key in map(parse_directory_name, known) if key is not None)
+        wanted = {*keys[-keep:], *self._good()[-1:]}
+        for name in list(self.files):
+            at = parse_directory_name(name)
+            assert at is not None
+            if at in retained.keep or at[1] > retained.generation or at > retained.abandoned:
+                continue
+            if at > retained.newest and name in self.manifests:
+                continue
+            text = f"{name} is deleted, one of the newest {keep} that can be read"
+            self.world.oracle.require(at not in wanted, text)
+            self.manifests.pop(name, None)
+            del self.files[name]
 
-    def incomplete(self, generation: int) -> tuple[tuple[int, int], ...]:
-        keys = [parse_directory_name(name) for name in self.files if name not in self.manifests]
-        return tuple(key for key in keys if key is not None and key[1] < generation)
+    def _good(self) -> list[tuple[int, int]]:
+        keys = map(parse_directory_name, self.manifests.keys() - self.damaged.keys())
+        return sorted(key for key in keys if key is not None)
+
+    def check_retention(self, until: tuple[int, int] = (MAX_NUMBER, MAX_NUMBER)) -> None:
+        """Up to this checkpoint there are: the newest `keepLast` good ones, and damaged ones that
+        are newer than all good ones; while the job runs, one that is restored, and those whose
+        commit is under way."""
+        keep = self.world.host.job.spec.checkpoint.retention.keep_last
+        state, good = self.world.host.state, [key for key in self._good() if key <= until]
+        keys = {name: key for name in self.files if (key := parse_directory_name(name))}
+        newest = good[-1] if good else (-1, -1)
+        # Nothing has read those that the world damaged in silence.
+        refused = self.world.oracle.committed
+        allowed = {name for name in self.damaged if not refused.get(name)}
+        allowed |= {name for name in self.manifests if keys[name] > newest}
+        allowed |= {name for name in self.manifests if keys[name] in good[-keep:]}
+        if until < (MAX_NUMBER, MAX_NUMBER):
+            restore = state.membership.restore if state.membership else None
+            allowed |= {restore.directory} if restore is not None else set()
+            allowed |= {directory_name(*key) for key in state.catalog.pending}
+        extra = [name for name, key in keys.items() if key <= until and name not in allowed]
+        self.world.oracle.require(not extra, f"{extra} are kept; {keep} are wanted")
 
     def committed(self) -> tuple[ShardFile, ...]:
         return tuple(file for _mesh, files in self.manifests.values() for file in files)

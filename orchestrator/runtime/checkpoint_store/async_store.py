@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from holdfast.orchestrator.api.v1alpha1.resilience import Retention
+from holdfast.orchestrator.core.actions import Retained
 from holdfast.orchestrator.protocol.facts import ShardFile
 from holdfast.orchestrator.protocol.manifest import Manifest
 from holdfast.orchestrator.protocol.mesh import Mesh
@@ -34,18 +35,13 @@ class AsyncCheckpointStore(Protocol):
 
     async def adopt_written(self, generation: int, retention: Retention) -> list[Manifest]:
         """Commit complete checkpoints of this generation that agents wrote without a controller,
-        and delete those that `retention` does not keep. Raises HoldfastError when the store does
-        not answer."""
+        if `retention` keeps them. Raises HoldfastError when the store does not answer."""
 
     async def commit(self, step: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> int:
         """Write the manifest of a complete set of files; returns their bytes."""
 
-    async def incomplete(self, generation: int) -> tuple[tuple[int, int], ...]:
-        """(step, generation) of checkpoints without a manifest that generations before this one
-        wrote; none if the store does not answer."""
-
-    async def delete(self, step: int, generation: int) -> None:
-        """Delete a checkpoint; a missing one counts as deleted."""
+    async def clean(self, retained: Retained) -> list[str]:
+        """Delete the job's checkpoints that are not retained; returns their names."""
 
     async def settle(self) -> None:
         """Wait until all calls so far have ended."""
@@ -116,11 +112,8 @@ class ThreadedCheckpointStore:
     async def commit(self, step: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> int:
         return await self._executor.call(lambda: self._store().commit(step, mesh, files))
 
-    async def incomplete(self, generation: int) -> tuple[tuple[int, int], ...]:
-        return await self._executor.call(lambda: self._store().incomplete(generation))
-
-    async def delete(self, step: int, generation: int) -> None:
-        await self._executor.call(lambda: self._store().delete(step, generation))
+    async def clean(self, retained: Retained) -> list[str]:
+        return await self._executor.call(lambda: self._store().clean(retained))
 
     async def settle(self) -> None:
         await self._executor.settle()

@@ -19,6 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.api.v1alpha1.resilience import Retention
+from holdfast.orchestrator.core.actions import Retained
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.protocol import coverage
 from holdfast.orchestrator.protocol.facts import CoverageSum, ShardFile
@@ -167,20 +168,28 @@ class CheckpointStore:
             return
         replace(Path(path), data)
 
-    def incomplete(self, generation: int) -> tuple[tuple[int, int], ...]:
-        """(step, generation) of checkpoints without a manifest that generations before this one
-        wrote; none if the store does not answer."""
-        self.fs.invalidate_cache(self.root)
-        try:
-            return tuple(
-                at
-                for path in sorted(self._directories())
-                if (at := parse_directory_name(_name(path))) is not None
-                and at[1] < generation
-                and not self.fs.exists(f"{path}/{MANIFEST_NAME}")
-            )
-        except Exception:  # as in prepare
-            return ()
+    def clean(self, retained: Retained) -> list[str]:
+        """Delete the job's checkpoints that are not retained, committed or not; returns their
+        names. One listing of the directories, and a few requests for each that is deleted. Raises
+        what the driver raised last, after it has tried all."""
+        self.fs.invalidate_cache()
+        deleted, keep, failed = [], dict.fromkeys(retained.keep), None
+        for path in sorted(self._directories()):
+            at = parse_directory_name(_name(path))
+            if at is None or at in keep or at[1] > retained.generation or at > retained.abandoned:
+                continue
+            try:
+                if at > retained.newest and self.fs.exists(f"{path}/{MANIFEST_NAME}"):
+                    continue
+                manifest = self._manifest(path)
+                if manifest is None or manifest.job == self._job_name:
+                    self.delete(*at)
+                    deleted.append(_name(path))
+            except Exception as error:  # as in prepare
+                failed = error
+        if failed is not None:
+            raise failed
+        return deleted
 
     def delete(self, step: int, generation: int) -> None:
         """Delete a checkpoint, its manifest first, so that no manifest names deleted files."""
@@ -218,8 +227,8 @@ class CheckpointStore:
     def adopt_written(self, generation: int, retention: Retention) -> list[Manifest]:
         """Commit the steps of this generation whose shards all have a note and that have no
         manifest: agents wrote them without a controller. Newest first, and only those that
-        `retention` keeps; older ones are deleted, or a takeover would take longer the longer there
-        was no controller. Raises HoldfastError when the store does not answer."""
+        `retention` keeps, or a takeover would take longer the longer there was no controller.
+        Raises HoldfastError when the store does not answer."""
         self.fs.invalidate_cache()
         try:
             return self._adopt_written(generation, retention)
@@ -232,20 +241,15 @@ class CheckpointStore:
         parsed = ((parse_directory_name(_name(path)), path) for path in self._directories())
         written = [(at[0], path) for at, path in parsed if at is not None and at[1] == generation]
         for step, path in sorted(written, reverse=True):
-            if self.fs.exists(f"{path}/{MANIFEST_NAME}"):
-                continue
-            notes = self._notes(path)
-            if not notes:
-                continue
             if len(found) >= retention.keep_last and (every is None or (step + 1) % every):
-                self.delete(step, generation)
                 continue
-            found += self._commit_written(step, path, notes)
+            if not self.fs.exists(f"{path}/{MANIFEST_NAME}"):
+                found += self._commit_written(step, path, self._notes(path))
         return found[::-1]
 
     def _commit_written(self, step: int, path: str, notes: list[ShardNote]) -> list[Manifest]:
         meshes = [note.mesh for note in notes]
-        if any(mesh != meshes[0] for mesh in meshes):
+        if not meshes or any(mesh != meshes[0] for mesh in meshes):
             return []
         try:
             self.commit(step, meshes[0], tuple(note.file for note in notes))

@@ -256,7 +256,6 @@ class JobProjection:
         catalog = state.catalog
         if state.may_keep_own_checkpoints and not catalog.committed:
             view.own_checkpoint = own_checkpoints.newest(state)
-        here = [one for one in catalog.committed if one.key not in catalog.deleting]
         view.checkpoints = [
             CheckpointView(
                 step=one.step,
@@ -264,7 +263,7 @@ class JobProjection:
                 num_bytes=one.num_bytes,
                 committed_ns=one.committed_ns,
             )
-            for one in here
+            for one in catalog.committed
             if not one.refused
         ]
         view.refused_checkpoints = [
@@ -274,7 +273,7 @@ class JobProjection:
                 refusal=one.refusal or "damaged",
                 problem=one.problem,
             )
-            for one in here
+            for one in catalog.committed
             if one.refused
         ]
         view.staging = describe(state)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from holdfast.orchestrator.core.actions import (
+    CleanStorage,
     CommitManifest,
-    DeleteCheckpoint,
+    FinishJob,
     LaunchGroup,
+    Retained,
     StopGroup,
 )
 from holdfast.orchestrator.core.events import (
@@ -21,6 +23,7 @@ from holdfast.orchestrator.core.events import (
 )
 from holdfast.orchestrator.core.launching import MESHES_KEPT
 from holdfast.orchestrator.protocol.facts import ShardFile, StagedShard
+from holdfast.orchestrator.protocol.manifest import MAX_NUMBER
 
 from .harness import Transcript, spec
 
@@ -76,9 +79,8 @@ def test_a_committed_checkpoint_whose_shard_is_reported_late_is_not_deleted() ->
     job.all_stopped(12)
     job.succeed(LaunchGroup)
     job.persisted(9, 0, generation=1)
-    assert not job.state.catalog.late_writes
     job.commit(19)
-    assert not job.of(DeleteCheckpoint)
+    assert job.one(CleanStorage).retained.keep == ((9, 1), (19, 2))
 
 
 @pytest.mark.parametrize(("memory", "directory"), [(8, "step-00000009.gen-1"), (9, "")])
@@ -96,16 +98,15 @@ def test_the_newer_of_memory_and_storage_is_restored_and_memory_at_the_same_step
 def test_retention_keeps_the_newest_and_every_nth() -> None:
     keep = {"keepLast": 2, "keepEverySteps": 20}
     job = Transcript(spec(checkpoint={"retention": keep})).started()
-    gone: list[int] = []
     for step in (9, 19, 29, 39, 49):
         job.commit(step)
-        gone += [action.step for action in job.of(DeleteCheckpoint)]
-        job.succeed(DeleteCheckpoint)
-    assert gone == [9, 29]
+    assert job.one(CleanStorage).retained == Retained(
+        ((19, 1), (39, 1), (49, 1)), newest=(49, 1), abandoned=(49, 1), generation=1
+    )
     assert [c.step for c in job.state.catalog.committed] == [19, 39, 49]
 
 
-def test_the_checkpoint_that_a_generation_restores_is_not_deleted() -> None:
+def test_the_checkpoint_that_a_generation_restores_is_not_deleted_before_the_job_ends() -> None:
     job = Transcript(spec(checkpoint={"retention": {"keepLast": 1}})).started()
     job.commit(9)
     job.exits(0, signal=9)
@@ -114,16 +115,22 @@ def test_the_checkpoint_that_a_generation_restores_is_not_deleted() -> None:
     assert restore is not None and restore.step == 9
     job.succeed(LaunchGroup)
     job.commit(19)
-    assert not job.of(DeleteCheckpoint)
+    assert job.one(CleanStorage).retained.keep == ((9, 1), (19, 2))
+    for rank in range(4):
+        job.exits(rank)
+    job.all_stopped(None)
+    assert job.last(FinishJob).retained == Retained(
+        ((19, 2),), newest=(19, 2), abandoned=(MAX_NUMBER, MAX_NUMBER), generation=2
+    )
 
 
 def test_an_incomplete_checkpoint_older_than_the_newest_commit_is_deleted() -> None:
     job = Transcript().started()
     job.persisted(9, 0)
     job.commit(19)
-    delete = job.one(DeleteCheckpoint)
-    assert (delete.step, delete.written_by) == (9, 1)
-    assert "abandoned" in delete.reason.text
+    clean = job.one(CleanStorage)
+    assert clean.retained.keep == ((19, 1),) and not job.state.catalog.pending
+    assert clean.reason.text == "nothing that agents have left is kept"
 
 
 def test_a_late_write_of_an_old_generation_is_deleted_at_the_next_commit() -> None:
@@ -133,34 +140,9 @@ def test_a_late_write_of_an_old_generation_is_deleted_at_the_next_commit() -> No
     job.succeed(LaunchGroup)
     for shard in range(2):
         job.persisted(9, shard, generation=1)
-    assert not job.of(DeleteCheckpoint), "no newer checkpoint is committed yet"
+    assert not job.of(CleanStorage), "no newer checkpoint is committed yet"
     job.commit(19)
-    delete = job.one(DeleteCheckpoint)
-    assert (delete.step, delete.written_by) == (9, 1)
-    job.succeed(DeleteCheckpoint)
-    job.commit(29)
-    assert not job.of(DeleteCheckpoint)
-
-
-def test_what_an_old_generation_left_incomplete_is_deleted_at_the_next_commit() -> None:
-    """Its writer was lost before it could report a shard."""
-    job = Transcript().started(step=9)
-    job.commit(9)
-    job.exits(0, signal=9)
-    job.all_stopped(29)
-    job.succeed(LaunchGroup)
-    job.persisted(29, 0)
-    job.persisted(29, 1)
-    found = ((9, 1), (19, 1), (99, 1))
-    job.apply(ActionSucceeded(action_id=job.one(CommitManifest).action_id, incomplete=found))
-    delete = job.one(DeleteCheckpoint)
-    assert (delete.step, delete.written_by) == (19, 1), "9 was committed, 99 is newer than 29"
-    assert delete.reason.text == (
-        "checkpoint of step 19: generation 1 ended before it was complete"
-    )
-    job.succeed(DeleteCheckpoint)
-    job.commit(199)
-    assert (99, 1) in [(one.step, one.written_by) for one in job.of(DeleteCheckpoint)]
+    assert job.one(CleanStorage).retained.keep == ((19, 2),)
 
 
 def test_a_late_write_can_become_the_last_checkpoint_of_a_suspended_job() -> None:
@@ -176,7 +158,7 @@ def test_a_late_write_can_become_the_last_checkpoint_of_a_suspended_job() -> Non
         job.persisted(9, shard, generation=1)
     job.succeed(CommitManifest)
     assert [c.key for c in job.state.catalog.committed] == [(9, 1)]
-    assert job.state.phase == "suspended" and not job.state.catalog.late_writes
+    assert job.state.phase == "suspended"
 
 
 def test_a_state_staged_many_generations_ago_can_still_be_written() -> None:
@@ -264,7 +246,7 @@ def test_a_damaged_checkpoint_is_noted_and_deleted_with_the_reason() -> None:
     assert [known.refused for known in job.state.catalog.committed] == [True, False]
     assert not job.of(StopGroup), "the generation did not start from it"
     job.commit(29)
-    assert job.one(DeleteCheckpoint).reason.text == "checkpoint of step 9: found damaged"
+    assert job.one(CleanStorage).reason.text == "checkpoint of step 9: found damaged"
 
 
 def test_a_new_controller_finds_commits_whose_results_were_lost() -> None:
@@ -288,21 +270,6 @@ def test_a_new_controller_repeats_a_commit_that_did_not_happen() -> None:
     assert [c.step for c in job.state.catalog.committed] == [9]
 
 
-@pytest.mark.parametrize("manifest_gone", [False, True])
-def test_a_new_controller_repeats_a_deletion(manifest_gone: bool) -> None:
-    job = Transcript().started()
-    for step in (9, 19, 29):
-        job.commit(step)
-    assert job.last(DeleteCheckpoint).step == 9
-    job.controller = job.replayed()
-    files = _files(9) + _files(19) + _files(29)
-    # The manifest is deleted first; other files may be left.
-    job.apply(ControllerStarted(incarnation=2, committed=files[2 * manifest_gone :]))
-    assert job.one(DeleteCheckpoint).step == 9
-    job.succeed(DeleteCheckpoint)
-    assert [c.step for c in job.state.catalog.committed] == [19, 29]
-
-
 def test_directories_of_an_earlier_job_are_restored_and_never_written() -> None:
     job = Transcript()
     job.submit()
@@ -324,18 +291,8 @@ def test_an_incomplete_checkpoint_newer_than_the_commit_is_kept() -> None:
     job = Transcript().started()
     job.persisted(29, 0)
     job.commit(19)
-    assert not job.of(DeleteCheckpoint) and list(job.state.catalog.pending) == [(29, 1)]
-
-
-def test_an_incomplete_checkpoint_of_the_committed_step_is_deleted() -> None:
-    job = Transcript().started()
-    job.persisted(9, 0)
-    job.exits(0, signal=9)
-    job.all_stopped(5)
-    job.succeed(LaunchGroup)
-    job.commit(9)
-    assert [(one.step, one.written_by) for one in job.of(DeleteCheckpoint)] == [(9, 1)]
-    assert job.state.catalog.pending == {}
+    assert (29, 1) in job.one(CleanStorage).retained.keep
+    assert list(job.state.catalog.pending) == [(29, 1)]
 
 
 @pytest.mark.parametrize("step", [8, 9])
@@ -349,10 +306,21 @@ def test_a_shard_that_is_not_newer_than_the_newest_commit_is_not_collected(step:
 def test_a_new_controller_applies_retention_to_what_it_finds() -> None:
     job = Transcript(spec(checkpoint={"retention": {"keepLast": 1}})).started()
     job.controller = job.replayed()
-    job.apply(ControllerStarted(incarnation=2, committed=_files(9) + _files(19)))
-    delete = job.one(DeleteCheckpoint)
-    assert delete.step == 9
-    assert delete.reason.text == "checkpoint of step 9: the newest 1 are kept"
+    files = _files(9) + _files(19)
+    job.apply(ControllerStarted(incarnation=2, committed=files, listed=True))
+    clean = job.one(CleanStorage)
+    assert clean.retained.keep == ((19, 1),)
+    assert clean.reason.text == "checkpoint of step 9: the newest 1 are kept"
+
+
+def test_a_new_controller_commits_nothing_that_an_earlier_one_has_deleted() -> None:
+    """Its journal lacks the last decisions."""
+    job = Transcript().started()
+    for shard in range(2):
+        job.persisted(9, shard)
+    job.controller = job.replayed()
+    job.apply(ControllerStarted(incarnation=2, committed=_files(19) + _files(29), listed=True))
+    assert not job.of(CommitManifest) and not job.state.catalog.pending
 
 
 def test_a_new_controller_does_not_commit_incomplete_sets() -> None:
@@ -412,7 +380,6 @@ def _with_a_late_shard_that_is_drained() -> tuple[Transcript, CommitManifest]:
     job.apply(SuspendRequested())
     for node in ("a", "b"):
         job.stopped(node, staged=tuple(StagedShard(9, 1, shard, 2, 100) for shard in range(2)))
-    assert list(job.state.catalog.late_writes) == [(9, 1)]
     return job, newer
 
 
@@ -422,18 +389,6 @@ def test_a_state_whose_commit_is_under_way_is_not_deleted_as_a_late_write() -> N
         job.persisted(9, shard, generation=1)
     older = job.one(CommitManifest)
     job.apply(ActionSucceeded(action_id=newer.action_id))
-    assert not job.of(DeleteCheckpoint)
+    assert job.one(CleanStorage).retained.keep == ((19, 2), (9, 1))
     job.apply(ActionSucceeded(action_id=older.action_id))
     assert [c.key for c in job.state.catalog.committed] == [(19, 2), (9, 1)]
-
-
-def test_of_two_deletions_of_a_checkpoint_the_last_one_counts() -> None:
-    job, newer = _with_a_late_shard_that_is_drained()
-    job.persisted(9, 0, generation=1)
-    job.apply(ActionSucceeded(action_id=newer.action_id))
-    first, last = job.of(DeleteCheckpoint)
-    assert [(one.step, one.written_by) for one in (first, last)] == [(9, 1), (9, 1)]
-    job.apply(ActionSucceeded(action_id=first.action_id))
-    assert job.state.catalog.deleting == {(9, 1): last.action_id}
-    job.apply(ActionSucceeded(action_id=last.action_id))
-    assert job.state.catalog.deleting == {}

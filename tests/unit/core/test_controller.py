@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from holdfast.orchestrator.core.actions import (
-    DeleteCheckpoint,
+    CleanStorage,
     InspectGroup,
     LaunchGroup,
     PersistStep,
@@ -345,10 +345,9 @@ def test_a_deletion_that_failed_is_noted_and_not_repeated() -> None:
     job = Transcript(spec(checkpoint={"retention": {"keepLast": 1}})).started()
     job.commit(9)
     job.commit(19)
-    job.fail(job.one(DeleteCheckpoint), "access denied")
-    assert job.state.notes[-1][1] == "step 9 was not deleted: access denied"
+    job.fail(job.one(CleanStorage), "access denied")
+    assert job.state.notes[-1][1] == "storage was not cleaned: access denied"
     assert [known.step for known in job.state.catalog.committed] == [19]
-    assert job.state.catalog.deleting == {}
 
 
 def test_time_never_goes_back() -> None:

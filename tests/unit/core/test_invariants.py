@@ -67,10 +67,6 @@ def _committed_twice(state: JobState) -> None:
     state.catalog.committed = state.catalog.committed * 2
 
 
-def _deleting(state: JobState) -> None:
-    state.catalog.deleting[(9, 1)] = 1
-
-
 STOP = PendingStop("failure", Reason("hang", ""), 0, False, 0.0)
 HELD = {"active": False, "needs_placement": False}
 BROKEN: list[tuple[Callable[[JobState], None], str]] = [
@@ -101,7 +97,6 @@ BROKEN: list[tuple[Callable[[JobState], None], str]] = [
     (_committed_twice, "committed twice"),
     (_shard(0, generation=2), "a shard of generation 2, which is in the future"),
     (_shard(2), "shard 2 of 2"),
-    (_deleting, "the newest good checkpoint is being deleted"),
 ]
 
 
@@ -161,10 +156,3 @@ def test_a_launch_checks_the_whole_state() -> None:
     job.state.released_nodes["a"] = "lost"
     with pytest.raises(invariants.Broken, match="a has joined and was released"):
         job.stopped("b", 3)
-
-
-def test_a_refused_checkpoint_may_be_deleted() -> None:
-    state = training()
-    _deleting(state)
-    state.catalog.committed[0].refused = True
-    invariants.check(state)

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.orchestrator.core.actions import (
+    CleanStorage,
     CommitManifest,
-    DeleteCheckpoint,
     LaunchGroup,
     PersistStep,
     ReleaseNode,
@@ -50,7 +50,6 @@ def _after_the_loss_of_all_memory(*steps: int) -> Transcript:
     job = Transcript().started()
     for step in steps:
         job.commit(step)
-        job.succeed(DeleteCheckpoint)
     job.exits(0, signal=9)
     job.all_stopped(None)
     job.succeed(LaunchGroup)
@@ -144,7 +143,7 @@ def test_a_job_whose_checkpoints_are_all_damaged_holds_and_says_which() -> None:
         assert part in state.reason.text
     assert len(job.of(ReleaseNode)) == 2
     assert (job.now_ns, state.hold.text if state.hold else "") in state.notes
-    assert not job.all(DeleteCheckpoint), "refused checkpoints are kept"
+    assert [c.step for c in state.catalog.committed] == [9, 19], "refused checkpoints are kept"
 
 
 def test_a_job_that_holds_holds_again_when_it_is_resumed_without_a_decision() -> None:
@@ -178,10 +177,11 @@ def test_a_user_may_start_over_and_refused_checkpoints_stay_until_a_later_one_is
     assert job.state.catalog.start_over
     job.commit(9)
     assert not job.state.catalog.start_over, "later losses hold the job again"
-    assert [action.step for action in job.of(DeleteCheckpoint)] == [9], "the old one of that step"
-    job.succeed(DeleteCheckpoint)
+    newer = job.state.generation
+    kept = [c.key for c in job.state.catalog.committed]
+    assert kept == [(19, 1), (9, newer)], "the old one of that step goes"
     job.commit(19)
-    assert [action.step for action in job.of(DeleteCheckpoint)] == [19]
+    assert [c.key for c in job.state.catalog.committed] == [(9, newer), (19, newer)]
     assert job.all(CommitManifest)[-1].generation == job.state.generation
 
 
@@ -207,7 +207,7 @@ def test_a_checkpoint_without_every_value_is_deleted_and_not_committed_again() -
     for shard in range(2):
         job.persisted(9, shard)
     job.apply(_not_covered(job))
-    assert job.one(DeleteCheckpoint).step == 9
+    assert job.one(CleanStorage).retained.abandoned == (9, 1)
     assert not job.state.catalog.pending and not job.state.catalog.committed
     job.wait(60)
     assert len(job.all(CommitManifest)) == 1
@@ -270,7 +270,7 @@ def test_a_missing_checkpoint_older_than_a_good_one_is_given_up() -> None:
     job.commit(9)
     job.commit(19)
     job.apply(ControllerStarted(incarnation=2, committed=shard_files((19, 1)), listed=True))
-    assert job.one_reason(DeleteCheckpoint) == "checkpoint of step 9: found missing"
+    assert job.one_reason(CleanStorage) == "checkpoint of step 9: found missing"
 
 
 def test_a_missing_checkpoint_that_is_back_lets_a_job_go_on_that_holds() -> None:

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1.resilience import Retention
+from holdfast.orchestrator.core.actions import Retained
 from holdfast.orchestrator.errors import HoldfastError, UserError
-from holdfast.orchestrator.protocol.manifest import MANIFEST_NAME, directory_name
+from holdfast.orchestrator.protocol.manifest import MANIFEST_NAME, MAX_NUMBER, directory_name
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.orchestrator.runtime.checkpoint_store.beneath import MOST_READ_BYTES, FilesBeneath
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
@@ -55,6 +56,7 @@ def use_everything(store: CheckpointStore) -> list[Any]:
         store.prepare, store.manifests, store.damaged, lambda: store.delete(5, 1),
         lambda: store.adopt_written(1, Retention()), lambda: store.commit(5, MESH, put(store, 5)),
         lambda: store.delete(5, 1),
+        lambda: store.clean(Retained((), (9, 9), (MAX_NUMBER, MAX_NUMBER), 9)),
     )  # fmt: skip
     for call in calls:
         try:

@@ -12,9 +12,11 @@ import msgspec
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1.resilience import Retention
+from holdfast.orchestrator.core.actions import Retained
 from holdfast.orchestrator.protocol.facts import CoverageSum, ShardFile
 from holdfast.orchestrator.protocol.manifest import (
     MANIFEST_NAME,
+    MAX_NUMBER,
     NOTE_SUFFIX,
     ShardNote,
     directory_name,
@@ -247,18 +249,45 @@ def test_of_many_steps_that_agents_wrote_only_those_that_are_kept_are_committed(
     adopted = storage.adopt_written(3, Retention(keep_last=2, keep_every_steps=40))
     assert [one.step for one in adopted] == [39, 79, 89]
     assert storage.manifests() == adopted
-    left = {path.rpartition("/")[2] for path in storage.fs.ls(storage.root, detail=False)}
-    assert {name for name in left if name.startswith("step-")} == {
-        directory_name(step, 3) for step in (39, 79, 89)
-    }
 
 
-def test_incomplete_checkpoints_of_earlier_generations_are_found(storage: CheckpointStore) -> None:
-    storage.commit(5, MESH, put(storage, 5, generation=1))
-    put(storage, 6, generation=1)
-    put(storage, 9, generation=2)
-    put(storage, 7, generation=3)
+def test_only_what_is_retained_stays(storage: CheckpointStore) -> None:
+    for step in (5, 6, 8, 9, 30):
+        storage.commit(step, MESH, put(storage, step, generation=1))
+    others = CheckpointStore(storage.path, "another job")
+    others.commit(4, MESH, put(storage, 4, generation=1))
+    for step, generation in ((3, 1), (7, 1), (8, 2), (9, 3), (20, 2), (40, 3), (1, 4)):
+        put(storage, step, generation)
     storage.fs.makedirs(f"{storage.root}/other", exist_ok=True)
-    assert storage.incomplete(3) == ((6, 1), (9, 2))
-    storage.delete(6, 1)
-    assert storage.incomplete(2) == ()
+
+    def clean(abandoned: tuple[int, int]) -> set[str]:
+        kept = Retained(((6, 1), (7, 1)), newest=(9, 1), abandoned=abandoned, generation=3)
+        return set(storage.clean(kept))
+
+    assert clean((9, 1)) == {directory_name(*at) for at in ((3, 1), (5, 1), (8, 1), (8, 2))} | {
+        directory_name(9, 1)
+    }
+    assert clean((MAX_NUMBER, MAX_NUMBER)) == {
+        directory_name(*at) for at in ((9, 3), (20, 2), (40, 3))
+    }
+    assert clean((MAX_NUMBER, MAX_NUMBER)) == set()
+    assert [one.step for one in storage.manifests()] == [4, 6, 30]
+    assert storage.fs.exists(f"{storage.root}/{directory_name(1, 4)}"), "a later generation's"
+
+
+def test_a_checkpoint_that_cannot_be_deleted_does_not_protect_others(
+    storage: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (5, 6, 7):
+        storage.commit(step, MESH, put(storage, step))
+    delete = storage.delete
+
+    def fails_once(step: int, generation: int) -> None:
+        if step == 5:
+            raise PermissionError("5 is another user's")
+        delete(step, generation)
+
+    monkeypatch.setattr(storage, "delete", fails_once)
+    with pytest.raises(PermissionError):
+        storage.clean(Retained(((7, 1),), newest=(7, 1), abandoned=(7, 1), generation=1))
+    assert [one.step for one in storage.manifests()] == [5, 7]
