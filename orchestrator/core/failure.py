@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..protocol.facts import CRASH_SIGNALS, Exit, Stack, SuspectBasis
-from .hang_evidence import culprit
+from .hang.suspects import culprit
 from .state import FailureClass, Place
 
 SIGNALS = {
@@ -210,14 +210,13 @@ def _hang(facts: FailureEvidence) -> Failure | None:
     if facts.hang is None or _first(facts, lambda e: not is_secondary(e)):
         return None
     suspects, evidence = facts.hang
-    found = culprit(suspects, facts.hang_basis, facts.stacks)
-    rank = found.rank
+    rank, why = culprit(suspects, facts.hang_basis, facts.stacks)
     node = facts.node_of(rank) if rank is not None else ""
     title = f"worker {rank} on {node} hung" if rank is not None else "the job made no progress"
     if rank is None:
         evidence += "; no rank differs from its peers, so none is named"
-    elif found.why:
-        evidence += f"; {found.why}"
+    elif why:
+        evidence += f"; {why}"
     idle = next((s for s in facts.stacks if s.rank == rank and s.activity == "nothing"), None)
     hung_at = idle.place if idle is not None else ""
     if hung_at:

@@ -1,20 +1,19 @@
-"""Heartbeats and progress of workers become events: a node is lost, the job hangs, a node is slow,
-a step is done by all ranks. The monitor reads the controller's state and changes nothing.
+"""Heartbeats of workers become events: a step is done by all ranks, a script trains, a node is lost
+or slow, the job hangs. The monitor reads the controller's state and changes nothing.
 
-A heartbeat says that an agent is alive; progress says that training moves. All ranks of a job wait
-for each other in every step, so one rank without progress means that none can have any; the limit
-applies to the rank whose progress is the oldest.
+A heartbeat says that an agent is alive; progress says that training moves.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 from .. import limits
 from ..api.v1alpha1 import Recovery, TrainingJob
 from ..protocol.facts import WorkerBeat, counting, largest
-from . import script_progress
 from .context import SECOND_NS, recovery_of, seconds
 from .controller import Controller
 from .events import (
@@ -24,8 +23,6 @@ from .events import (
     ControllerStarted,
     GroupInspected,
     HangDetected,
-    HangSuspected,
-    HangSuspicionEnded,
     HeartbeatReceived,
     NodeJoined,
     NodeLost,
@@ -33,32 +30,101 @@ from .events import (
     StragglerDetected,
     WorkerExited,
 )
-from .hang_limits import Condition, InspectedStack, Limit, condition, outside_since_ns
-from .hang_suspects import Suspects
+from .hang import detector
+from .hang.facts import STARVED_MEMORY_S, HangFacts, InspectedStack, WatchedGeneration
 from .liveness import FailureDetector
-from .rank_progress import WORKING, RankProgress, WatchedGeneration, any_works
 from .state import JobState
+from .stragglers import StragglerFinder
 
-GAP_BEATS = 2.0
-"""Heartbeat intervals that a time without progress may be longer than the heartbeats showed."""
-STARVED_MEMORY_S = 10.0
-"""For so long after a starved heartbeat the job's machines count as starved."""
-INSPECT_AGAIN_S = 5.0
-"""While a suspicion lasts: what workers do changes."""
 BIG_JOB_RANKS = 256
 CHECK_NS_PER_RANK = 30_000
 """Checks of a big job are at least this far apart, times its ranks: a few percent of a core."""
+PACE_COLLECTIVES = 64
+"""A pause before this many collectives may show that a script was still loading."""
+LOADING_PAUSE_S = 1.0
+"""Shorter pauses are not taken for loading."""
+
+
+@dataclass(slots=True)
+class Began:
+    """Since when the ranks of a script that reports nothing train. They begin some collectives
+    while they load, such as a barrier before the model is built: a pause before the last ones that
+    is twice as long as the next one was loading."""
+
+    begun: int = 0
+    """Collectives that every rank had begun by the last check."""
+    at_ns: int = 0
+    """When these were seen first; 0: none yet."""
+    pause_ns: int = 0
+    """How long no rank had begun any before that."""
+
+    @property
+    def known(self) -> bool:
+        return self.begun >= PACE_COLLECTIVES
+
+    def observe(self, begun: int, now_ns: int) -> float | None:
+        """How many seconds ago the training began, if these collectives show it better than the
+        last ones; else None."""
+        if begun <= self.begun:
+            return None
+        last_ns, pause_ns, now_pause_ns = self.at_ns, self.pause_ns, now_ns - self.at_ns
+        first = self.begun < limits.BEGUN_COLLECTIVES <= begun
+        loaded = pause_ns >= max(seconds(LOADING_PAUSE_S), 2 * now_pause_ns)
+        self.begun, self.at_ns = begun, now_ns
+        self.pause_ns = now_pause_ns if last_ns else 0
+        if first:
+            return 0.0
+        return now_pause_ns / SECOND_NS if loaded and begun >= limits.BEGUN_COLLECTIVES else None
+
+
+class Beginning(NamedTuple):
+    """After which step a script began; `began_after` None: not known, or Holdfast restored it."""
+
+    began_after: int | None = None
+    began_estimated: bool = False
+
+
+def beginning(beats: Iterable[WorkerBeat], done: int, step_s: float) -> Beginning:
+    """`done`: the last finished step; `step_s`: the last known step time, 0: not known."""
+    every = list(beats)
+    known = [(b.began_after, b.began_estimated) for b in every if b.began_after is not None]
+    if known:
+        return Beginning(*min(known))
+    began_s = next((beat.began_s for beat in every if beat.began_s is not None), 0.0)
+    if not (began_s and step_s):
+        return Beginning()
+    return Beginning(max(-1, done - max(1, round(began_s / step_s))), True)
+
+
+def first_ago_s(beats: Iterable[WorkerBeat], step_s: float) -> float:
+    """Seconds since the first step of a framework that posts was finished: it began to train before
+    its first post with a step. `step_s`: the last known step time; 0: not known."""
+    began_s = next((beat.began_s for beat in beats if beat.began_s is not None), 0.0)
+    return max(0.0, began_s - step_s)
+
+
+@dataclass(slots=True)
+class MonitoredGeneration(WatchedGeneration):
+    """What was concluded of its steps."""
+
+    began: Began = field(default_factory=Began)
+    first: int = -1
+    """The step after which this generation began."""
+    reported: int = -1
+    """The step of the last StepCompleted."""
+    reported_ns: int = 0
+    stragglers: StragglerFinder = field(default_factory=StragglerFinder)
 
 
 class ProgressMonitor:
-    """Of one controller. It observes every event after the controller has."""
+    """The monitor of one controller. It observes every event after the controller has."""
 
     def __init__(self, job: TrainingJob, controller: Controller) -> None:
-        self._recipe = job.spec.entrypoint.recipe is not None
+        self._script = job.spec.entrypoint.recipe is None
         self._controller = controller
         self._limits: tuple[TrainingJob, Recovery] | None = None
         self._detector = FailureDetector()
-        self._current = WatchedGeneration()
+        self._current = MonitoredGeneration()
         self._worst_gap_s = 0.0
         """Longest time without progress of a rank in training that ended by itself."""
         self._contended: dict[str, int] = {}
@@ -73,9 +139,8 @@ class ProgressMonitor:
         self._checked_ns = 0
         self._due: tuple[int | None] | None = None
         """The deadline as of the last check, in a job so big that computing it costs."""
-        self._live_ranks: dict[int, RankProgress] | None = None
-        """The live ranks and the quietest of them, as of the last event."""
-        self._quiet: tuple[tuple[int, int] | None] | None = None
+        self._last_facts: HangFacts | None = None
+        """The facts as of the last event."""
 
     @property
     def _state(self) -> JobState:
@@ -99,7 +164,7 @@ class ProgressMonitor:
     def observe(self, now_ns: int, event: AnyEvent) -> tuple[AnyEvent, ...]:
         """Take an event in, after the controller has; returns what follows from it, and from events
         that were not checked yet."""
-        self._live_ranks = self._quiet = None
+        self._last_facts = None
         out = self._follow(now_ns)
         self._take(now_ns, event)
         self._waiting = True
@@ -127,7 +192,7 @@ class ProgressMonitor:
                 # How long agents may take to reconnect is a timer of the controller.
                 self._detector.begin(now_ns)
                 # A replay has no heartbeats, so what it shows of progress does not count.
-                self._current, self._unchecked = WatchedGeneration(), False
+                self._current, self._unchecked = MonitoredGeneration(), False
                 self._follow(now_ns)
             case WorkerExited() | HangDetected() | NodeLost():
                 self._report_due = True
@@ -142,7 +207,14 @@ class ProgressMonitor:
             out += self._report_step(now_ns)
         if not self._state.terminal:
             out += self._detector.judge(now_ns, self._state.nodes, self._recovery)
-            out += self._hang(now_ns) or self._suspicion(now_ns)
+            out += self._hang(now_ns)
+        return out
+
+    def _hang(self, now_ns: int) -> list[AnyEvent]:
+        facts = self._facts
+        out = detector.detect(now_ns, facts) if facts is not None else []
+        if out:
+            self._last_facts = None
         return out
 
     def next_deadline_ns(self) -> int | None:
@@ -159,10 +231,10 @@ class ProgressMonitor:
         return max(due, check_ns) if due is not None else None
 
     def _first_due_ns(self) -> int | None:
-        hang, rough = self._hang_limit(), self._pause_ns() > 0
+        rough = self._pause_ns() > 0
         lost_ns = self._detector.next_ns(self._state.nodes, self._recovery, rough=rough)
-        suspicion_ns = self._suspicion_ns()
-        due = (lost_ns, hang.due_ns if hang is not None else None, suspicion_ns)
+        facts = self._facts
+        due = (lost_ns, detector.next_ns(facts) if facts is not None else None)
         return min((at for at in due if at is not None), default=None)
 
     def _pause_ns(self) -> int:
@@ -178,7 +250,7 @@ class ProgressMonitor:
             return []
         out = self._report_step(now_ns) if self._report_due else []
         self._unchecked, step = False, state.step
-        self._current = WatchedGeneration(state.generation, first=step, done=step, reported=step)
+        self._current = MonitoredGeneration(state.generation, first=step, done=step, reported=step)
         if state.first_step_done and state.membership is not None:
             # A new controller: its journal has the progress and the step time.
             restore = state.membership.restore
@@ -191,29 +263,11 @@ class ProgressMonitor:
         if beat.generation != current.number or state.membership is None:
             return
         self._unchecked = True
+        interval_s = self._recovery.heartbeat_interval_s
         for worker in beat.workers:
-            if state.node_of(worker.rank) != beat.node:
-                continue
-            known = current.ranks.get(worker.rank)
-            if known is not None:
-                gap_s = script_progress.gap_s(known.beat, known.seen_ns, worker, now_ns)
+            if state.node_of(worker.rank) == beat.node:
+                gap_s = current.record(now_ns, worker, interval_s)
                 self._worst_gap_s = max(self._worst_gap_s, gap_s)
-            now = (worker.step, worker.ticks)
-            if known is None or now >= (known.beat.step, known.beat.ticks):
-                moved_ns = now_ns - seconds(worker.quiet_s)
-                ran_ns = known.ran_ns if worker.stopped and known is not None else now_ns
-                if known is not None and now > (known.beat.step, known.beat.ticks):
-                    self._note_gap(known, worker, moved_ns)
-                current.ranks[worker.rank] = RankProgress(worker, moved_ns, now_ns, ran_ns)
-
-    def _note_gap(self, known: RankProgress, worker: WorkerBeat, moved_ns: int) -> None:
-        """A rank has made progress. Steps between two heartbeats are not seen, so the time without
-        any is at most what the last heartbeat showed and the time until the next ones."""
-        if self._current.num_steps == 0 or {known.beat.phase, worker.phase} & {*WORKING, "start"}:
-            return
-        shown_s = known.beat.quiet_s + GAP_BEATS * self._recovery.heartbeat_interval_s
-        gap_s = min((moved_ns - known.moved_ns) / SECOND_NS, shown_s)
-        self._worst_gap_s = max(self._worst_gap_s, gap_s)
 
     def _note_pressure(self, now_ns: int, beat: HeartbeatReceived) -> None:
         if beat.cpu_pressure < limits.STRAGGLER_MAX_PRESSURE:
@@ -240,7 +294,8 @@ class ProgressMonitor:
 
     def _collectives_begun(self, now_ns: int) -> list[AnyEvent]:
         began, state = self._current.began, self._state
-        silent = self._silent(self._current.ranks) and state.counted_by in ("", "collectives")
+        silent = self._script and state.counted_by in ("", "collectives")
+        silent = silent and all(known.beat.silent for known in self._current.ranks.values())
         # A new controller's journal has it already.
         if began.known or not silent or (state.sizes.began and not began.at_ns):
             return []
@@ -282,296 +337,42 @@ class ProgressMonitor:
                 generation=current.number,
                 step=current.done,
                 counted_by=at_step[0].counted_by if at_step else "",
-                first_ago_s=script_progress.first_ago_s(beats, known_s) if first else 0,
-                **script_progress.beginning(beats, current.done, known_s)._asdict(),
+                first_ago_s=first_ago_s(beats, known_s) if first else 0,
+                **beginning(beats, current.done, known_s)._asdict(),
                 **numbers,
             )
         ]
 
-    # -- hangs --------------------------------------------------------------------------------
-    def _hang(self, now_ns: int) -> list[AnyEvent]:
-        limit = self._hang_limit()
-        if limit is None or now_ns < limit.due_ns:
-            return []
-        self._current.hung = True
-        suspects = self._suspects(now_ns)
-        return [
-            HangDetected(
-                generation=self._current.number,
-                ranks=suspects.ranks,
-                evidence=self._evidence(suspects, limit),
-                basis=suspects.basis,
-                quiet_s=limit.quiet_s(now_ns),
-            )
-        ]
-
-    def _hang_limit(self) -> Limit | None:
-        """None: progress is not expected at this moment."""
-        current, state = self._current, self._state
+    @property
+    def _facts(self) -> HangFacts | None:
+        """None: no progress is expected at this moment."""
+        state, current = self._state, self._current
         if not state.active or state.stop is not None or current.hung:
             return None
-        live = self._live()
-        if not live and (current.ranks or current.num_steps):
-            return None
-        if (stopped := self._stopped_limit(live)) is not None:
-            return stopped
-        if current.num_steps == 0:
-            if self._silent(live):
-                return self._collectives_limit(live)
-            busy = [known.moved_ns for known in live.values() if known.beat.phase != "start"]
-            limit_s = self._recovery.startup_timeout_s
-            began_ns = max([state.launched_ns, *busy])
-            return Limit(began_ns + seconds(limit_s), limit_s, "start-up")
-        if self._by_collectives(live) and (limit := self._collectives_limit(live)) is not None:
-            return limit
-        if any_works(live):
-            newest_ns = max(known.moved_ns for known in live.values())
-            limit_s = limits.SAVE_TIMEOUT_S
-            return Limit(newest_ns + seconds(limit_s), limit_s, "save")
-        limit, found = self._train_limit(live), self._quietest(live)
-        if found is None:
-            return None
-        oldest_ns = found[1]
-        if limit.name == "hang":
-            oldest_ns = max(oldest_ns, current.busy_ns, current.starved_ns)
-        due_ns = self._due_after(oldest_ns, limit.limit_s)
-        limit = replace(limit, due_ns=due_ns, moved_ns=found[1])
-        return limit if self._current_at(due_ns) else None
+        if self._last_facts is None:
+            memory = (self._worst_gap_s, self._starved_ns)
+            self._last_facts = HangFacts(state, self._recovery, current, self._detector, *memory)
+        return self._last_facts
 
-    def _live(self) -> dict[int, RankProgress]:
-        """Ranks that have neither ended nor run to the end of their script."""
-        if self._live_ranks is None:
-            ranks, exits = self._current.ranks.items(), self._state.exits
-            self._live_ranks = {
-                rank: r for rank, r in ranks if rank not in exits and not r.beat.leaves
-            }
-        return self._live_ranks
-
-    def _silent(self, live: dict[int, RankProgress]) -> bool:
-        """A script of which no step was ever counted, and no rank prepares for one."""
-        return not self._recipe and all(known.beat.silent for known in live.values())
-
-    def _by_collectives(self, live: dict[int, RankProgress]) -> bool:
-        """Collectives show the progress of a script: no step was counted, or too few to know how
-        long one takes."""
-        if self._recipe or self._learned:
-            return False
-        if self._current.num_steps == 0:
-            return self._silent(live)
-        least = script_progress.MIN_COLLECTIVES
-        begun = all(known.beat.collectives >= least for known in live.values())
-        return begun and self._recovery.hang_timeout_s == "auto"
-
-    def _quietest(self, live: dict[int, RankProgress]) -> tuple[int, int] | None:
-        if self._quiet is None:
-            self._quiet = (self._find_quietest(live),)
-        return self._quiet[0]
-
-    def _find_quietest(self, live: dict[int, RankProgress]) -> tuple[int, int] | None:
-        """The rank with the oldest progress, and when that was. Of a script, one of those that
-        report; if collectives show its progress, that is a collective, a step or a phase of any
-        rank. None: not known, also when the ranks that report have ended."""
-        if self._by_collectives(live):
-            seen = ((known.beat, known.seen_ns) for known in live.values())
-            begun_ns = script_progress.last_collective_ns(seen)
-            if begun_ns is None:
-                return None
-            steps = self._current.num_steps
-            moved_ns = [k.moved_ns for k in live.values() if k.beat.ticks or steps]
-            return min(live), max([begun_ns, *moved_ns])
-        every = counting(known.beat for known in self._current.ranks.values())
-        reporting = [beat.rank for beat in every if beat.rank in live]
-        if not reporting:
-            return None
-        oldest_ns, rank = min((live[rank].moved_ns, rank) for rank in reporting)
-        return rank, oldest_ns
-
-    def _collectives_limit(self, live: dict[int, RankProgress]) -> Limit | None:
-        """Limit of a script whose progress is its collectives: a rank does nothing that its peers
-        wait for, or while it loads, no rank does. None: what they do is not known, or they work."""
-        current, recovery = self._current, self._recovery
-        if not live or len(live) != len(current.ranks):
-            return None
-        if (found := self._quietest(live)) is None:
-            idle_ns = max(known.seen_ns - seconds(known.beat.idle_s) for known in live.values())
-            limit_s, idle_ns = recovery.startup_timeout_s, max(idle_ns, self._state.launched_ns)
-            limit = Limit(self._due_after(idle_ns, limit_s), limit_s, "start-up", idle_ns)
-            early = idle_ns - self._state.launched_ns <= seconds(limit_s)
-            return limit if early and self._current_at(limit.due_ns) else None
-        if len(live) == 1:
-            return None
-        begun_ns = found[1]
-        if recovery.hang_timeout_s == "auto":
-            if self._condition(live) != "idle":
-                return None
-            gap_s = limits.WORST_GAP_FACTOR * self._worst_gap_s
-            early_s = script_progress.early_limit_s(self._state) if current.num_steps else 0.0
-            limit_s = max(2 * recovery.busy_timeout_s, gap_s, early_s)
-            since_ns = max(current.busy_ns, min(current.starved_ns, self._outside_ns(live)))
-        else:
-            limit_s, since_ns = recovery.hang_timeout_s, 0
-        if any_works(live):
-            limit_s = max(limit_s, limits.SAVE_TIMEOUT_S)
-        due_ns = self._due_after(max(begun_ns, since_ns), limit_s)
-        limit = Limit(due_ns, limit_s, "collectives", begun_ns)
-        return limit if self._current_at(due_ns) else None
-
-    def _due_after(self, oldest_ns: int, limit_s: float) -> int:
-        # While no node sent heartbeats, the workers may have been stopped as well.
-        since_ns = max(oldest_ns, self._detector.ended_ns)
-        latest_ns = oldest_ns + seconds(limits.ALL_SILENT_FACTOR * limit_s)
-        return min(since_ns + seconds(limit_s), latest_ns)
-
-    def _current_at(self, due_ns: int, *ranks: int) -> bool:
-        """The last heartbeats of these ranks' nodes, or of all, count as current at `due_ns`. A
-        rank of another node may have moved, or the node is lost: that is not a hang."""
-        nodes = [*map(self._state.node_of, ranks)] or self._state.members
-        return self._detector.current_at(due_ns, nodes, self._recovery)
-
-    def _stopped_limit(self, live: dict[int, RankProgress]) -> Limit | None:
-        """A stopped process makes no progress, in whatever phase."""
-        stopped = [rank for rank, known in live.items() if known.beat.stopped]
-        if not stopped or self._recovery.hang_timeout_s != "auto":
-            return None
-        first = min(stopped, key=lambda rank: (live[rank].ran_ns, rank))
-        limit_s = limits.HANG_FLOOR_S
-        due_ns = self._due_after(live[first].ran_ns, limit_s)
-        if not self._current_at(due_ns, first):
-            return None
-        return Limit(due_ns, limit_s, "stopped-process", live[first].ran_ns)
-
-    def _train_limit(self, live: dict[int, RankProgress]) -> Limit:
-        """How long the live ranks may make no progress, by what they do; due_ns is not set."""
-        limit_s = self.hang_limit_s()
-        if not self._learned:
-            return Limit(0, limit_s, "hang")
-        found = self._condition(live)
-        if found == "idle":
-            return Limit(0, limit_s, "hang")
-        gap_s = limits.WORST_GAP_FACTOR * self._worst_gap_s
-        busy_s = max(limit_s, self._recovery.busy_timeout_s, gap_s)
-        if script_progress.pace_s(known.beat for known in self._current.ranks.values()):
-            # It may evaluate or save, which its framework does not say.
-            busy_s = max(busy_s, limits.SAVE_TIMEOUT_S)
-        if found == "starved":
-            return Limit(0, limits.STARVED_FACTOR * busy_s, "starved-machine")
-        return Limit(0, busy_s, "busy-worker")
-
-    def _condition(self, live: dict[int, RankProgress]) -> Condition:
-        if self._starved_ns is None and not self._current.inspected:
-            return "unknown"
-        now_ns = max(known.seen_ns for known in live.values())
-        beats = [known.beat for known in live.values()]
-        found = condition(now_ns, beats, self._current.inspected)
-        if found == "busy":
-            self._current.busy_ns = now_ns
-        if not self._starved(now_ns):
-            return found
-        self._current.starved_ns = now_ns
-        return "starved"
-
-    def _outside_ns(self, live: dict[int, RankProgress]) -> int:
-        """Since when a rank does nothing that its peers wait for. It does not wait for a CPU, so
-        a starved machine is no excuse for it. Without such a rank: now."""
-        now_ns = max(known.seen_ns for known in live.values())
-        return outside_since_ns(now_ns, (r.beat for r in live.values()), self._current.inspected)
-
-    def _starved(self, now_ns: int) -> bool:
-        at_ns = self._starved_ns
-        return at_ns is not None and now_ns - at_ns <= seconds(STARVED_MEMORY_S)
-
-    @property
-    def _learned(self) -> bool:
-        """The measured limits apply."""
-        auto = self._recovery.hang_timeout_s == "auto"
-        return (
-            auto and self._current.num_steps >= limits.HANG_SAMPLES and bool(self._current.step_s)
-        )
-
-    def hang_limit_s(self) -> float:
-        """How long a rank may have no progress in phase `train`."""
-        if self._recovery.hang_timeout_s != "auto":
-            return self._recovery.hang_timeout_s
-        current = self._current
-        if not self._learned:
-            return self._recovery.startup_timeout_s
-        pace_s = script_progress.pace_s(known.beat for known in current.ranks.values())
-        return limits.HANG_FLOOR_S + pace_s + limits.HANG_STEP_FACTOR * median(current.step_s)
-
-    # -- suspicions ---------------------------------------------------------------------------
-    def _suspicion_ns(self) -> int | None:
-        """When to ask what the workers do; None: there is no need."""
-        current, state, live = self._current, self._state, self._live()
-        if not state.active or state.stop is not None or current.hung or not live:
-            return None
-        by_collectives, works = self._by_collectives(live), any_works(live)
-        silent = by_collectives and current.num_steps == 0
-        if works and not silent:
-            return None
-        found = self._quietest(live) if by_collectives or self._learned else None
-        if found is None:
-            return None
-        quietest, oldest_ns = found
-        limit_s = limits.SAVE_TIMEOUT_S if works else self.hang_limit_s()
-        if by_collectives and not works:
-            limit_s = script_progress.SUSPECT_AFTER_S + limits.SUSPICION_LEAD_S
-            limit_s += 0.0 if silent else script_progress.POST_INTERVAL_S
-        due_ns = self._due_after(oldest_ns, limit_s - limits.SUSPICION_LEAD_S)
-        if current.suspected_ns is not None:
-            due_ns = max(due_ns, current.suspected_ns + seconds(INSPECT_AGAIN_S))
-        return due_ns if self._current_at(due_ns, quietest) else None
-
-    def _suspicion(self, now_ns: int) -> list[AnyEvent]:
-        current, live = self._current, self._live()
-        found = self._quietest(live) if live else None
-        oldest_ns = found[1] if found is not None else now_ns
-        # A beat's age is rounded, so the same progress may seem a little newer.
-        moved = oldest_ns > current.suspected_since_ns + seconds(limits.SUSPICION_LEAD_S)
-        if current.suspected_ns is not None and moved:
-            gap_s = (oldest_ns - current.suspected_since_ns) / SECOND_NS
-            current.suspected_ns = None
-            current.inspected.clear()
-            return [HangSuspicionEnded(generation=current.number, seconds=gap_s)]
-        due_ns = self._suspicion_ns()
-        if due_ns is None or now_ns < due_ns:
-            return []
-        if current.suspected_ns is None:
-            current.suspected_since_ns = oldest_ns
-        current.suspected_ns = now_ns
-        text = f"{self._suspects(now_ns).why}; {self._done()}"
-        return [HangSuspected(generation=current.number, evidence=text)]
-
-    def _suspects(self, now_ns: int) -> Suspects:
-        state, current = self._state, self._current
-        assert state.membership is not None
-        world_size = state.membership.world_size
-        return Suspects.find(now_ns, world_size, state.exits, current.ranks, current.inspected)
-
-    def _done(self) -> str:
-        if self._current.num_steps == 0:
-            return "no step was reported"
-        return f"all ranks had finished step {self._current.done}"
-
-    def _evidence(self, suspects: Suspects, limit: Limit) -> str:
-        current = self._current
-        of = f"{limit.name} limit"
-        if limit.name == "hang" and current.step_s and self._recovery.hang_timeout_s == "auto":
-            step_s = median(current.step_s)
-            floor_s = limits.HANG_FLOOR_S
-            floor_s += script_progress.pace_s(known.beat for known in current.ranks.values())
-            of += f" ({floor_s:g} s + {limits.HANG_STEP_FACTOR:g} x {step_s:.2f} s)"
-        return f"{suspects.why}; the {of} is {limit.limit_s:.1f} s; {self._done()}"
-
-    # -- stragglers ---------------------------------------------------------------------------
     def _stragglers(self) -> list[AnyEvent]:
+        """Ranks that are slow for the first time, by the speed of their GPUs or by CPU time."""
         current, state = self._current, self._state
-        now_ns = max(known.seen_ns for known in current.ranks.values())
-        since_ns = now_ns - seconds(STARVED_MEMORY_S)
-        contended = {node for node, at_ns in self._contended.items() if at_ns >= since_ns}
-        beats = {rank: known.beat for rank, known in current.ranks.items()}
+        node_of = {rank: state.node_of(rank) for rank in current.ranks}
+        work_s = {rank: known.beat.probe_s for rank, known in current.ranks.items()}
+        probed, contended = any(work_s.values()), dict[str, int]()
+        kinds: dict[int, Hashable] = {r: state.gpu_model(node) for r, node in node_of.items()}
+        if not probed and state.mesh is not None:
+            work_s = {rank: known.beat.work_s for rank, known in current.ranks.items()}
+            kinds = {rank: state.mesh.coordinates(rank)["pipeline"] for rank in node_of}
+            now_ns = max(known.seen_ns for known in current.ranks.values())
+            since_ns = now_ns - seconds(STARVED_MEMORY_S)
+            contended = {node: at for node, at in self._contended.items() if at >= since_ns}
         return [
-            StragglerDetected(generation=current.number, node=node, rank=rank, evidence=evidence)
-            for node, rank, evidence in current.stragglers.observe(
-                state, current.done, beats, contended
+            StragglerDetected(
+                generation=current.number,
+                node=node_of[slow.rank],
+                rank=slow.rank,
+                evidence=slow.evidence(probed=probed),
             )
+            for slow in current.stragglers.observe(current.done, work_s, kinds, node_of, contended)
         ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from .. import limits
 from ..api.v1alpha1 import Budget
 from ..protocol.facts import USAGE_CODE, Exit, Stack
-from . import hang_limits, launching, nodes, own_checkpoints, provisioning, quiesce, sizes
+from . import launching, nodes, own_checkpoints, provisioning, quiesce, sizes
 from .actions import InspectGroup, Reason, ReasonCode, StopGroup
 from .checkpoints import DISTRUST_AFTER, refuse
 from .context import (
@@ -41,6 +41,8 @@ from .failure import (
     place,
     when,
 )
+from .hang.facts import InspectedStack
+from .hang.suspects import describe
 from .rank_assignment import resized, sharded_over_world
 from .state import (
     LAUNCH,
@@ -242,7 +244,7 @@ def inspected(ctx: StepContext, event: GroupInspected) -> None:
     ctx.state.inspected |= {stack.rank: stack for stack in event.stacks}
     for stack in event.stacks:
         if stack.activity in ("nothing", "reads", "compiles"):
-            text = hang_limits.describe(stack.rank, None, hang_limits.InspectedStack(stack, 0))
+            text = describe(stack.rank, None, InspectedStack(stack, 0))
             _show(ctx, f"no progress: {text}, on {event.node}")
             return
 

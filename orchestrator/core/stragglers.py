@@ -7,20 +7,15 @@ its training thread, or on a GPU the time that matrix products of one size take 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
 from .. import limits
-from ..protocol.facts import WorkerBeat
-from .state import JobState
 
 MAD_TO_DEVIATION = 1.4826
 """Of a normal distribution."""
 MANY_NODES = 8
-SLOW_NODE_FACTOR = 1.5
-SLOW_NODE_SAMPLES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,74 +106,3 @@ def _limit(others_s: list[float]) -> tuple[float, float]:
     spread_s = median(abs(value - usual_s) for value in others_s)
     margin_s = limits.STRAGGLER_DEVIATIONS * MAD_TO_DEVIATION * spread_s
     return usual_s, usual_s + max(limits.STRAGGLER_SHARE * usual_s, margin_s)
-
-
-def _median_without(ordered: list[float], value: float) -> float:
-    """The median of the others, of which there is one at least."""
-    at, half = bisect_left(ordered, value), (len(ordered) - 1) // 2
-    low, high = (ordered[i + (i >= at)] for i in (max(0, half - 1), half))
-    return (low + high) / 2 if len(ordered) % 2 else high
-
-
-@dataclass(slots=True)
-class SlowNodes:
-    """Of one generation whose ranks do not measure their work: by the step times they report."""
-
-    in_a_row: dict[str, int] = field(default_factory=dict)
-    """Node -> samples in a row in which it was slow."""
-    named: dict[str, None] = field(default_factory=dict)
-
-    def observe(self, step_s: Mapping[str, float]) -> list[tuple[str, str]]:
-        """(Node, evidence) of nodes that have been slow for long, each once. `step_s`: of the
-        slowest rank of each node."""
-        found: list[tuple[str, str]] = []
-        ordered = sorted(step_s.values())
-        for node, here_s in step_s.items() if len(step_s) > 1 else ():
-            others_s = _median_without(ordered, here_s)
-            slow = others_s > 0 and here_s > SLOW_NODE_FACTOR * others_s
-            self.in_a_row[node] = self.in_a_row.get(node, 0) + 1 if slow else 0
-            if self.in_a_row[node] >= SLOW_NODE_SAMPLES and node not in self.named:
-                self.named[node] = None
-                evidence = (
-                    f"{here_s:.2f} s a step, {others_s:.2f} s on the others, in "
-                    f"{self.in_a_row[node]} samples in a row"
-                )
-                found.append((node, evidence))
-        return found
-
-
-@dataclass(slots=True)
-class Stragglers:
-    """Ranks that work longer than the others, and nodes whose ranks report much longer step times,
-    in one generation."""
-
-    finder: StragglerFinder = field(default_factory=StragglerFinder)
-    slow_nodes: SlowNodes = field(default_factory=SlowNodes)
-
-    def observe(
-        self,
-        state: JobState,
-        step: int,
-        beats: Mapping[int, WorkerBeat],
-        contended: Collection[str],
-    ) -> list[tuple[str, int, str]]:
-        """(node, rank, evidence) of each that is found for the first time; rank -1: all of them."""
-        work_s = {rank: beat.work_s for rank, beat in beats.items()}
-        probe_s = {rank: beat.probe_s for rank, beat in beats.items()}
-        node_of = {rank: state.node_of(rank) for rank in beats}
-        if any(probe_s.values()):
-            models = {rank: state.gpu_model(node) for rank, node in node_of.items()}
-            found = self.finder.observe(step, probe_s, models, node_of)
-        elif any(work_s.values()) and state.mesh is not None:
-            stages = {rank: state.mesh.coordinates(rank)["pipeline"] for rank in beats}
-            found = self.finder.observe(step, work_s, stages, node_of, contended)
-        else:
-            slowest: dict[str, float] = {}
-            for rank, beat in beats.items():
-                node = node_of[rank]
-                slowest[node] = max(slowest.get(node, 0.0), beat.step_s)
-            return [(node, -1, evidence) for node, evidence in self.slow_nodes.observe(slowest)]
-        return [
-            (node_of[slow.rank], slow.rank, slow.evidence(probed=probe_s[slow.rank] > 0))
-            for slow in found
-        ]

@@ -174,7 +174,8 @@ class WorkerBeat(StepReport, frozen=True, kw_only=True):
     ticks: int = 0
     """Grows with every sign of progress, also within a step (micro-batches, phases)."""
     quiet_s: float = 0.0
-    """Seconds since the last sign of progress, on the agent's clock."""
+    """Seconds since the last sign of progress, on the agent's clock; unless the session counts the
+    steps, also since the last collective was begun."""
     pulse_age_s: float = 0.0
     """Seconds since the last signal of the worker's pulse thread; grows when the process is stopped
     or the interpreter is blocked."""
@@ -196,8 +197,6 @@ class WorkerBeat(StepReport, frozen=True, kw_only=True):
     """Seconds since a framework that posts its progress began to train; None: not known."""
     collectives: int = 0
     """Collectives that the worker has begun, in all process groups; 0: none, or not known."""
-    collectives_age_s: float = 0.0
-    """Seconds since that number was last seen to grow."""
     leaves: bool = False
     """The script has run to its end; threads and exit functions may still take their time."""
 

@@ -31,7 +31,6 @@ from .mutate import Mutant, mutants
 
 PACKAGE = "holdfast.orchestrator.core"
 EQUIVALENT = Path(__file__).parent / "equivalent.txt"
-SKIPPED = ("transitions.py:diagram", "transitions.py:page")
 GOAL = 0.97
 SURVIVED, NOTICED, BROKEN = 0, 1, 3
 """Exit codes of a mutant's process; BROKEN: the code could not be swapped."""
@@ -91,7 +90,7 @@ class Suite:
         def void(_world: object) -> None:
             return None
 
-        core = list(CORE.glob("*.py"))
+        core = list(CORE.rglob("*.py"))
         simulation = digest([*core, *SIMULATION.glob("*.py")])
         return [of_test(item) for item in session.items] + [
             of_seed(seed) for seed in range(self._options.seeds)
@@ -140,7 +139,8 @@ def _child(mutant: Mutant, checks: list[Check], writer: int) -> None:
 
 def _swap(mutant: Mutant) -> None:
     """Give the function of the mutant its changed code; tests that are imported already call it."""
-    module = sys.modules[f"{PACKAGE}.{mutant.module.removesuffix('.py')}"]
+    path = mutant.module.removesuffix(".py").replace("/", ".")
+    module = sys.modules[f"{PACKAGE}.{path}"]
     target: Any = module
     for name in mutant.function.split("."):
         target = vars(target)[name]
@@ -179,9 +179,10 @@ def verdicts(out: Path) -> dict[str, str]:
 
 
 def every_mutant(only: str) -> list[Mutant]:
-    files = sorted(p for p in CORE.glob("*.py") if p.name != "__init__.py")
-    found = [m for p in files for m in mutants(p.name, p.read_text(encoding="utf-8"))]
-    return [m for m in found if not m.name.startswith(SKIPPED) and only in m.name]
+    files = sorted(p for p in CORE.rglob("*.py") if p.name != "__init__.py")
+    names = {path: path.relative_to(CORE).as_posix() for path in files}
+    found = [m for p in files for m in mutants(names[p], p.read_text(encoding="utf-8"))]
+    return [m for m in found if only in m.name]
 
 
 def main() -> int:

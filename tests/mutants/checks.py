@@ -69,8 +69,9 @@ def _trace(run: Callable[[], None]) -> tuple[Lines, float]:
         path = frame.f_code.co_filename
         if path not in in_core:
             in_core[path] = None
-            if Path(path).resolve().parent == CORE:
-                in_core[path] = found.setdefault(Path(path).name, set())
+            if (resolved := Path(path).resolve()).is_relative_to(CORE):
+                name = resolved.relative_to(CORE).as_posix()
+                in_core[path] = found.setdefault(name, set())
         lines = in_core[path]
         if lines is None:
             return None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.orchestrator.core import hang_limits
+from holdfast.orchestrator.core.hang import facts
 from tests.mutants.__main__ import equivalent, every_mutant, judged
 from tests.mutants.checks import Check
 from tests.mutants.mutate import mutants
@@ -56,22 +56,21 @@ def test_a_change_is_made_in_the_function_that_it_names(name: str, shown: str) -
 
 
 def test_the_first_check_that_fails_or_never_ends_has_noticed_the_change() -> None:
-    found = every_mutant("hang_limits.py:condition: if first in found")
+    found = every_mutant("hang/facts.py:condition: if 'busy' in every")
     (mutant,) = [one for one in found if "if True" in one.change]
-    beats: dict[int, Any] = {}
 
     def fails() -> None:
-        assert hang_limits.condition(0, [], beats) == "idle"
+        assert facts.condition([]) == "idle"
 
     def never_ends() -> None:
-        while hang_limits.condition(0, [], beats) == "busy":
+        while facts.condition([]) == "busy":
             pass
 
     passes = Check("passes", lambda: None, "", {})
     for wanted in (Check("fails", fails, "", {}), Check("never ends", never_ends, "", {})):
         assert judged(mutant, [passes, wanted]) == wanted.name
     assert judged(mutant, [passes]) == ""
-    assert hang_limits.condition(0, [], beats) == "idle", "here it is as it was"
+    assert facts.condition([]) == "idle", "here it is as it was"
 
 
 def test_names_are_unique_and_equivalent_ones_exist() -> None:

@@ -13,7 +13,7 @@ from holdfast.orchestrator.core.events import (
 from holdfast.orchestrator.core.liveness import FailureDetector
 
 from .harness import SECOND, Transcript, spec
-from .test_progress_monitor import Watch
+from .watch import Watch
 
 
 def wait(watch: Watch, seconds: float, *, beats: str = "") -> None:

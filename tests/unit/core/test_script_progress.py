@@ -1,65 +1,23 @@
 """Scripts that keep their own checkpoints: steps that they report, posts of a framework for all
-ranks, and what collectives show of a script that says nothing."""
+ranks, and since when a script that reports nothing trains."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.core.actions import LaunchGroup
-from holdfast.orchestrator.core.events import (
-    AnyEvent,
-    CollectivesBegun,
-    HangSuspected,
-    HeartbeatReceived,
-    StepCompleted,
-    Tick,
-)
-from holdfast.orchestrator.core.script_progress import MIN_COLLECTIVES, SUSPECT_AFTER_S
-from holdfast.orchestrator.limits import BEGUN_COLLECTIVES
-from holdfast.orchestrator.protocol.facts import WorkerBeat
+from holdfast.orchestrator.core.events import CollectivesBegun, HangDetected, StepCompleted
+from holdfast.orchestrator.core.progress_monitor import PACE_COLLECTIVES, Began
 from holdfast.orchestrator.runtime.observe.incidents import IncidentCounter
 from holdfast.orchestrator.runtime.observe.incidents import incident as observed
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from .harness import SECOND
-from .test_progress_monitor import Watch
+from .harness import SECOND, Transcript, spec
+from .watch import Script
 
-
-class Script(Watch):
-    """A script of four ranks on two nodes."""
-
-    def __init__(self, **document: Any) -> None:
-        super().__init__(script=True, **document)
-
-    def beats(self, *of_ranks: dict[str, Any], generation: int = 1) -> list[AnyEvent]:
-        """What each rank's heartbeat says."""
-        found = []
-        for node, ranks in (("a", (0, 1)), ("b", (2, 3))):
-            workers = tuple(
-                WorkerBeat(rank=rank, **{"pulse_age_s": 0.1, **of_ranks[rank]}) for rank in ranks
-            )
-            event = HeartbeatReceived(node=node, generation=generation, workers=workers)
-            found += self.give(event)
-        return found
-
-    def posted(self, step: int, generation: int = 1, **more: Any) -> list[AnyEvent]:
-        """Rank 0 posts for all."""
-        ticks = 1 if step < 0 else 2 + step
-        reported = {
-            "step": step,
-            "ticks": ticks,
-            "counted_by": "posted" if step >= 0 else "",
-            **more,
-        }
-        return self.beats(reported, {}, {}, {}, generation=generation)
-
-    def restart(self) -> None:
-        self.job.exits(3, signal=9)
-        self.job.all_stopped(None)
-        self.job.wait(0.5)
-        self.job.succeed(LaunchGroup)
+BEGUN = limits.BEGUN_COLLECTIVES
+SCRIPT = {"script": "train.py"}
 
 
 def test_one_rank_that_posts_speaks_for_all() -> None:
@@ -140,219 +98,72 @@ def test_the_first_post_of_a_launch_has_a_step_time_if_it_is_known_where_that_be
     assert done.first_ago_s == pytest.approx(7.8), "the rest of its time was no step"
 
 
-def _quiet(
-    watch: Script,
-    seconds: float,
-    activities: dict[str, str],
-    *,
-    since_s: float = 0.0,
-    **of_rank: Any,
-) -> None:
-    """`since_s`: for how long the ranks have been quiet."""
-    since = watch.job.now_ns - round(since_s * SECOND)
-    until = watch.job.now_ns + seconds * SECOND
-    while watch.job.now_ns < until and not watch.hangs:
-        watch.job.now_ns += SECOND // 2
-        quiet_s = (watch.job.now_ns - since) / SECOND
-        usual = {"collectives": MIN_COLLECTIVES, "collectives_age_s": quiet_s, "quiet_s": quiet_s}
-        idle = {"idle_s": max(0.0, quiet_s - 1.0)}
-        found = watch.beats(*[{**usual, **idle, **of_rank.get(f"rank{r}", {})} for r in range(4)])
-        found += watch.give(Tick())
-        if any(isinstance(event, HangSuspected) for event in found):
-            watch.inspect(**activities)
-
-
-def test_a_silent_script_hangs_if_a_rank_does_nothing_that_its_peers_wait_for() -> None:
-    watch = Script()
-    watch.beats(*[{"collectives": MIN_COLLECTIVES}] * 4)
-    began = watch.job.now_ns
-    _quiet(watch, 200, {"rank2": "nothing"})
-    (hang,) = watch.hangs
-    assert 60 <= (watch.job.now_ns - began) / SECOND < 63
-    assert hang.ranks[0] == 2
-    assert hang.quiet_s == pytest.approx((watch.job.now_ns - began) / SECOND)
-    assert "rank 2 has begun no collective for 59.5 s" in hang.evidence
-    assert "no step was reported" in hang.evidence
-
-
-@pytest.mark.parametrize("phase", ["start", "save", "evaluate", "train"])
-def test_a_script_that_uses_phases_and_reports_no_step_is_watched_by_its_collectives(
-    phase: str,
-) -> None:
-    """Rank 0 has ticks: it has been in a phase, or is in one. Startup has no part in it."""
-    watch = Script(recovery={"startupTimeoutSeconds": 15})
-    rank0 = {"phase": phase, "ticks": 6}
-    for second in range(60):
-        watch.job.now_ns += SECOND
-        one = {"collectives": MIN_COLLECTIVES + 10 * second, "quiet_s": 1.0 + second}
-        watch.beats(one | rank0, one, one, one)
-        watch.give(Tick())
-    assert not watch.verdicts[1:] and isinstance(watch.verdicts[0], CollectivesBegun)
-    assert watch.job.state.phase == "running" and watch.job.state.counted_by == "collectives"
-
-
-def test_a_rank_that_hangs_after_it_was_in_a_phase_is_named_by_its_collectives() -> None:
-    watch = Script()
-    watch.beats(*[{"collectives": MIN_COLLECTIVES}] * 4)
-    watch.job.now_ns += SECOND
-    watch.beats({"collectives": MIN_COLLECTIVES + 9, "ticks": 6}, {}, {}, {})
-    assert watch.monitor._worst_gap_s == 1, "of a rank that was in a phase too"
-    _quiet(watch, 200, {"rank2": "nothing"}, rank0={"ticks": 6, "quiet_s": 300.0})
-    (hang,) = watch.hangs
-    assert hang.ranks[0] == 2
-    assert "rank 2 has begun no collective for 59.5 s" in hang.evidence
-
-
-@pytest.mark.parametrize("phase", ["evaluate", "save"])
-def test_a_declared_phase_of_a_silent_script_may_do_nothing_for_ten_minutes(phase: str) -> None:
-    watch = Script()
-    watch.beats(*[{"collectives": MIN_COLLECTIVES}] * 4)
-    began = watch.job.now_ns
-    # It waits for another machine: it uses no CPU and does no I/O.
-    _quiet(watch, 900, {"rank0": "nothing"}, rank0={"phase": phase, "ticks": 5, "quiet_s": 1.0})
-    assert not watch.hangs, "it is in a new phase all the time"
-    watch = Script()
-    watch.beats(*[{"collectives": MIN_COLLECTIVES}] * 4)
-    began = watch.job.now_ns
-    _quiet(watch, 900, {"rank0": "nothing"}, rank0={"phase": phase})
-    (hang,) = watch.hangs
-    assert 600 <= (watch.job.now_ns - began) / SECOND < 603 and hang.ranks[0] == 0
-
-
-@pytest.mark.parametrize("posted", [{"counted_by": "posted", "ticks": 9}, {"ticks": 1}])
-def test_a_program_that_posts_no_step_has_no_start_up_limit(posted: dict[str, Any]) -> None:
-    """It may post its percentage alone."""
-    watch = Script(recovery={"startupTimeoutSeconds": 15})
-    for _ in range(40):
-        watch.job.now_ns += SECOND
-        watch.beats(posted, {}, {}, {})
-        watch.give(Tick())
-    assert not watch.hangs
-
-
-@pytest.mark.parametrize("outside", [True, False])
-def test_a_starved_machine_is_an_excuse_only_for_ranks_that_are_all_in_collectives(
-    outside: bool,
-) -> None:
-    """Standbys that import a library keep the machine busy for half a minute after each restart."""
-    watch = Script()
-    watch.beats(*[{"collectives": MIN_COLLECTIVES}] * 4)
-    began = watch.job.now_ns
-    ranks = {"rank0": "peers", "rank1": "peers", "rank2": "peers", "rank3": "peers"}
-    activities = ranks | ({"rank2": "nothing"} if outside else {})
-    _quiet(watch, 20, activities)
-    watch.give(HeartbeatReceived(node="a", generation=1, cpu_pressure=0.9))
-    _quiet(watch, 200, activities, since_s=20.0)
-    assert len(watch.hangs) == 1
-    waited_s = (watch.job.now_ns - began) / SECOND
-    assert 60 <= waited_s < 63 if outside else waited_s > 85
-
-
-@pytest.mark.parametrize("first_s, limit_s", [(1.0, 60.0), (100.0, 300.0), (400.0, 600.0)])
-def test_a_framework_that_has_posted_one_step_is_watched_by_its_collectives(
-    first_s: float, limit_s: float
-) -> None:
-    """How long a step takes is not known yet: at most as long as the launch to the first one."""
-    watch = Script()
-    begins = watch.job.state.launched_ns + round(first_s * SECOND)
-    while watch.job.now_ns < begins:
-        watch.posted(-1, began_after=-1)
-        watch.job.now_ns = min(watch.job.now_ns + SECOND, begins)
-    watch.posted(3, began_s=1.0, step_s=0.2, collectives=MIN_COLLECTIVES)
-    began = watch.job.now_ns
-    reported = {"counted_by": "posted", "step": 3, "ticks": 5, "step_s": 0.2}
-    _quiet(watch, 10, {"rank2": "nothing"}, rank0=reported)
-    assert any(isinstance(event, HangSuspected) for event in watch.verdicts) and not watch.hangs
-    _quiet(watch, 800, {"rank2": "nothing"}, since_s=10.0, rank0=reported)
-    (hang,) = watch.hangs
-    assert hang.ranks[0] == 2 and limit_s <= (watch.job.now_ns - began) / SECOND < limit_s + 3
-
-
-def test_a_silent_script_that_computes_or_has_hardly_begun_does_not_hang() -> None:
-    watch = Script()
-    watch.beats(*[{"collectives": MIN_COLLECTIVES}] * 4)
-    _quiet(watch, 900, {"rank2": "nothing"}, rank2={"idle_s": 0.0})
-    assert not watch.hangs, "it evaluates"
-    fresh = Script()
-    fresh.beats(*[{"collectives": MIN_COLLECTIVES - 1}] * 4)
-    few = {f"rank{r}": {"collectives": 3} for r in range(4)}
-    _quiet(fresh, 590, {"rank2": "nothing"}, **few)
-    assert not fresh.hangs, "it may still be loading"
-    _quiet(fresh, 900, {"rank2": "nothing"}, since_s=590, **few)
-    (hang,) = fresh.hangs
-    assert "start-up limit is 600.0 s" in hang.evidence, "no rank does anything: a stale lock"
-    works = {**few, "rank1": {"collectives": 3, "idle_s": 0.0}}
-    busy = Script()
-    busy.beats(*[{"collectives": MIN_COLLECTIVES - 1}] * 4)
-    _quiet(busy, 900, {"rank2": "nothing"}, **works)
-    assert not busy.hangs, "a rank computes or reads"
-    _quiet(busy, 900, {"rank2": "nothing"}, **few)
-    assert not busy.hangs, "it has worked for longer than the limit and waits now"
-
-
-def test_a_pause_that_ended_by_itself_makes_the_next_one_longer() -> None:
-    watch = Script()
-    watch.beats(*[{"collectives": MIN_COLLECTIVES}] * 4)
-    watch.job.now_ns += 50 * SECOND
-    watch.beats(*[{"collectives": MIN_COLLECTIVES + 1}] * 4)
-    assert watch.monitor._worst_gap_s == 50
-
-
-def test_suspicion_of_a_silent_script_comes_early() -> None:
-    watch = Script()
-    watch.beats(*[{"collectives": MIN_COLLECTIVES}] * 4)
-    _quiet(watch, SUSPECT_AFTER_S + 1, {"rank2": "nothing"})
-    assert any(isinstance(event, HangSuspected) for event in watch.verdicts) and not watch.hangs
-
-
-def test_a_framework_that_posts_may_evaluate_but_not_sleep() -> None:
-    for idle in (True, False):
-        watch = Script()
-        for post in range(8):
-            watch.posted(25 * post, began_s=5.0 * post, step_s=0.2)
-            watch.job.now_ns += 5 * SECOND
-        began = watch.job.now_ns
-        reported = {"counted_by": "posted", "step": 175, "ticks": 177, "step_s": 0.2}
-        while watch.job.now_ns < began + 120 * SECOND and not watch.hangs:
-            watch.job.now_ns += SECOND // 2
-            quiet_s = (watch.job.now_ns - began) / SECOND + 5
-            rest = {"idle_s": quiet_s} if idle else {}
-            found = watch.beats({**reported, "quiet_s": quiet_s, **rest}, rest, rest, rest)
-            if any(isinstance(event, HangSuspected) for event in found):
-                watch.inspect(rank1="nothing")
-        assert bool(watch.hangs) is idle
-        if idle:
-            assert watch.hangs[0].ranks[0] == 1
-            assert (watch.job.now_ns - began) / SECOND < 10
-
-
 def test_an_incident_of_a_silent_script_is_over_when_its_ranks_begin_collectives_again() -> None:
     watch = Script()
     state = watch.job.state
     watch.job.succeed(LaunchGroup)
     assert state.phase == "running", "it may never begin any"
-    for count in (3, BEGUN_COLLECTIVES, 40):
+    for count in (3, BEGUN, 40):
         watch.beats(*[{"collectives": count}] * 4)
     assert state.counted_by == "collectives"
     assert len([v for v in watch.verdicts if isinstance(v, CollectivesBegun)]) == 1
     watch.restart()
     assert state.phase == "recovering"
     watch.job.wait(6)
-    watch.beats(*[{"collectives": BEGUN_COLLECTIVES}] * 4, generation=2)
+    watch.beats(*[{"collectives": BEGUN}] * 4, generation=2)
     (incident,) = state.incidents
     assert state.phase == "running" and incident.first_step_ns == watch.job.now_ns
     assert incident.resumed_after_step is None and incident.shows_progress
 
 
-def test_the_ranks_that_remain_when_the_one_that_posts_has_ended_do_not_hang() -> None:
-    watch = Script()
-    for post in range(8):
-        watch.posted(25 * post, began_s=5.0 * post, step_s=0.2)
-        watch.job.now_ns += 5 * SECOND
-    watch.job.exits(0, code=0, step=175)
-    for _ in range(200):
-        watch.job.now_ns += SECOND // 2
-        watch.posted(175, step_s=0.2)
-        watch.give(Tick())
-    assert not watch.hangs
-    assert not any(isinstance(event, HangSuspected) for event in watch.verdicts)
+def answers(*seen: tuple[float, int]) -> list[float | None]:
+    """(seconds since the launch, collectives that all ranks had begun) -> its answers."""
+    began = Began()
+    return [began.observe(begun, round(at * SECOND)) for at, begun in seen]
+
+
+def test_training_begins_with_the_collectives_if_they_go_on_at_one_pace() -> None:
+    steps = [(10.0 + 2 * n, BEGUN + 4 * n) for n in range(12)]
+    assert answers(*steps) == [0.0, *[None] * 11]
+
+
+def test_a_barrier_before_the_model_is_built_is_not_training() -> None:
+    # Ten collectives of the start-up, 60 s in which the model is built and loaded, then training.
+    seen = [(5.0, BEGUN + 2), (65.0, BEGUN + 6), (65.5, BEGUN + 9), (66.0, BEGUN + 12)]
+    assert answers(*seen) == [0.0, None, 0.5, None]
+
+
+def test_a_pause_of_a_script_that_trains_for_long_is_not_loading() -> None:
+    assert not Began(begun=PACE_COLLECTIVES - 1).known and Began(begun=PACE_COLLECTIVES).known
+
+
+def incident_of(job: Transcript) -> dict[str, float]:
+    record = job.state.incidents[-1]
+    assert record.first_step_ns is not None
+    return {"at": record.at_ns / SECOND, "over": record.first_step_ns / SECOND}
+
+
+def test_an_incident_ends_when_the_script_trains_not_at_its_first_barrier() -> None:
+    job = Transcript(spec(entrypoint=SCRIPT)).started(step=None)
+    job.apply(CollectivesBegun(generation=1))
+    job.exits(1, signal=9)
+    job.all_stopped(None)
+    job.succeed(LaunchGroup)
+    launched = job.now_ns / SECOND
+    job.wait(5)
+    job.apply(CollectivesBegun(generation=2))
+    assert incident_of(job)["over"] == launched + 5
+    job.wait(60)
+    job.apply(CollectivesBegun(generation=2, ago_s=2.0))
+    assert incident_of(job)["over"] == launched + 63
+
+
+def test_a_hang_counts_from_the_last_progress() -> None:
+    job = Transcript(spec(entrypoint=SCRIPT)).started(step=None)
+    job.apply(CollectivesBegun(generation=1))
+    job.wait(100)
+    found = job.now_ns / SECOND
+    job.apply(HangDetected(generation=1, ranks=(1,), evidence="quiet", quiet_s=61.0))
+    job.all_stopped(None)
+    record = job.state.incidents[-1]
+    assert record.at_ns / SECOND == found - 61 and record.noticed_ns == found * SECOND

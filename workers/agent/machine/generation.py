@@ -72,8 +72,6 @@ class Worker:
     last: worker_protocol.Progress | worker_protocol.Reported | None = None
     script: ScriptProgress = field(default_factory=ScriptProgress)
     collectives: int = 0
-    collectives_ns: int = 0
-    """When that number was last seen to grow."""
     failed: worker_protocol.Failed | None = None
     finished: bool = False
     leaves: bool = False
@@ -103,7 +101,9 @@ class Worker:
                 self.phase = "finish"
             case worker_protocol.Pulse():
                 if message.collectives != self.collectives:
-                    self.collectives, self.collectives_ns = message.collectives, now_ns
+                    self.collectives = message.collectives
+                    if self.script.source != "session":
+                        self.progress_ns, self.idle_s = now_ns, 0.0
                 return
             case worker_protocol.ImportsReported():
                 return
@@ -146,7 +146,6 @@ class Worker:
             began_estimated=self.script.began_estimated,
             began_s=self.script.began_s(now_ns),
             collectives=self.collectives,
-            collectives_age_s=(now_ns - max(self.collectives_ns, self.since_ns)) / SECOND_NS,
             leaves=self.leaves,
             **report_fields(last),
         )

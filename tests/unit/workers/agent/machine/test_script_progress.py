@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.orchestrator.protocol.facts import WorkerSeat
+from holdfast.workers.agent.machine.generation import Worker
 from holdfast.workers.agent.machine.script_progress import SECOND_NS, ScriptProgress
-from holdfast.workers.worker_protocol import Reported
+from holdfast.workers.worker_protocol import FromWorker, Progress, Pulse, Reported
 
 
 def _posts(progress: ScriptProgress, *posts: tuple[float, int]) -> list[Reported | None]:
@@ -142,3 +144,24 @@ def test_a_counted_step_before_the_beginning_shows_nothing_of_it() -> None:
     progress.received(0, Reported(step=-1, began_after=69, source="counted"))
     progress.received(SECOND_NS, Reported(step=0, source="counted"))  # another training
     assert progress.began_after == -1
+
+
+@pytest.mark.parametrize(
+    ("before", "quiet_s"),
+    [
+        (Pulse(), 1.0),
+        (Reported(step=3), 1.0),
+        (Reported(step=3, source="posted"), 1.0),
+        (Reported(step=3, source="counted"), 1.0),
+        (Progress(step=3), 4.0),
+    ],
+)
+def test_a_collective_is_progress_unless_the_session_counts_the_steps(
+    before: FromWorker, quiet_s: float
+) -> None:
+    worker = Worker(WorkerSeat(0, 0, 0, True), since_ns=0, idle_s=2.0)
+    worker.received(0, before)
+    for second, count in ((1, 0), (3, 5), (4, 5)):
+        worker.received(second * SECOND_NS, Pulse(collectives=count))
+    beat = worker.beat(4 * SECOND_NS, stopped=False)
+    assert (beat.collectives, beat.quiet_s) == (5, quiet_s)

@@ -1,0 +1,1 @@
+"""Hangs: facts of the ranks -> the first row of the table that holds -> its limit -> suspects."""
