@@ -8,7 +8,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +127,12 @@ class KubernetesTransport:
                     {"metadata": {"annotations": {names.CANCEL: arguments["by"] or "a user"}}}
                 )
                 return self._with_absence("stopping all workers")
-            case _ if verb in REQUESTS:
-                annotated = _AnnotatedRequest(self._session, self._document, verb, arguments)
-                return self._session.run(annotated.perform)
 
         async def act(cluster: KubeClient, namespace: str) -> Reply:
+            if verb in REQUESTS:
+                kubectl = self._session.kubectl_hint("describe", "trainingjob", self.name)
+                hint = f"does an operator run? See {kubectl}"
+                return await demand(cluster, self._document, verb, arguments, hint)
             return await ask(cluster, self._document, verb, arguments)
 
         return self._session.run(act)
@@ -241,90 +242,64 @@ REQUESTS = ("chaos", "checkpoint", "resume")
 ACCEPT_TIMEOUT_S = 20.0
 """A running operator answers within a second; a standby replica that has to take over first, within
 its lease."""
-NUM_WITHDRAWALS = 5
 MAX_ASKED_PODS = 3
 """A pod that has just ended cannot be asked."""
 
 
-class NoOperator(HoldfastError):
-    """No operator has accepted a request."""
-
-
-class _AnnotatedRequest:
+async def demand(
+    cluster: KubeClient, document: Document, verb: str, arguments: dict[str, Any], hint: str
+) -> Reply:
     """A fault injection, a checkpoint, or the resume of a job that holds: an annotation that the
     operator removes, and whose answer is in the status. A request that no operator accepts is
-    withdrawn, so that it does not surprise a user much later."""
+    withdrawn, so that it does not surprise a user much later. `hint`: what shows the operator."""
+    key = (document["metadata"]["namespace"], document["metadata"]["name"])
+    if (waiting := annotation_of(document, names.REQUEST)) is not None:
+        got = f"another request that waits for the operator ({waiting})"
+        raise UserError(str(Problem(verb, got, "none", hint)))
+    number, by = secrets.token_hex(4), arguments["by"]
+    given = {name: value for name, value in arguments.items() if name != "by"}
+    value = json.dumps({"verb": verb, "arguments": given, "by": by, "id": number})
+    await cluster.patch(JOBS, *key, _annotated(value))
+    try:
+        async with asyncio.timeout(ACCEPT_TIMEOUT_S):
+            answer = await _answer_in_status(cluster, document, number)
+    except TimeoutError:
+        what = "an operator has accepted the request and has not answered"
+        if await _withdraw(cluster, key, value):
+            limit = f"{ACCEPT_TIMEOUT_S:.0f} s"
+            what = f"no operator accepted the request within {limit}, so it was withdrawn"
+        raise HoldfastError(f"job {key[1]}: {verb}: {what}; {hint}") from None
+    body = {name: value for name, value in given.items() if name != "kind"}
+    body |= {"step": answer["step"]} if "step" in answer else {}
+    message = str(answer.get("message", ""))
+    if not answer.get("accepted"):
+        return Reply(ok=False, detail=f"{verb}: {message}")
+    return Reply(ok=True, detail=message, body=body)
 
-    def __init__(
-        self, session: ClusterSession, document: Document, verb: str, arguments: dict[str, Any]
-    ) -> None:
-        self._session, self._document, self._verb = session, document, verb
-        self._id = secrets.token_hex(4)
-        metadata = document["metadata"]
-        self._key: tuple[str, str] = (metadata["namespace"], metadata["name"])
-        self._name: str = metadata["name"]
-        given = {name: value for name, value in arguments.items() if name != "by"}
-        wanted = {"verb": verb, "arguments": given, "by": arguments["by"], "id": self._id}
-        self._given, self._value = given, json.dumps(wanted)
 
-    async def perform(self, cluster: KubeClient, namespace: str) -> Reply:
-        """Raises NoOperator when none accepts the request."""
-        waiting = annotation_of(self._document, names.REQUEST)
-        if waiting is not None:
-            got = f"another request that waits for the operator ({waiting})"
-            raise UserError(str(Problem(self._verb, got, "none", self._hint())))
-        await cluster.patch(JOBS, *self._key, self._body(self._value))
-        try:
-            async with asyncio.timeout(ACCEPT_TIMEOUT_S):
-                answer = await self._answer(cluster)
-        except TimeoutError:
-            if await self._withdraw(cluster):
-                raise NoOperator(
-                    f"job {self._name}: {self._verb}: no operator accepted the request within "
-                    f"{ACCEPT_TIMEOUT_S:.0f} s, so it was withdrawn; {self._hint()}"
-                ) from None
-            raise HoldfastError(
-                f"job {self._name}: {self._verb}: an operator has accepted the request and has not "
-                f"answered; {self._hint()}"
-            ) from None
-        if not answer.get("accepted"):
-            return Reply(ok=False, detail=f"{self._verb}: {answer.get('message', '')}")
-        body = {key: value for key, value in self._given.items() if key != "kind"}
-        if (step := answer.get("step")) is not None:
-            body["step"] = int(step)
-        return Reply(ok=True, detail=str(answer.get("message", "")), body=body)
+async def _answer_in_status(cluster: KubeClient, document: Document, number: str) -> Document:
+    async for latest in follow_job(cluster, document):
+        answer: Document = (latest.get("status") or {}).get("request") or {}
+        if answer.get("id") == number:
+            return answer
+    raise AssertionError("a watch does not end by itself")
 
-    async def _answer(self, cluster: KubeClient) -> Document:
-        async for document in follow_job(cluster, self._document):
-            answer: Document = (document.get("status") or {}).get("request") or {}
-            if answer.get("id") == self._id:
-                return answer
-        raise AssertionError("a watch does not end by itself")
 
-    async def _withdraw(self, cluster: KubeClient) -> bool:
-        """False: the operator accepted the request at the last moment."""
-        for _attempt in range(NUM_WITHDRAWALS):
-            document = await cluster.find(JOBS, *self._key)
-            if document is None or annotation_of(document, names.REQUEST) != self._value:
-                return False
-            body = self._body(None)
-            body["metadata"]["resourceVersion"] = document["metadata"]["resourceVersion"]
-            try:
-                await cluster.patch(JOBS, *self._key, body)
-            except Conflict:
-                continue
+async def _withdraw(cluster: KubeClient, key: tuple[str, str], value: str) -> bool:
+    """False: the operator accepted the request at the last moment."""
+    while True:
+        document = await cluster.find(JOBS, *key)
+        if document is None or annotation_of(document, names.REQUEST) != value:
+            return False
+        body = _annotated(None)
+        body["metadata"]["resourceVersion"] = document["metadata"]["resourceVersion"]
+        with suppress(Conflict):
+            await cluster.patch(JOBS, *key, body)
             return True
-        raise HoldfastError(
-            f"job {self._name}: {self._verb}: no operator accepted the request, and it could not "
-            f"be withdrawn: remove the annotation {names.REQUEST} yourself"
-        )
 
-    def _body(self, value: str | None) -> Document:
-        return {"metadata": {"annotations": {names.REQUEST: value}}}
 
-    def _hint(self) -> str:
-        hint = self._session.kubectl_hint("describe", "trainingjob", self._name)
-        return f"does an operator run? See {hint}"
+def _annotated(value: str | None) -> Document:
+    return {"metadata": {"annotations": {names.REQUEST: value}}}
 
 
 async def ask(

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from holdfast.orchestrator.cli.targets.kubernetes.job import ask
+from holdfast.orchestrator.cli.targets.kubernetes import job
+from holdfast.orchestrator.cli.targets.kubernetes.job import ask, demand
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.kube.client import CHANNELS, Document
 from holdfast.orchestrator.kube.errors import Forbidden
@@ -73,20 +74,20 @@ def asked(
     """The answer to a question about a job with one pod that trains and one that starts."""
 
     async def scenario() -> wire.Reply:
-        job, endpoint, api = Controller("space/one", place), AgentServer(), Kubelet()
+        one, endpoint, api = Controller("space/one", place), AgentServer(), Kubelet()
         await endpoint.open(tls=True)
-        job.register(endpoint)
+        one.register(endpoint)
         token = place / "token"
-        token.write_text(job.token)
+        token.write_text(one.token)
         command = [
-            *("-P", "-m", "holdfast.workers.agent", "--job", job.name, "--node", "one-a"),
+            *("-P", "-m", "holdfast.workers.agent", "--job", one.name, "--node", "one-a"),
             *("--token-file", str(token), "--endpoint", f"{endpoint.address}:{endpoint.port}"),
-            *("--tls", str(place), "--tls-name", job.tls_name),
+            *("--tls", str(place), "--tls-name", one.tls_name),
         ]
         api.listed = [pod("one-b"), pod("one-a", rank="0")]
-        for one in api.listed:
+        for each in api.listed:
             worker = {"name": "worker", "command": [sys.executable], "args": command}
-            one["spec"]["containers"] = [worker]
+            each["spec"]["containers"] = [worker]
         change(api)
         try:
             async with cluster_of(api) as cluster:
@@ -132,3 +133,64 @@ def test_what_the_command_prints_without_an_answer_is_shown(tmp_path: Path) -> N
 
     with pytest.raises(HoldfastError, match=r"pod one-b: --token-file: got .*; expected a file"):
         asked(tmp_path, "stacks", without_token)
+
+
+# -- requests ----------------------------------------------------------------------------------
+PATH = "/apis/holdfast.dev/v1alpha1/namespaces/space/trainingjobs/one"
+
+
+@dataclass
+class Operator(FakeApi):
+    """Keeps the job's object, and answers the request of its annotation; or never does."""
+
+    answer_of: Document | None = None
+    takes: bool = True
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.method != "PATCH":
+            return await super().answer(request)
+        found = self.objects[request.path]
+        value = (await request.json())["metadata"]["annotations"]["holdfast.dev/request"]
+        annotations = {} if value is None or self.takes else {"holdfast.dev/request": value}
+        found["metadata"]["annotations"] = annotations
+        if value is not None and self.answer_of is not None:
+            found["status"] = {"request": {"id": json.loads(value)["id"], **self.answer_of}}
+        return web.json_response(found)
+
+
+def demanded(api: Operator, verb: str, **arguments: Any) -> wire.Reply:
+    metadata = {**JOB["metadata"], "uid": "u", "resourceVersion": "7"}
+    api.objects[PATH] = {"metadata": metadata, "spec": {}}
+
+    async def scenario() -> wire.Reply:
+        async with cluster_of(api) as cluster:
+            document = json.loads(json.dumps(api.objects[PATH]))
+            return await demand(cluster, document, verb, {"by": "ann", **arguments}, "see kubectl")
+
+    return asyncio.run(scenario())
+
+
+def test_the_answer_to_a_request_comes_from_the_status() -> None:
+    saved = {"accepted": True, "message": "step 7 goes to storage", "step": 7}
+    answer = demanded(Operator(answer_of=saved), "checkpoint")
+    assert (answer.ok, answer.detail, answer.body) == (True, saved["message"], {"step": 7})
+    refused = demanded(Operator(answer_of={"accepted": False, "message": "rank: got 9"}), "chaos")
+    assert not refused.ok and refused.detail == "chaos: rank: got 9"
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_request_that_no_operator_takes_is_withdrawn(
+    takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "ACCEPT_TIMEOUT_S", 0.3)
+    api = Operator(takes=takes)
+    text = "has accepted the request and has not answered" if takes else "so it was withdrawn"
+    with pytest.raises(HoldfastError, match=f"job one: chaos: .*{text}; see kubectl"):
+        demanded(api, "chaos", kind="kill-worker")
+    assert api.objects[PATH]["metadata"]["annotations"] == {}
+
+
+def test_a_request_while_another_waits_is_refused() -> None:
+    waiting = {"metadata": {**JOB["metadata"], "annotations": {"holdfast.dev/request": "{}"}}}
+    with pytest.raises(UserError, match="chaos: got another request that waits"):
+        asyncio.run(demand(None, waiting, "chaos", {"by": ""}, ""))  # type: ignore[arg-type]
