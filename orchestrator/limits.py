@@ -42,12 +42,6 @@ MAX_DOCUMENT_BYTES = 3 * 2**19
 """Characters of a job spec, with aliases counted in full: 1.5 MiB, the default limit of etcd for a
 request. A few lines of aliases can stand for more than memory holds."""
 
-MAX_PACKAGES = 256
-"""Lines in spec.environment.requirements; a file may have more."""
-
-INSTALL_S = 900.0
-"""For the installation of spec.environment on a node: a large wheel from a slow index."""
-
 MAX_CODE_ARCHIVE_BYTES = 8 * 2**20
 """Of a job's code on Kubernetes, compressed. It lies in nine ConfigMaps at most; etcd holds 2 GiB
 in all by default. Source code of 5 MB has 1 MB compressed."""

@@ -220,10 +220,6 @@ class Assign(WorkerMessage, frozen=True, kw_only=True, tag="assign"):
     """Ranks of this node with the shard index of this one, itself included."""
     log_file: str = ""
     """File for stdout and stderr. Empty: the file descriptor that comes with this message."""
-    packages: str = ""
-    """Directory of the environment with the job's packages; empty: it has none."""
-    problem: str = ""
-    """Why the script cannot start on this node; the worker fails with it."""
 
 
 class StageAt(WorkerMessage, frozen=True, kw_only=True, tag="stage-at"):

@@ -20,8 +20,7 @@ from typing import Any
 from ..api.v1alpha1 import TrainingJob, launcher_words
 from ..api.v1alpha1.command_line import Program
 from ..errors import Problem
-from ..protocol import files, requirement_files
-from ..protocol.requirement_files import RequirementsUnreadable
+from ..protocol import files
 from . import launch_sizes
 
 PYTHON_FIELD = "spec.entrypoint.python"
@@ -72,24 +71,9 @@ def _problems(job: TrainingJob, work: Path) -> Iterator[Problem]:
     if program.script is not None:
         skipped = bool(program.runner)  # its interpreter is not known yet
         yield from script(work, program.script, entry.script_field, python, compiled=not skipped)
-    installs = job.spec.environment is not None  # what that has is known on the nodes only
-    if program.module is not None and not program.is_foreign and not installs:
+    if program.module is not None and not program.is_foreign:
         yield from _module(work, program.module, entry.command is not None)
     yield from _accelerate(job, program, work)
-    yield from requirements(job, work)
-
-
-def requirements(job: TrainingJob, work: Path, *, of_nodes: bool = True) -> Iterator[Problem]:
-    """A file of spec.environment that is not here; `of_nodes`: also one with an absolute path."""
-    if job.spec.environment is None:
-        return
-    try:
-        requirement_files.read(job.spec.environment, work, of_nodes=of_nodes)
-    except RequirementsUnreadable as error:
-        expected = "a requirements file, relative to the file that names it"
-        if error.field.endswith("file"):
-            expected = "a requirements file, relative to spec.workingDirectory"
-        yield Problem(error.field, cut(error.got), expected)
 
 
 # -- scripts ------------------------------------------------------------------------------------
@@ -281,8 +265,6 @@ def cut(written: str) -> str:
 def _accelerate(job: TrainingJob, program: Program, work: Path) -> Iterator[Problem]:
     """The sizes in accelerate's configuration file, which its own options override."""
     is_launched = program.launcher == "accelerate launch" and not program.is_foreign
-    if job.spec.environment is not None:
-        is_launched = False
     if is_launched and importlib.util.find_spec("accelerate") is None:
         got = "accelerate launch where accelerate is not installed"
         fix = "install it into Holdfast's Python, or name an environment in entrypoint.python"

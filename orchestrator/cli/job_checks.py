@@ -69,8 +69,6 @@ def check_submission(job: TrainingJob, spec_directory: Path, source: str, *, shi
         if not found.is_relative_to(spec_directory.resolve()):
             expected = f"a file below {spec_directory}, the only directory that is uploaded"
             problems.append(Problem(field, f"{script} ({found})", expected))
-    if ships and not _is_same_everywhere(str(work)):
-        problems += entrypoint_checks.requirements(job, spec_directory / work, of_nodes=False)
     for where, data in _sources(job):
         if not _is_same_everywhere(data):
             expected = "stdlib, or an absolute path on the nodes: data is not uploaded"

@@ -12,7 +12,6 @@ from pathlib import Path, PurePath
 from ..api.v1alpha1 import TrainingJob
 from ..api.v1alpha1.command_line import Program
 from ..errors import Problem, UserError
-from ..protocol import requirement_files
 from . import code_files
 from .code_files import Code
 from .job_checks import check_submission
@@ -56,23 +55,19 @@ def _packed(job: TrainingJob, directory: Path, source: str) -> Code:
 
 
 def check_uploaded(job: TrainingJob, directory: Path, uploaded: Collection[str]) -> None:
-    """Raises UserError for a script or a requirements file of the directory that is not
-    uploaded."""
+    """Raises UserError for a script of the directory that is not uploaded."""
     work, entry = PurePath(job.spec.working_directory), job.spec.entrypoint
     if _is_of_nodes(work):
         return
     root, script = directory.resolve(), entry.program.script
-    needed: list[tuple[Path, str, str]] = []
-    if script is not None and not _is_of_nodes(PurePath(script)):
-        needed.append((root / work / script, script, entry.script_field))
-    if job.spec.environment is not None:
-        lines = requirement_files.read(job.spec.environment, root / work, of_nodes=False)
-        needed += [(one.path, one.written, one.field) for one in lines.files]
-    for whole, name, field in needed:
-        path = whole.parent.resolve() / whole.name  # without `sub/..`; the file may be a link
-        if not path.is_relative_to(root) or path.relative_to(root).as_posix() not in uploaded:
-            expected = "a file that .gitignore does not name, with no name of secrets"
-            raise UserError(str(Problem(field, f"{name}, which is not uploaded", expected)))
+    if script is None or _is_of_nodes(PurePath(script)):
+        return
+    whole = root / work / script
+    path = whole.parent.resolve() / whole.name  # without `sub/..`; the file may be a link
+    if not path.is_relative_to(root) or path.relative_to(root).as_posix() not in uploaded:
+        got, expected = f"{script}, which is not uploaded", "a file that .gitignore does not name"
+        problem = Problem(entry.script_field, got, f"{expected}, with no name of secrets")
+        raise UserError(str(problem))
 
 
 def _is_of_nodes(path: PurePath) -> bool:

@@ -282,12 +282,9 @@ def check_launched(ctx: StepContext) -> None:
 
 
 def _launch_timeout_s(state: JobState) -> float:
-    """How long a node may take to answer: it may have to install packages, and to import what a
-    script needs."""
-    spec = state.job.spec
-    install_s = limits.INSTALL_S if spec.environment is not None else 0.0
-    import_s = limits.IMPORT_WAIT_S if spec.entrypoint.recipe is None else 0.0
-    return limits.LAUNCH_TIMEOUT_S + install_s + import_s
+    """How long a node may take to answer: it may have to import what a script needs."""
+    import_s = limits.IMPORT_WAIT_S if state.job.spec.entrypoint.recipe is None else 0.0
+    return limits.LAUNCH_TIMEOUT_S + import_s
 
 
 def retry_launch(ctx: StepContext) -> None:

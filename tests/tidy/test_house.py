@@ -47,7 +47,7 @@ SMALL_MODULES = {
         "orchestrator/planner/terms.py", "orchestrator/core/host_memory.py",
         "orchestrator/hosts/kubernetes/peers.py", "workers/agent/pool/learned_imports.py",
         "workers/session/twins.py",
-        "workers/agent/pool/package_path.py", "workers/agent/storage/own_checkpoints.py",
+        "workers/agent/storage/own_checkpoints.py",
         "orchestrator/core/own_checkpoints.py",
     ),
     "imports no torch, its neighbours do": ("workers/checkpoint/coverage.py",),

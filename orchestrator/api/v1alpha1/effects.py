@@ -33,7 +33,6 @@ def without_effect(job: TrainingJob, *, as_written: bool = False) -> list[Proble
     found = list(_of_a_script(job) if recipe is None else _of_a_recipe(job))
     found += _of_a_tensor_axis(job)
     found += _of_the_guard(job)
-    found += _of_packages(job)
     found += _of_elasticity(job, as_written)
     if job.spec.recovery.gpu_standbys and job.spec.resources.gpu not in ("auto", 1):
         got = f"true with resources.gpu {job.spec.resources.gpu}"
@@ -80,20 +79,6 @@ def _of_a_tensor_axis(job: TrainingJob) -> Iterator[Problem]:
             "it with a tensor axis that spans nodes",
             "remove the field",
         )
-
-
-def _of_packages(job: TrainingJob) -> Iterator[Problem]:
-    if job.spec.environment is None:
-        return
-    entry, where = job.spec.entrypoint, "spec.environment"
-    if entry.recipe is not None:
-        yield Problem(where, "packages for a recipe", "them for a script", "remove the field")
-        return
-    program = entry.program
-    if other := program.python or " ".join(program.runner):
-        expected = "them for scripts and modules of Holdfast's own Python"
-        fix = f"install them into the environment of {other}, and remove the field"
-        yield Problem(where, f"packages with {other}", expected, fix)
 
 
 def _of_elasticity(job: TrainingJob, as_written: bool) -> Iterator[Problem]:

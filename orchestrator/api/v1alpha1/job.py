@@ -25,7 +25,6 @@ from .workload import (
     Entrypoint,
     Fabric,
     Nodes,
-    PythonPackages,
     Resources,
 )
 
@@ -171,8 +170,6 @@ class JobSpec(Part):
     """Environment variables of every worker. Numbers are taken as they are written, but
     `kubectl apply` needs quotes around them. The variables override those of the fabric profile;
     ranks and addresses cannot be overridden."""
-    environment: PythonPackages | None = None
-    """Python packages for the workers of a script, see docs/user/script.md."""
     preload: Annotated[tuple[ModuleName, ...], Field(max_length=64)] = ()
     """Installed modules that are imported once per node, before workers are forked, such as
     transformers: a recovery does not wait for their import. One that starts threads or opens CUDA

@@ -18,13 +18,10 @@ from .recipe import Recipe
 
 LINE_PATTERN = r"^[^\r\n]*$"
 # Anything that `python -m` can find, also a file with a dash in its name; nothing relative.
-RequirementLine = Annotated[str, Field(min_length=1, max_length=1024, pattern=LINE_PATTERN)]
 MODULE_PATTERN = r"^[^./\s]+(\.[^./\s]+)*$"
-_IN_A_URL = re.compile(r"(?P<scheme>[\w+.-]+)://(?P<user>[^/@\s:]*)(?P<password>:[^/@\s]*)?@")
 CHECKPOINT = "{checkpoint}"
 """Placeholder for the path in resumeArgs."""
 _PLACEHOLDER = re.compile(r"(?<!\$)\{\w+\}")
-_VARIABLE = re.compile(r"\$\{\w+\}")
 
 
 class Nodes(Part):
@@ -147,52 +144,6 @@ class Entrypoint(Part):
     def script_field(self) -> str:
         """The field that names the script."""
         return "spec.entrypoint.script" if self.command is None else "spec.entrypoint.command"
-
-
-class PythonPackages(Part):
-    """Python packages that the script needs beside those of Holdfast's own Python. Each node
-    installs them once, by uv or pip, into an environment that jobs with the same requirements
-    share."""
-
-    requirements: Annotated[tuple[RequirementLine, ...], Field(max_length=limits.MAX_PACKAGES)] = ()
-    """Lines as in a requirements file, such as `tiktoken==0.9` or `-e ./lib`, its options included.
-    Paths are relative to workingDirectory."""
-    file: str | None = Field(default=None, min_length=1)
-    """A requirements file, relative to workingDirectory."""
-
-    @model_validator(mode="after")
-    def _check_any(self) -> PythonPackages:
-        if not self.requirements and self.file is None:
-            raise ValueError(
-                "environment: got neither requirements nor file; expected one of them, or both; "
-                "remove the field where nothing is to be installed"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_credentials(self) -> PythonPackages:
-        for line in self.requirements:
-            if _has_credentials(line):
-                hidden = _IN_A_URL.sub(r"\g<scheme>://(hidden)@", line)
-                raise ValueError(
-                    f"requirements: got credentials in {hidden}; expected a URL without, since "
-                    f"specs are printed; put the URL into PIP_INDEX_URL and UV_INDEX_URL, or write "
-                    f"${{NAME}} in the line: variables of the node, on Kubernetes from a Secret"
-                )
-        return self
-
-
-def _has_credentials(line: str) -> bool:
-    """Whether a URL in a requirement has a password or a token in it; installers replace ${NAME} by
-    a variable. A user alone is none where it is a name for ssh."""
-    for found in _IN_A_URL.finditer(line):
-        secret = found["password"] if found["password"] is not None else found["user"]
-        is_name = found["password"] is None and (
-            found["scheme"].endswith("ssh") or found["user"] == "git"
-        )
-        if not is_name and _VARIABLE.sub("", secret).strip(":"):
-            return True
-    return False
 
 
 class Fabric(Part):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import site
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
@@ -30,6 +32,8 @@ dist.all_reduce(value)
 print("rank", dist.get_rank(), "sum", int(value), os.environ["MINE"], *sys.argv[1:], flush=True)
 dist.destroy_process_group()
 """
+METADATA = "Metadata-Version: 2.1\nName: hftiny\nVersion: 1.0\n"
+WHEEL = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 SESSION = """
 import sys, time
 import torch
@@ -118,12 +122,17 @@ def test_the_line_of_a_launcher_needs_no_spec(tmp_path: Path) -> None:
         one.end()
 
 
-def test_a_session_in_another_interpreter_loses_no_step_to_a_kill(tmp_path: Path) -> None:
-    venv = tmp_path / "venv"
+def make_environment(venv: Path) -> Path:
+    """An environment with the packages of the one that runs the tests."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     (packages,) = venv.glob("lib/python*/site-packages")
     root = Path(__file__).parents[3]
     (packages / "shared.pth").write_text("\n".join([*site.getsitepackages(), str(root)]))
+    return venv
+
+
+def test_a_session_in_another_interpreter_loses_no_step_to_a_kill(tmp_path: Path) -> None:
+    venv = make_environment(tmp_path / "venv")
     (tmp_path / "train.py").write_text(dedent(SESSION))
     one = job(
         tmp_path, "other", {"script": "train.py", "python": "venv"},
@@ -140,6 +149,41 @@ def test_a_session_in_another_interpreter_loses_no_step_to_a_kill(tmp_path: Path
         assert (view.step, view.state) == (59, "failed")
         assert "LookupError" in last.evidence and last.culprit_rank == 1
         assert f"python {venv}/bin/python" in log_of(one, 0, view.generation)
+    finally:
+        one.end()
+
+
+WITH_PACKAGES = """
+import hftiny
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+print("rank", dist.get_rank(), "has", hftiny.VERSION, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_uv_adds_packages_for_the_script_alone(tmp_path: Path) -> None:
+    make_environment(tmp_path / ".venv")
+    (tmp_path / "wheels").mkdir()
+    with zipfile.ZipFile(tmp_path / "wheels/hftiny-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("hftiny/__init__.py", "VERSION = '1.0'")
+        wheel.writestr("hftiny-1.0.dist-info/METADATA", METADATA)
+        wheel.writestr("hftiny-1.0.dist-info/WHEEL", WHEEL)
+        wheel.writestr("hftiny-1.0.dist-info/RECORD", "")
+    (tmp_path / "requirements.txt").write_text("hftiny\n")
+    (tmp_path / "train.py").write_text(WITH_PACKAGES)
+    uv = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
+    if not Path(uv).exists():
+        pytest.skip("uv is not installed")
+    command = (
+        f"{uv} run --no-index --find-links wheels --with-requirements requirements.txt train.py"
+    )
+    one = job(tmp_path, "packages", {"command": command}, env={"UV_NO_CONFIG": "1"})
+    one.run()
+    try:
+        view = one.wait()
+        assert view.state == "succeeded", log_of(one, 0) + one.output()
+        assert [f"rank {rank} has 1.0" in log_of(one, rank) for rank in range(2)] == [True, True]
     finally:
         one.end()
 

@@ -326,7 +326,6 @@ CHANGES = (
     _fixed("resources", {"gpu": 1}),
     _fixed("image", "other:1"),
     _fixed("env", {"A": "2"}, script(env={"A": "1"})),
-    _fixed("environment", {"requirements": ["b"]}, script(environment={"requirements": ["a"]})),
     _fixed("preload", ["json"], script()),
     _fixed("learnPreload", False, script()),
     _fixed("workingDirectory", "elsewhere"),

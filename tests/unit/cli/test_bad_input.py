@@ -305,15 +305,6 @@ CASES = [
         id="a minimum below a fixed size",
     ),
     pytest.param(
-        SCRIPT
-        + "  environment: {requirements: ['-i https://${U}:${P}@h', 'a @ https://me:pw@h/a']}\n",
-        [
-            "spec.environment.requirements: got credentials in a @ https://(hidden)@h/a; expected",
-            "PIP_INDEX_URL and UV_INDEX_URL, or write ${NAME}",
-        ],
-        id="a password in a requirement",
-    ),
-    pytest.param(
         SCRIPT + "  checkpoint: {storage: {everySteps: 10, everySeconds: 5}}\n",
         ["spec.checkpoint.storage", "at most one of them"],
         id="two cadences",
@@ -340,16 +331,6 @@ CASES = [
         SPEC + "  entrypoint: {script: nope.py}\n",
         ["spec.entrypoint.script: got nope.py", "does not exist", "spec.workingDirectory"],
         id="a script that does not exist",
-    ),
-    pytest.param(
-        SCRIPT + "  environment: {file: nope.txt}\n",
-        ["spec.environment.file: got nope.txt (No such file", "relative to spec.workingDirectory"],
-        id="requirements that do not exist",
-    ),
-    pytest.param(
-        SCRIPT + "  environment: {requirements: ['-r nope.txt']}\n",
-        ["spec.environment: got nope.txt, which requirements names (No such file"],
-        id="requirements that name what does not exist",
     ),
     pytest.param(
         SPEC + "  entrypoint: {module: no_such_module_here.train}\n",

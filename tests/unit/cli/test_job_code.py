@@ -93,27 +93,6 @@ def test_a_script_that_does_not_compile_or_is_ignored_is_refused(place: Path) ->
         job_code.with_code(job(), place, "job.yaml")
 
 
-PACKAGES = {"file": "requirements.txt", "requirements": ["-c src/limits.txt", "-r /on/nodes.txt"]}
-
-
-@pytest.mark.parametrize(
-    "name", ["requirements.txt", "src/base.txt", "src/limits.txt"], ids=["file", "nested", "limits"]
-)
-def test_a_requirements_file_that_is_missing_or_ignored_is_refused(place: Path, name: str) -> None:
-    (place / "requirements.txt").write_text("-r src/base.txt\n")
-    for one in ("base.txt", "limits.txt"):
-        (place / "src" / one).write_text("hftiny\n")
-    given = job(environment=PACKAGES)
-    _found, code = job_code.with_code(given, place, "job.yaml")
-    assert code is not None and name in code.files
-    (place / ".gitignore").write_text(f"{name}\n")
-    with pytest.raises(UserError, match=rf"spec\.environment.*: got {name}, which is not uploaded"):
-        job_code.with_code(given, place, "job.yaml")
-    (place / name).unlink()
-    with pytest.raises(SpecError, match=rf"spec\.environment.*: got {name}.* \(No such file"):
-        job_code.with_code(given, place, "job.yaml")
-
-
 def test_edited_code_has_to_be_edited_and_to_be_the_jobs(place: Path) -> None:
     running, _code = job_code.with_code(job(), place, "job.yaml")
     with pytest.raises(UserError, match="runs already"):

@@ -25,7 +25,7 @@ from holdfast.orchestrator.protocol.environment import RESUME_FROM
 from holdfast.workers import worker_transport
 
 from ..linux import output, processes
-from . import accelerate_launch, file_audit, framework_hooks, interpreters, package_path
+from . import accelerate_launch, file_audit, framework_hooks, interpreters
 from .interpreters import Interpreter
 
 _OTHER_PYTHON = str(Path(__file__).with_name("other_python.py"))
@@ -42,19 +42,13 @@ class Descriptors:
     asked: int
 
 
-def prepare(job: TrainingJob, descriptors: Descriptors, packages: str = "") -> Program:
+def prepare(job: TrainingJob, descriptors: Descriptors) -> Program:
     """The script or module to run in this process; for another program this does not return.
-    `packages`: the directory of the job's own environment. Raises UserError for a program that this
-    node lacks."""
+    Raises UserError for a program that this node lacks."""
     program = job.spec.entrypoint.program
     if program.local_rank_option:
         option = f"{program.local_rank_option}={os.environ['LOCAL_RANK']}"
         program = replace(program, args=(option, *program.args))
-    if packages:
-        os.environ.update(interpreters.of_prefix(Path(packages)))
-        if not program.words and not package_path.enter(Path(packages)):
-            python = Interpreter(str(Path(packages, "bin", "python")))
-            _become_python(job, program, python, descriptors)
     if newest := os.environ.get(RESUME_FROM):
         words = (one.replace(CHECKPOINT, newest) for one in job.spec.entrypoint.resume_args)
         program = program.with_arguments(words)

@@ -79,25 +79,18 @@ def import_quietly(name: str) -> None:
         print(f"spec.preload: {name}: {type(error).__name__}: {error}", file=sys.stderr)
 
 
-def expect_imported(job: TrainingJob, packages: str = "") -> None:
-    """In a worker, before its entrypoint. Raises UserError for a module that cannot be imported, or
-    that comes from the job's own `packages`, which the forkserver does not have."""
+def expect_imported(job: TrainingJob) -> None:
+    """In a worker, before its entrypoint. Raises UserError for a module that cannot be
+    imported."""
     for position, name in enumerate(job.spec.preload):
         try:
-            module = importlib.import_module(name)
+            importlib.import_module(name)
         except (Exception, SystemExit) as error:
             got = f"{name} ({type(error).__name__}: {error})"
             expected = "a module that can be imported on every node"
             fix = "install it there, or remove it from the list"
             problem = Problem(f"spec.preload.{position}", got, expected, fix)
             raise UserError(str(problem)) from None
-        if packages and _origin(module).startswith(packages + os.sep):
-            got = f"{name}, which spec.environment installs"
-            expected = (
-                "a module of Holdfast's own Python: no other is imported once for all workers"
-            )
-            fix = "remove it from the list, or install it into that Python"
-            raise UserError(str(Problem(f"spec.preload.{position}", got, expected, fix)))
 
 
 def _origin(module: object) -> str:

@@ -67,10 +67,10 @@ def run(
             link=link, assign=assign, job=job, inspection=socket.socket(fileno=descriptors.asked)
         )
         reserve.append(bytearray(_RESERVE_BYTES))
-        program = entrypoint.prepare(job, descriptors, assign.packages)
+        program = entrypoint.prepare(job, descriptors)
         if job.spec.entrypoint.recipe is None:
             _start_pulse(job, inherited)
-        user_modules.expect_imported(job, assign.packages)
+        user_modules.expect_imported(job)
         _run_entrypoint(job, program)
         code = _leave(link, 0)
     except SystemExit as error:
@@ -122,8 +122,6 @@ def _set_up(
     _open_streams(assign.log_file, output)
     process_env.adopt(assign.environment)
     os.environ[worker_transport.AGENT_FD] = str(wire_fd)
-    if assign.problem:
-        raise UserError(assign.problem)
     if problem := enter_directory(assign, job):
         raise UserError(str(problem))
     if "torch" in sys.modules:

@@ -1,5 +1,5 @@
-"""Starts of a script's workers that wait: until the job's uploaded code and its packages are here,
-and until the script's own checkpoints were looked at.
+"""Starts of a script's workers that wait: until the job's uploaded code is here, and until the
+script's own checkpoints were looked at.
 
 The look is in a thread: a file system that does not answer stops no heartbeat. Invariant: each
 Fork that is held is carried out once, or answered with ForkFailed.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
-from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.environment import RESUME_FROM, RESUME_SINCE
 
@@ -25,7 +23,6 @@ from ..machine import commands, inputs
 from ..pool.file_audit import OWN_CHECKPOINTS
 from ..storage import checkpoint_guard, script_checkpoints
 from ..storage.checkpoint_guard import Findings
-from . import package_install
 from .uploaded_code import CodeUnavailable, UploadedCode
 
 
@@ -36,10 +33,6 @@ class StartSetting:
     directory: str
     """To which spec.workingDirectory is relative."""
     environment: dict[str, str] = field(default_factory=dict)
-    packages: str = ""
-    """Directory of the environment with the job's packages."""
-    problem: str = ""
-    """Why the workers cannot start: each fails with it, which the controller judges."""
 
 
 class GuardedStarts:
@@ -53,8 +46,6 @@ class GuardedStarts:
         code: UploadedCode,
     ) -> None:
         self._fork, self._give, self._send, self._code = fork, give, send, code
-        self.cache = ""
-        """Directory of this machine for what jobs share; empty: a temporary one is made."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-guard")
         self._held: dict[int, list[commands.Fork]] = {}
         """Generation -> starts that wait."""
@@ -63,8 +54,7 @@ class GuardedStarts:
     def begin(self, fork: commands.Fork, job: TrainingJob, welcome: m.Welcome) -> None:
         """Start a worker, now or when nothing has to be waited for any more. The first one of a
         generation begins what all of them wait for."""
-        installs = job.spec.environment is not None
-        if not (fork.code or installs or _is_guarded(fork, job, welcome)):
+        if not (fork.code or _is_guarded(fork, job, welcome)):
             self._fork(fork, StartSetting(welcome.spec_directory))
             return
         held = self._held.setdefault(fork.membership.generation, [])
@@ -89,35 +79,20 @@ class GuardedStarts:
         try:
             if first.code:
                 directory = await self._code.directory(first.code)
-            extra, packages = {}, ""
-            if job.spec.environment is not None:
-                packages = await self._install(job, directory)
+            extra = {}
             if _is_guarded(first, job, welcome):
                 since_ns = welcome.submitted_ns
                 newest = await self._look(job, directory, since_ns, first)
                 found = {RESUME_SINCE: str(since_ns), RESUME_FROM: newest or ""}
                 found[OWN_CHECKPOINTS] = _earlier(first, job) if newest else ""
                 extra = {name: value for name, value in found.items() if value}
-            setting = StartSetting(directory, extra, packages)
+            setting = StartSetting(directory, extra)
         except (CodeUnavailable, OSError) as error:  # OSError: no temporary directory, say
             for fork in self._held.pop(generation, []):
                 self._give(inputs.ForkFailed(generation, fork.seat.rank, str(error)))
             return
-        except UserError as error:
-            setting = StartSetting(directory, problem=str(error))
         for fork in self._held.pop(generation, []):
             self._fork(fork, setting)
-
-    async def _install(self, job: TrainingJob, directory: str) -> str:
-        """The environment with the job's packages, installed if this node does not have it. Raises
-        UserError."""
-        if not self.cache:
-            self.cache = tempfile.mkdtemp(prefix="holdfast-packages-")
-        made = await asyncio.to_thread(package_install.ready, job, directory, Path(self.cache))
-        if made.seconds:
-            text = f"spec.environment was installed in {made.seconds:.1f} s by {made.installer}"
-            self._send(m.AgentNote(text=text))
-        return str(made.directory)
 
     async def _look(
         self, job: TrainingJob, directory: str, since_ns: int, first: commands.Fork

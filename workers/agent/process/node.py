@@ -338,7 +338,6 @@ class AgentProcess:
                 print(f"frameworks cannot post their progress: {error}", file=sys.stderr)
         process_env.adopt(self._job.spec.env)
         if self._facts is not None and self._facts.cache_directory:
-            self._starts.cache = self._facts.cache_directory
             self._workers.imports.keep_in(self._facts.cache_directory, self._job)
         if self._job.spec.learn_preload:
             self._workers.imports.learned(welcome.imports)
@@ -400,8 +399,6 @@ class AgentProcess:
             checkpoint_path=welcome.checkpoint_path,
             node=self._options.node,
             spec_directory=setting.directory,
-            packages=setting.packages,
-            problem=setting.problem,
             stage_every_steps=fork.stage_every_steps,
             twins=len(fork.twins),
             log_file=f"{logs}/rank-{fork.seat.rank:05d}.log" if logs else "",

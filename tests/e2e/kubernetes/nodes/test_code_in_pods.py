@@ -1,4 +1,4 @@
-"""Code in real pods: a function of the Python client, and the packages of a job."""
+"""Code in real pods: a function of the Python client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tests.e2e.kubernetes.jobs import ENDLESS, example
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.operator import Operator
 from tests.e2e.kubernetes.rig.waiting import until
-from tests.unit.workers.agent.process.test_package_install import OFFLINE, wheel
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -98,42 +97,4 @@ def test_a_job_is_resized_suspended_and_reported(client: Client, tmp_path: Path)
     assert report.num_incidents == 2, "the two planned stops"
     assert job.cancel()
     assert job.wait(BOUND_S).state == "cancelled"
-    job.delete()
-
-
-SCRIPT = """
-import os, time
-import hftiny
-from holdfast import session
-
-session.report(0, total_steps=1)
-print("in pod", os.environ["HOSTNAME"], "has", hftiny.VERSION, hftiny.__file__, flush=True)
-time.sleep(2)  # the logs of a pod are gone with it
-"""
-
-
-def test_packages_of_the_job_are_installed_in_its_pods(
-    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the directory that was uploaded, without an index."""
-    work = tmp_path / "work"
-    wheel(work / "wheels", "hftiny", "1.0")
-    (work / "train.py").write_text(SCRIPT)
-    monkeypatch.chdir(work)
-    job = client.submit({
-        "apiVersion": "holdfast.dev/v1alpha1",
-        "kind": "TrainingJob",
-        "metadata": {"name": "packages"},
-        "spec": {
-            "entrypoint": {"script": "train.py"},
-            "environment": {"requirements": [*OFFLINE, "hftiny"]},
-            "nodes": {"min": 2, "max": 2},
-            "resources": {"gpu": 0, "cpu": 1},
-        },
-    })  # fmt: skip
-    lines = [line for line in job.logs(follow=True) if "in pod " in line]
-    view = job.wait(BOUND_S)
-    assert view.state == "succeeded", view.reason
-    hosts = {line.split("in pod ")[1].split()[0] for line in lines}
-    assert len(hosts) == 2 and all(" has 1.0 " in line for line in lines), lines
     job.delete()

@@ -90,15 +90,3 @@ def test_the_worker_names_a_module_that_cannot_be_imported() -> None:
         "'no_such_module'); expected a module that can be imported on every node; install it "
         "there, or remove it from the list"
     )
-
-
-def test_the_worker_names_a_module_of_the_jobs_own_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No forkserver has it: it would be imported in each recovery, in spite of the list."""
-    (tmp_path / "hfpreloaded.py").write_text("")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    user_modules.expect_imported(job("json", "hfpreloaded"))
-    user_modules.expect_imported(job("json"), str(tmp_path))
-    with pytest.raises(UserError, match=r"preload\.1: got hfpreloaded, which spec\.environment"):
-        user_modules.expect_imported(job("json", "hfpreloaded"), str(tmp_path))

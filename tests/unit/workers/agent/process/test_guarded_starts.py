@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -129,32 +128,6 @@ def test_a_start_that_is_killed_while_it_waits_is_answered_once() -> None:
         assert node.starts.dropped(1, 0) and node.starts.dropped(1, 1)
         assert not node.starts.dropped(1, 1)
         assert len(node.given) == 2 and node.started == []
-
-    asyncio.run(scenario())
-
-
-def test_packages_that_cannot_be_installed_are_the_workers_error(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        node = Node(lambda asked: m.CodePart(code="", part=0))
-        node.starts.cache = str(tmp_path)
-        await node.begin(environment={"file": "nowhere.txt"})
-        assert [rank for rank, _setting in node.started] == [0, 1]
-        assert "spec.environment.file: got nowhere.txt" in node.started[0][1].problem
-
-    asyncio.run(scenario())
-
-
-def test_without_room_for_packages_each_start_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-
-    async def scenario() -> None:
-        node = Node(lambda asked: m.CodePart(code=asked.code, part=asked.part))
-        await node.begin(environment={"requirements": ["six"]})
-        failed = [one for one in node.given if isinstance(one, inputs.ForkFailed)]
-        assert node.started == [] and [one.rank for one in failed] == [0, 1]
-        assert "No such file or directory" in failed[0].detail
 
     asyncio.run(scenario())
 
