@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..catalogue.types import Device
-from .model import attention_flops_per_token, flops_per_token
-from .workload import Workload
+from holdfast.orchestrator.catalogue.types import Device
+from holdfast.orchestrator.planner.model import attention_flops_per_token, flops_per_token
+from holdfast.orchestrator.planner.workload import Workload
 
 
 class Throughput(NamedTuple):

@@ -16,7 +16,6 @@ import msgspec
 
 from holdfast.orchestrator.api.v1alpha1.recipe import Model
 from holdfast.orchestrator.planner.activations import input_bytes, layer_bytes
-from holdfast.orchestrator.planner.claims import ceiling
 from holdfast.orchestrator.planner.memory import USABLE, moment_bytes, state_bytes, state_terms
 from holdfast.orchestrator.planner.model import count_parameters, of_recipe
 from holdfast.orchestrator.planner.step_time import crosses_nodes, step_time
@@ -24,6 +23,7 @@ from holdfast.orchestrator.planner.traffic import collectives
 from holdfast.orchestrator.planner.workload import ParallelLayout, Workload
 from holdfast.orchestrator.protocol.mesh import Mesh
 
+from .claims import ceiling
 from .models import (
     FULL,
     GB,

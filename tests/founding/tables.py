@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from holdfast.orchestrator.planner.claims import ceiling
 from holdfast.orchestrator.planner.memory import USABLE, model_state_bytes
 from holdfast.orchestrator.planner.ranking import Alternative
 from holdfast.orchestrator.planner.workload import ParallelLayout, Workload
 
+from .claims import ceiling
 from .figures import CLAIMS, FLOAT32_BYTES, MIXED_BYTES, claimed, zero_gb, zero_layouts
 from .models import (
     GB,

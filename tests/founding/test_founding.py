@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from holdfast.orchestrator.planner.claims import check_throughput
 from holdfast.orchestrator.planner.memory import USABLE, device_bytes
 from holdfast.orchestrator.planner.ranking import Alternative
 from holdfast.orchestrator.planner.search import search
 from holdfast.orchestrator.preflight.rules import RULES
 
 from . import figures
+from .claims import check_throughput
 from .document import Line, all_lines, is_test, resolve, sections, short_names
 from .figures import FIGURES, claimed
 from .models import GB, LEAST, cluster, device, layout, nominal, planned, states_gb, work

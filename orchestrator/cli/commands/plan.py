@@ -94,15 +94,6 @@ BatchOption = Annotated[
 ByOption = Annotated[
     str, typer.Option("--by", help="Rank the strategies by tokens (per second) or price.")
 ]
-ClaimedOption = Annotated[
-    float | None,
-    typer.Option(
-        "--claimed",
-        metavar="TOKENS/S",
-        help="With --model: check a claimed throughput; more than the devices can "
-        "compute is refused.",
-    ),
-]
 DeviceMemoryOption = Annotated[
     str | None,
     typer.Option(
@@ -162,7 +153,6 @@ def plan(
     sequence: SequenceOption = None,
     batch: BatchOption = None,
     by: ByOption = "tokens",
-    claimed: ClaimedOption = None,
     device_memory: DeviceMemoryOption = None,
     host_memory: HostMemoryOption = None,
     catalogue: CatalogueOption = None,
@@ -190,13 +180,11 @@ def plan(
         flags = {"--calibrate": calibrate or None, "--environment": environment or None}
         _refuse_with("--model", of_job | flags)
         between = network or DEFAULT_NETWORK
-        made: Any = _of_model(
-            known, model, devices or [], between, sequence, batch, by, claimed, host
-        )
+        made: Any = _of_model(known, model, devices or [], between, sequence, batch, by, host)
     else:
         _refuse_with(
             "a job",
-            {"--sequence": sequence, "--batch": batch, "--save": save, "--claimed": claimed},
+            {"--sequence": sequence, "--batch": batch, "--save": save},
         )
         assert file is not None
         measure, memory = (home, calibrate), (device_memory, host)
@@ -235,17 +223,11 @@ def _refuse_with(what: str, given: dict[str, Any]) -> None:
 # -- of a model ---------------------------------------------------------------------------------
 def _of_model(
     known: Catalogue, name: str, devices: list[str], network: str,
-    sequence: int | None, batch: int | None, by: str, claimed: float | None, host: int | None,
+    sequence: int | None, batch: int | None, by: str, host: int | None,
 ) -> Any:  # fmt: skip
     from holdfast.orchestrator.catalogue.load import parse_devices
-    from holdfast.orchestrator.planner.claims import check_throughput
     from holdfast.orchestrator.planner.model import count_parameters
-    from holdfast.orchestrator.planner.model_plan import (
-        cluster_of,
-        in_format_of,
-        plan_model,
-        recipe_has,
-    )
+    from holdfast.orchestrator.planner.model_plan import cluster_of, plan_model, recipe_has
     from holdfast.orchestrator.planner.workload import Workload
 
     if not devices:
@@ -276,12 +258,6 @@ def _of_model(
         compiled=True,
         own_loop=not recipe_has(architecture),
     )
-    for cluster in clusters if claimed is not None else ():
-        try:
-            device = cluster.hardware.device
-            check_throughput(in_format_of(work, device), cluster.devices, device, claimed or 0.0)
-        except ValueError as error:
-            raise UserError(f"--claimed: {error}") from None
     return plan_model(work, tuple(clusters), by)  # type: ignore[arg-type]
 
 
