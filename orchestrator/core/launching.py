@@ -10,10 +10,8 @@ import msgspec
 from .. import limits
 from ..planner.advice import refusal
 from ..planner.micro_batch import chosen_micro_batch
-from ..protocol.fabric import socket_networks
 from ..protocol.facts import Membership, Restore
 from ..protocol.mesh import Mesh
-from ..protocol.networks import describe_networks
 from . import (
     completion,
     drain,
@@ -124,13 +122,10 @@ def _launch(ctx: StepContext, size: int) -> None:
         restart_count=state.num_launches,
         restore=restore,
         micro_batch=chosen_micro_batch(state.job, mesh, memory.device),
-        networks=socket_networks(state.job, [state.nodes[name].facts for name in members]),
     )
     decision = _describe(state, before, members, restore)
     if len(members) < len(before):
         decision += provisioning.why_no_wait(ctx)
-    if membership.networks:
-        decision += f"; sockets use {describe_networks(membership.networks)}"
     _begin_generation(ctx, membership, members)
     reason = Reason(state.reason.code, decision)
     seats = seats_for(mesh, size, spec.workers_per_node)

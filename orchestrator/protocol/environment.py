@@ -208,7 +208,7 @@ def _threads(job: TrainingJob, membership: Membership, facts: NodeFacts) -> Iter
 
 def _fabric(job: TrainingJob, membership: Membership, facts: NodeFacts) -> Iterator[Setting]:
     fabric, nccl = job.spec.fabric, job.spec.resources.num_gpus > 0
-    yield from socket_settings(fabric, facts, membership.networks, nccl=nccl)
+    yield from socket_settings(fabric, facts, nccl=nccl)
     if nccl:
         profile, why = choose_profile(fabric, facts, membership.num_nodes)
         yield from nccl_settings(profile, why, fabric, facts, membership.num_nodes)

@@ -9,15 +9,13 @@ aws-ofi-nccl project for EFA (its plugin is called `AWS Libfabric` in all versio
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 
-from ..api.v1alpha1 import TrainingJob
 from ..api.v1alpha1.workload import Fabric
 from .facts import NodeFacts
-from .networks import OWN, interfaces_in, shared_networks
 
 Profile = Literal["tcp", "roce", "ib", "efa", "nvlink-only"]
 Source = Literal["contract", "resources", "fabric", "recovery", "user"]
@@ -59,26 +57,13 @@ def is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def socket_networks(job: TrainingJob, nodes: Sequence[NodeFacts]) -> tuple[str, ...]:
-    """As shared_networks, where sockets carry the job's tensors; with RDMA or NVLink they carry
-    little, and the interface of the address is enough."""
-    fabric = job.spec.fabric
-    if job.spec.resources.num_gpus:
-        profiles = {choose_profile(fabric, facts, len(nodes))[0] for facts in nodes}
-        if profiles != {"tcp"}:
-            return ()
-    return () if fabric.interfaces else shared_networks(nodes)
-
-
-def socket_settings(
-    fabric: Fabric, facts: NodeFacts, networks: Sequence[str], *, nccl: bool
-) -> Iterator[Setting]:
+def socket_settings(fabric: Fabric, facts: NodeFacts, *, nccl: bool) -> Iterator[Setting]:
     """The interfaces for sockets, if they are known: with a wrong name the start hangs.
 
     Without a name gloo binds to the address of the host name, often 127.0.1.1, which peers on other
     nodes cannot reach.
     """
-    names, why = _interfaces(fabric, facts, networks)
+    names, why = _interfaces(fabric, facts)
     if not names:
         return
     yield Setting("GLOO_SOCKET_IFNAME", ",".join(names), why, "fabric")
@@ -116,19 +101,12 @@ def nccl_settings(
             yield Setting("NCCL_MNNVL_ENABLE", "1", "nvlink-only over several nodes", "fabric")
 
 
-def _interfaces(
-    fabric: Fabric, facts: NodeFacts, networks: Sequence[str]
-) -> tuple[tuple[str, ...], str]:
+def _interfaces(fabric: Fabric, facts: NodeFacts) -> tuple[tuple[str, ...], str]:
     if fabric.interfaces:
         return fabric.interfaces, "set by spec.fabric.interfaces"
-    own = f"interface of {facts.address}, the address of this node for its peers"
-    if names := interfaces_in(facts, networks):
-        shared = "those in networks that all nodes share: "
-        shared += ", ".join(dict.fromkeys(one for one in networks if one != OWN))
-        slow = f"{shared}; {facts.address_interface} is less than half as fast"
-        return names, f"{own}, and {shared}" if OWN in networks else slow
     if facts.address_interface:
-        return (facts.address_interface,), own
+        why = f"interface of {facts.address}, the address of this node for its peers"
+        return (facts.address_interface,), why
     if is_loopback(facts.address):
         return ("lo",), f"all nodes are on this machine ({facts.address})"
     return (), ""

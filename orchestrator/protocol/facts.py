@@ -33,16 +33,6 @@ class Processor(msgspec.Struct, frozen=True):
     """Of hardware.INSTRUCTIONS, as in /proc/cpuinfo."""
 
 
-class NetworkInterface(msgspec.Struct, frozen=True):
-    """A network interface that is up and has an address in a network; loopback is none."""
-
-    name: str
-    addresses: tuple[str, ...]
-    """With the length of the prefix, as `10.0.0.3/24`; no link-local ones."""
-    mbit_per_s: int = 0
-    """0: the driver does not report it, as in most virtual machines."""
-
-
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a node that its agent reports."""
 
@@ -59,8 +49,6 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[Gpu, ...] = ()
     visible_devices: tuple[str, ...] = ()
     """Names in the agent's CUDA_VISIBLE_DEVICES; empty: it is not set."""
-    nics: tuple[NetworkInterface, ...] = ()
-    """No bridges, except that of `address`."""
     address_interface: str = ""
     """The interface of `address`; empty: unknown."""
     hcas: tuple[str, ...] = ()
@@ -377,9 +365,6 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch: int = 0
     """Samples of a forward pass of the recipe, by the memory of the devices; 0: as the recipe
     chooses without."""
-    networks: tuple[str, ...] = ()
-    """For sockets over several interfaces of a node (networks.shared_networks); empty: the
-    interface of its address."""
     incidents: tuple[LaunchIncident, ...] = ()
     """Why this generation was launched, oldest first, for what the script logs to. The runtime adds
     them to the message; no decision depends on them."""

@@ -153,6 +153,6 @@ class Fabric(Part):
     """Which network settings the workers get. auto: chosen from the devices of the node;
     `holdfast plan` shows the choice and its reason."""
     interfaces: tuple[str, ...] = ()
-    """Network interfaces for sockets, such as eth0. Empty: chosen by the profile."""
+    """Network interfaces for sockets, such as eth0. Empty: that of the node's address."""
     hcas: tuple[str, ...] = ()
     """RDMA devices, such as mlx5_0. Empty: chosen by the profile."""

@@ -22,7 +22,6 @@ from holdfast.orchestrator.core.events import (
 )
 from holdfast.orchestrator.core.launching import MESHES_KEPT
 from holdfast.orchestrator.core.roster import Promises
-from holdfast.orchestrator.protocol.facts import NetworkInterface
 from holdfast.orchestrator.protocol.mesh import Mesh
 
 from .harness import SECOND, Transcript, facts, spec
@@ -541,16 +540,3 @@ def test_all_nodes_that_have_started_their_workers_are_a_time_of_the_incident() 
     job.apply(NodeJoined(node="a", facts=facts("a"), generation=2, ranks=(0, 1)))
     assert job.state.incidents[0].started_ns == job.now_ns - SECOND
     assert job.state.phase == "recovering", "a recipe reports its first step"
-
-
-def test_a_launch_names_the_networks_that_its_nodes_share_for_sockets() -> None:
-    job = Transcript(spec({"min": 1, "max": 2}))
-    job.submit()
-    job.succeed(RequestNodes)
-    for number, name in enumerate(("a", "b"), 1):
-        nics = tuple(NetworkInterface(f"ens{i}", (f"10.0.{i}.{number}/24",)) for i in (1, 2))
-        job.join(name, facts=facts(name, address_interface="ens1", nics=nics))
-    launches = job.of(LaunchGroup)
-    assert [one.membership.networks for one in launches] == [("address", "10.0.2.0/24")] * 2
-    expected = "sockets use 2 interfaces of each node: of its address, in 10.0.2.0/24"
-    assert expected in launches[0].reason.text

@@ -109,6 +109,8 @@ def test_sockets_use_the_interface_that_carries_the_address() -> None:
     got = environment(make_job(resources={"gpu": 1}), facts)
     assert got["GLOO_SOCKET_IFNAME"] == "ens5"
     assert got["NCCL_SOCKET_IFNAME"] == "=ens5"
+    job = make_job(resources={"gpu": 1}, fabric={"interfaces": ["ens7", "ens8"]})
+    assert environment(job, facts)["NCCL_SOCKET_IFNAME"] == "=ens7,ens8"
 
 
 def test_nodes_of_one_machine_use_loopback() -> None:

@@ -5,7 +5,6 @@ No device is opened: a CUDA context in the agent would hold device memory that b
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import subprocess
@@ -18,7 +17,7 @@ import psutil
 
 from holdfast.orchestrator.protocol import cgroup
 from holdfast.orchestrator.protocol.environment import CACHE_VARIABLE, VISIBLE_DEVICES, chosen_cache
-from holdfast.orchestrator.protocol.facts import Gpu, NetworkInterface, NodeFacts
+from holdfast.orchestrator.protocol.facts import Gpu, NodeFacts
 from holdfast.orchestrator.protocol.hardware import (
     cpus,
     memory_bytes,
@@ -26,12 +25,6 @@ from holdfast.orchestrator.protocol.hardware import (
     query_gpus,
     rdma_devices,
 )
-
-SYS_NET = Path("/sys/class/net")
-LINK_TYPES = ("1", "32")
-"""ARPHRD_ETHER and ARPHRD_INFINIBAND of linux/if_arp.h; tun, WireGuard, IP in IP have others."""
-VIRTUAL = ("bridge", "vxlan", "geneve")
-"""Kinds of Ethernet interfaces, as their drivers call them in `uevent`."""
 
 
 def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str) -> NodeFacts:
@@ -46,7 +39,6 @@ def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str)
         memory_bytes=memory_bytes(),
         gpus=found,
         visible_devices=visible_devices(os.environ.get(VISIBLE_DEVICES), found),
-        nics=nics(address),
         address_interface=interface_of(address),
         hcas=rdma_devices(),
         failure_domain=failure_domain,
@@ -76,43 +68,6 @@ def available_bytes() -> int:
     left = cgroup.memory_available_bytes(cgroup.find("memory"))
     available = psutil.virtual_memory().available
     return available if left is None else min(available, left)
-
-
-def nics(address: str) -> tuple[NetworkInterface, ...]:
-    """The network interfaces that may carry traffic to other machines: those that are up, without
-    loopback, bridges of containers, and tunnels, whose packets another interface sends. One of
-    these with this address is the way to the other nodes nevertheless."""
-    stats, found = psutil.net_if_stats(), []
-    for name, entries in sorted(psutil.net_if_addrs().items()):
-        if name not in stats or not stats[name].isup:
-            continue
-        here = tuple(filter(None, (_in_network(one.address, one.netmask) for one in entries)))
-        if here and (not _is_virtual(SYS_NET / name) or name == interface_of(address)):
-            found.append(NetworkInterface(name, here, stats[name].speed))
-    return tuple(found)
-
-
-def _is_virtual(interface: Path) -> bool:
-    """A bridge or tunnel, by its directory in /sys/class/net. A pod's veth is none."""
-    try:
-        kind = (interface / "type").read_text().strip()
-        event = (interface / "uevent").read_text().split()
-    except OSError:  # it has just been removed
-        return True
-    return kind not in LINK_TYPES or any(f"DEVTYPE={name}" in event for name in VIRTUAL)
-
-
-def _in_network(address: str, netmask: str | None) -> str:
-    """An address with the length of its prefix; empty for those of this machine or link only, and
-    for addresses of hardware."""
-    try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
-        mask = ipaddress.ip_address(netmask or "")
-    except ValueError:
-        return ""
-    if ip.is_loopback or ip.is_link_local:
-        return ""
-    return f"{ip}/{int(mask).bit_count()}"
 
 
 def gpus() -> tuple[Gpu, ...]:
