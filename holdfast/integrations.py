@@ -10,9 +10,8 @@ With these the state is in the memory of the nodes too, and no step is lost:
     from holdfast.integrations import InMemoryTrainer        # a base class, in place of Trainer
     from holdfast.integrations import InMemoryLightning      # a callback
 
-`report_deepspeed(engine)` has an engine of DeepSpeed report steps and saves. One run of MLflow goes
-on over restarts with `continue_mlflow_run()`. `last_incident()` is why the script was started
-again; the callbacks write it into its trackers. torchtitan takes an argument instead of a line: see
+`report_deepspeed(engine)` has an engine of DeepSpeed report steps and saves. `last_incident()` is
+why the script was started again. torchtitan takes an argument instead of a line: see
 holdfast.torchtitan.
 
 Outside Holdfast they keep and report nothing. The framework is imported with the name. A loop of
@@ -31,7 +30,6 @@ _MODULES = {
     "LightningCallback": "lightning",
     "InMemoryLightning": "lightning_memory",
     "report_deepspeed": "deepspeed",
-    "continue_mlflow_run": "mlflow",
     "last_incident": "incidents",
 }
 
@@ -40,7 +38,6 @@ __all__ = [  # noqa: F822 (see __getattr__)
     "InMemoryTrainer",
     "LightningCallback",
     "TransformersCallback",
-    "continue_mlflow_run",
     "in_memory",
     "last_incident",
     "report_deepspeed",

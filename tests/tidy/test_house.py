@@ -38,7 +38,7 @@ SMALL_MODULES = {
         "orchestrator/hosts/ray/view_file.py", "workers/agent/pool/gpu_context.py",
         "workers/agent/pool/last_output.py", "workers/agent/process/process_env.py",
         "workers/agent/storage/memfd.py",
-        "workers/integrations/mlflow.py",
+        "workers/integrations/incidents.py",
     ),
     "several commands and the operator need it": (
         "orchestrator/api/v1alpha1/remarks.py", "orchestrator/kube/definition.py",

@@ -6,14 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 
 from holdfast.workers.session import reporting
-
-from . import tensorboard_runs
-from .incidents import IncidentNotes
-
-tensorboard_runs.one_run_of_lightning(TensorBoardLogger)
 
 
 class LightningCallback(Callback):  # type: ignore[misc]
@@ -23,17 +17,14 @@ class LightningCallback(Callback):  # type: ignore[misc]
     last step, a rank may make no progress for 600 s; each batch of a validation, a test or a
     prediction is progress. With manual optimization a step is a batch. On the notice of a planned
     stop the trainer saves a checkpoint, which `ckpt_path="last"` finds, and the process exits.
-    After a restart the trainer's loggers (W&B, MLflow, TensorBoard) get a note of the incident.
     """
 
     def __init__(self) -> None:
         self._step = -1
-        self._notes: IncidentNotes | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._step = _last_step(trainer)
         reporting.begin(self._step)
-        self._begin_notes(trainer)
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         reporting.enter("train")
@@ -45,7 +36,6 @@ class LightningCallback(Callback):  # type: ignore[misc]
         self._step = step
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         reporting.report(step, loss=loss, total_steps=total_steps(trainer))
-        self._write_notes(trainer)
         notice = reporting.preemption()
         if notice is not None and step == notice.after_step:
             _save(trainer)
@@ -73,14 +63,6 @@ class LightningCallback(Callback):  # type: ignore[misc]
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         reporting.enter("finish")  # other callbacks may have saved when the training ended
 
-    def _begin_notes(self, trainer: Any) -> None:
-        if trainer.is_global_zero and self._notes is None:
-            self._notes = IncidentNotes(self._step)
-
-    def _write_notes(self, trainer: Any) -> None:
-        if self._notes is not None:
-            self._notes.write(trainer.global_step, *_trackers(trainer))
-
 
 def _last_step(trainer: Any) -> int:
     """That was finished. With manual optimization Trainer.global_step counts the steps of all
@@ -96,15 +78,6 @@ def total_steps(trainer: Any) -> int:
         return 0
     total = trainer.estimated_stepping_batches
     return int(total) if 0 < total < float("inf") else 0
-
-
-def _trackers(trainer: Any) -> tuple[list[Any], list[tuple[Any, str]]]:
-    """The writers of TensorBoard, and the clients and runs of MLflow, among its loggers."""
-    loggers = trainer.loggers
-    return (
-        [one.experiment for one in loggers if isinstance(one, TensorBoardLogger)],
-        [(one.experiment, one.run_id) for one in loggers if isinstance(one, MLFlowLogger)],
-    )
 
 
 def _save(trainer: Any) -> None:

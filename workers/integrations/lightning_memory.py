@@ -69,7 +69,6 @@ class InMemoryLightning(LightningCallback):
         if not self._joined.restoring:
             self._restore(trainer)
         self._step = self._joined.next_step - 1
-        self._begin_notes(trainer)
         loop = trainer.fit_loop
         self._set_order(loop)
         if self._joined.restoring or self._generators:
@@ -128,7 +127,6 @@ class InMemoryLightning(LightningCallback):
     def _finished(self, trainer: Any) -> None:
         self._step = trainer.global_step - 1
         self._joined.step(self._step, loss=self._loss, total_steps=total_steps(trainer))
-        self._write_notes(trainer)
 
     @property
     def _joined(self) -> session.Session:

@@ -9,50 +9,26 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import TrainerCallback
-from transformers.integrations.integration_utils import TensorBoardCallback
 
 from holdfast.workers.session import reporting
 
-from . import tensorboard_runs
-from .incidents import IncidentNotes
 
-tensorboard_runs.one_run_of_transformers(TensorBoardCallback)
-
-
-class IncidentsOfTrainer(TrainerCallback):  # type: ignore[misc]
-    """After a restart the trackers of the trainer (W&B, MLflow, TensorBoard) get a note."""
-
-    def __init__(self) -> None:
-        self._notes: IncidentNotes | None = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.is_world_process_zero and self._notes is None:
-            self._notes = IncidentNotes(state.global_step - 1)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._notes is not None:
-            self._notes.write(state.global_step, tensorboard_runs.writers)
-
-
-class TransformersCallback(IncidentsOfTrainer):
+class TransformersCallback(TrainerCallback):  # type: ignore[misc]
     """`Trainer(..., callbacks=[TransformersCallback()])`. Every rank reports.
 
     The loss is the last one that the trainer has logged (`logging_steps`). While the trainer
     evaluates or saves, and after its last step, a rank may make no progress for 600 s; each batch
     of an evaluation or a prediction is progress. On the notice of a planned stop the trainer saves
-    a checkpoint, without an evaluation before it, and the process exits. After a restart the
-    trackers of the trainer (W&B, MLflow, TensorBoard) get a note of the incident.
+    a checkpoint, without an evaluation before it, and the process exits.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._loss: float | None = None
         self._leaves = self._trains = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         reporting.begin(state.global_step - 1)
         self._trains = True
-        super().on_train_begin(args, state, control)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if isinstance((logs or {}).get("loss"), (int, float)):
@@ -65,7 +41,6 @@ class TransformersCallback(IncidentsOfTrainer):
         reporting.report(
             state.global_step - 1, loss=self._loss, total_steps=max(0, state.max_steps)
         )
-        super().on_step_end(args, state, control)
         notice = reporting.preemption()
         if notice is not None and state.global_step > notice.after_step:
             # The trainer would evaluate first, for longer than the stop waits, and with

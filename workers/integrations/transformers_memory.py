@@ -22,7 +22,6 @@ from holdfast.workers.session import reporting
 from holdfast.workers.training.data import mix
 
 from .fixed_size import ROOM_BYTES, pack, to_json, unpack
-from .transformers import IncidentsOfTrainer
 
 _FIELDS = (
     "epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric",
@@ -60,8 +59,6 @@ class InMemoryTrainer(Trainer):  # type: ignore[misc]
         _expect_possible(self)
         self._session = s = session.init()
         self._stepped, self._held, self._loss = -1, -1, None
-        if not any(isinstance(one, IncidentsOfTrainer) for one in self.callback_handler.callbacks):
-            self.add_callback(IncidentsOfTrainer())
         resume = None if s.restoring else resume_from_checkpoint
         return super().train(resume, *args, **more)
 

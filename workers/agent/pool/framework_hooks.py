@@ -24,13 +24,6 @@ CONNECTORS = (
     "pytorch_lightning.trainer.connectors.checkpoint_connector",
 )
 CALLBACKS = "transformers.trainer_callback"
-TRACKERS = "transformers.integrations.integration_utils"
-TENSORBOARD = {
-    TRACKERS: ("TensorBoardCallback", "one_run_of_transformers"),
-    "lightning.pytorch.loggers.tensorboard": ("TensorBoardLogger", "one_run_of_lightning"),
-    "pytorch_lightning.loggers.tensorboard": ("TensorBoardLogger", "one_run_of_lightning"),
-}  # fmt: skip
-"""Module -> its class, and what adapts it (workers/integrations/tensorboard_runs.py)."""
 SAVES = "holdfast.saves"
 """Audit event of a save that no event of Python shows, see file_audit.py."""
 STARTED_AGAIN = "HOLDFAST_RESUME_SINCE"
@@ -42,8 +35,6 @@ def install() -> None:
     _when_imported(ENGINE, _read_other_sizes)
     _when_imported("torch.serialization", _audit_torch_save)
     _when_imported("safetensors", _audit_safetensors)
-    for name in TENSORBOARD:
-        _when_imported(name, _log_to_one_run)
     _when_imported(CALLBACKS, _count_steps)
     for name in (TRAINER, *CONNECTORS) if STARTED_AGAIN in os.environ else CONNECTORS:
         _when_imported(name, _go_on)
@@ -137,21 +128,10 @@ def _go_on(module: ModuleType) -> None:
 
 
 def _count_steps(module: ModuleType) -> None:
-    """As above."""
+    """Same for the steps of transformers."""
     try:
         resumed = importlib.import_module("holdfast.workers.integrations.resumed_trainers")
         resumed.count_steps(module.CallbackHandler)
     except Exception as error:
         print(f"holdfast: the steps of transformers are not counted "
-              f"({type(error).__name__}: {error})", file=sys.stderr)  # fmt: skip
-
-
-def _log_to_one_run(module: ModuleType) -> None:
-    """As above."""
-    try:
-        class_name, adapt = TENSORBOARD[module.__name__]
-        runs = importlib.import_module("holdfast.workers.integrations.tensorboard_runs")
-        getattr(runs, adapt)(getattr(module, class_name))
-    except Exception as error:
-        print(f"holdfast: TensorBoard shows a run for each start "
               f"({type(error).__name__}: {error})", file=sys.stderr)  # fmt: skip

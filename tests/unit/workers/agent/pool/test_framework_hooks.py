@@ -90,25 +90,20 @@ def test_a_trainer_is_adapted_where_it_is_started_again(
     assert getattr(train, "goes_on", False) == again
 
 
-def test_trackers_and_steps_of_transformers_are_adapted_also_in_a_first_launch(
+def test_steps_of_transformers_are_counted_also_in_a_first_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "transformers" / "integrations"
-    folder.mkdir(parents=True)
-    for place in (folder.parent, folder):
-        (place / "__init__.py").touch()
+    folder = tmp_path / "transformers"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
     methods = "".join(f"    def on_{name}(self): pass\n" for name in ("train_begin", "step_end"))
-    (folder / "integration_utils.py").write_text(f"class TensorBoardCallback:\n{methods}")
-    (folder.parent / "trainer_callback.py").write_text(f"class CallbackHandler:\n{methods}")
-    names = ("transformers", "transformers.integrations", framework_hooks.TRACKERS)
-    for name in (*names, framework_hooks.CALLBACKS):
+    (folder / "trainer_callback.py").write_text(f"class CallbackHandler:\n{methods}")
+    for name in ("transformers", framework_hooks.CALLBACKS):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.delenv(framework_hooks.STARTED_AGAIN, raising=False)
     framework_hooks.install()
-    callback = importlib.import_module(framework_hooks.TRACKERS).TensorBoardCallback
-    assert callback.on_train_begin.continues_one_run
     handler = importlib.import_module(framework_hooks.CALLBACKS).CallbackHandler
     assert handler.on_step_end.counts_steps
     assert capsys.readouterr().err == ""
