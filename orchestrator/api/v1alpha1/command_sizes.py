@@ -5,18 +5,15 @@ A line with other numbers is refused.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from holdfast.orchestrator.errors import Problem
 
-if TYPE_CHECKING:
-    from .job import JobSpec
-    from .launchers import Size
+from .launchers import Size
+from .mesh_checks import SizedSpec
 
 FIELD = "entrypoint.command"
 
 
-def problem(spec: JobSpec) -> str:
+def problem(spec: SizedSpec) -> str:
     """The first number that differs, in the `field: got; expected; fix` form, or ""."""
     for size in spec.entrypoint.program.sizes:
         if found := _PROBLEMS[size.of](spec, size):
@@ -24,7 +21,7 @@ def problem(spec: JobSpec) -> str:
     return ""
 
 
-def _of_nodes(spec: JobSpec, size: Size) -> Problem | None:
+def _of_nodes(spec: SizedSpec, size: Size) -> Problem | None:
     nodes = spec.nodes
     is_range = size.least != size.most
     if size.most == nodes.max and (not is_range or size.least == nodes.min):
@@ -34,14 +31,14 @@ def _of_nodes(spec: JobSpec, size: Size) -> Problem | None:
     return _differs(size, has, write)
 
 
-def _of_workers(spec: JobSpec, size: Size) -> Problem | None:
+def _of_workers(spec: SizedSpec, size: Size) -> Problem | None:
     if size.most == spec.workers_per_node:
         return None
     has = f"spec.workersPerNode {spec.workers_per_node}"
     return _differs(size, has, f"spec.workersPerNode: {size.most}")
 
 
-def _of_world(spec: JobSpec, size: Size) -> Problem | None:
+def _of_world(spec: SizedSpec, size: Size) -> Problem | None:
     nodes, workers = spec.nodes.max, spec.workers_per_node
     if size.most == nodes * workers:
         return None
@@ -51,7 +48,7 @@ def _of_world(spec: JobSpec, size: Size) -> Problem | None:
     return _differs(size, has, f"spec.workersPerNode: {size.most // nodes}")
 
 
-def _of_restarts(spec: JobSpec, size: Size) -> Problem | None:
+def _of_restarts(spec: SizedSpec, size: Size) -> Problem | None:
     restarts = spec.recovery.budgets.infrastructure.restarts
     if size.most == restarts:
         return None

@@ -8,17 +8,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from holdfast.orchestrator.errors import Problem
 
 from .parallelism import ONE_STAGE_PER_RANK, ZERO_BUBBLE, Parallelism
+from .resilience import Recovery
+from .workload import Entrypoint, Nodes, Resources
 
-if TYPE_CHECKING:
-    from .job import JobSpec
+
+class SizedSpec(Protocol):
+    """What the checks read of a JobSpec, which calls them."""
+
+    @property
+    def entrypoint(self) -> Entrypoint: ...
+    @property
+    def nodes(self) -> Nodes: ...
+    @property
+    def workers_per_node(self) -> int: ...
+    @property
+    def resources(self) -> Resources: ...
+    @property
+    def parallelism(self) -> Parallelism: ...
+    @property
+    def recovery(self) -> Recovery: ...
 
 
-def _sizes(spec: JobSpec) -> str:
+def _sizes(spec: SizedSpec) -> str:
     """The product of the axes is the number of workers with nodes.max nodes."""
     nodes, mesh = spec.nodes, spec.parallelism
     if nodes.max < nodes.min:
@@ -55,7 +71,7 @@ def _sizes(spec: JobSpec) -> str:
     return ""
 
 
-def _whole_groups(spec: JobSpec) -> str:
+def _whole_groups(spec: SizedSpec) -> str:
     """nodes.min holds a whole replica group on whole nodes, see planner/choose.py."""
     shard = _shard(spec)
     group = spec.parallelism.inner * (shard if isinstance(shard, int) else 1)
@@ -69,7 +85,7 @@ def _whole_groups(spec: JobSpec) -> str:
     )
 
 
-def _reshard_groups(spec: JobSpec) -> str:
+def _reshard_groups(spec: SizedSpec) -> str:
     shard, keep = _shard(spec), spec.parallelism.reshard_after_forward
     if isinstance(keep, bool):
         return ""
@@ -86,7 +102,7 @@ def _reshard_groups(spec: JobSpec) -> str:
     return ""
 
 
-def _shard(spec: JobSpec) -> int | str:
+def _shard(spec: SizedSpec) -> int | str:
     """The shard size as far as the spec gives it."""
     mesh = spec.parallelism
     if mesh.shard != "auto" or mesh.replicate == "auto":
@@ -94,7 +110,7 @@ def _shard(spec: JobSpec) -> int | str:
     return spec.nodes.max * spec.workers_per_node // mesh.inner // mesh.replicate
 
 
-def _gpus_of_a_recipe(spec: JobSpec) -> str:
+def _gpus_of_a_recipe(spec: SizedSpec) -> str:
     gpus, workers = spec.resources.num_gpus, spec.workers_per_node
     if spec.entrypoint.recipe is None or gpus <= 1:
         return ""
@@ -105,7 +121,7 @@ def _gpus_of_a_recipe(spec: JobSpec) -> str:
     )
 
 
-def _tensor(spec: JobSpec) -> str:
+def _tensor(spec: SizedSpec) -> str:
     """The recipe divides these sizes over the tensor axis, which stays within a node."""
     recipe, tensor = spec.entrypoint.recipe, spec.parallelism.tensor
     if recipe is None or tensor == 1:
@@ -129,7 +145,7 @@ def _tensor(spec: JobSpec) -> str:
     return ""
 
 
-def tensor_over_nodes(spec: JobSpec) -> Problem | None:
+def tensor_over_nodes(spec: SizedSpec) -> Problem | None:
     """A tensor axis, the innermost, whose ranks are on several nodes, if this is not asked for."""
     workers, mesh = spec.workers_per_node, spec.parallelism
     if workers % mesh.tensor == 0 or mesh.tensor_over_nodes:
@@ -143,7 +159,7 @@ def tensor_over_nodes(spec: JobSpec) -> Problem | None:
     )
 
 
-def _loss(spec: JobSpec) -> str:
+def _loss(spec: SizedSpec) -> str:
     """The head computes losses in chunks only where it has all logits of a token."""
     recipe, axes = spec.entrypoint.recipe, spec.parallelism
     if recipe is None:
@@ -162,7 +178,7 @@ def _loss(spec: JobSpec) -> str:
     return ""
 
 
-def _context(spec: JobSpec) -> str:
+def _context(spec: SizedSpec) -> str:
     """Each rank of the context axis has two pieces of every sequence, which the tensor axis divides
     further."""
     recipe, context = spec.entrypoint.recipe, spec.parallelism.context
@@ -192,7 +208,7 @@ def _context(spec: JobSpec) -> str:
     return ""
 
 
-def _pipeline(spec: JobSpec) -> str:
+def _pipeline(spec: SizedSpec) -> str:
     """The recipe divides its layers over the stages, and passes micro-batches through them."""
     recipe, mesh = spec.entrypoint.recipe, spec.parallelism
     if recipe is None or mesh.pipeline == 1:
@@ -245,7 +261,7 @@ def choices(total: int) -> str:
     return divisors[0] if len(divisors) == 1 else ", ".join(divisors[:-1]) + " or " + divisors[-1]
 
 
-MESH_CHECKS: tuple[Callable[[JobSpec], str], ...] = (
+MESH_CHECKS: tuple[Callable[[SizedSpec], str], ...] = (
     _sizes,
     _whole_groups,
     _reshard_groups,

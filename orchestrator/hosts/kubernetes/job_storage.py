@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.kube.names import Owner
 from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
@@ -22,18 +22,15 @@ from holdfast.orchestrator.runtime.job_runtime import JobRuntime
 from . import storage_access
 from .status import ConditionState
 
-if TYPE_CHECKING:
-    from .reconciler import ReconcilerContext
-
 
 class JobStorage:
     """One per reconciler."""
 
     def __init__(
-        self, owner: Owner, context: ReconcilerContext, report: Callable[[ConditionState], None]
+        self, owner: Owner, settings: PodSettings, report: Callable[[ConditionState], None]
     ) -> None:
         """`report`: called when the job has to wait for its storage."""
-        self._owner, self._context, self._report = owner, context, report
+        self._owner, self._settings, self._report = owner, settings, report
         self._executors: dict[str, SerialExecutor] = {}
         """By path. The next attempt waits for a call that hangs: a job holds one thread, however
         often it tries a path."""
@@ -41,17 +38,18 @@ class JobStorage:
     def store(self, job: TrainingJob, path: str) -> ThreadedCheckpointStore:
         """The storage at a path. Raises as storage_of, here or at its first use."""
         executor, key = self._executors.setdefault(path, SerialExecutor()), self._owner.key
-        beneath = storage_access.directory_above(job, self._context.shared.settings, path)
+        beneath = storage_access.directory_above(job, self._settings, path)
         if not connects_at_once(path):
             # fsspec shares instances that one thread creates with the same options.
             storage = storage_of(job, path, key, beneath)
             return ThreadedCheckpointStore(lambda: storage, executor)
         return ThreadedCheckpointStore(lambda: storage_of(job, path, key, beneath), executor)
 
-    async def prepare(self, runtime: JobRuntime, path: str, *, fresh: bool) -> None:
-        """`runtime.prepare` with a time limit. Raises what that raises, and HoldfastError."""
-        notice_s = self._context.timing.storage_notice_s
-        timeout_s = self._context.timing.storage_timeout_s
+    async def prepare(
+        self, runtime: JobRuntime, path: str, *, fresh: bool, notice_s: float, timeout_s: float
+    ) -> None:
+        """`runtime.prepare` with a time limit; after `notice_s` the wait is reported. Raises what
+        `runtime.prepare` raises, and HoldfastError."""
         text = f"{path} has not answered for {notice_s:g} s; the job starts when it does"
         waiting = ConditionState("pending", "WaitingForStorage", text)
         notice = asyncio.get_running_loop().call_later(notice_s, self._report, waiting)

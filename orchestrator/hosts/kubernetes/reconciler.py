@@ -119,7 +119,7 @@ class JobReconciler:
         self._backend: KubernetesBackend | None = None
         self._spec_sync: SpecSync | None = None
         self._keys: TlsKeyPair | None = None
-        self._storage = JobStorage(self.owner, context, self._report)
+        self._storage = JobStorage(self.owner, context.shared.settings, self._report)
         self._code = ClusterCodeStore(context.cluster, self.owner)
         self._checked_kubernetes: Kubernetes | None = None
         """Of the spec that the API server has accepted, or with which the job was started."""
@@ -256,7 +256,11 @@ class JobReconciler:
             # Outside of `starting`: storage that does not answer must not hold up other jobs.
             if fresh and job.spec.code is not None:
                 await self._code.uploaded(job.spec.code)
-            await self._storage.prepare(runtime, path, fresh=fresh)
+            timing = self._context.timing
+            await self._storage.prepare(
+                runtime, path, fresh=fresh,
+                notice_s=timing.storage_notice_s, timeout_s=timing.storage_timeout_s,
+            )  # fmt: skip
             await runtime.begin(journal)
         except BaseException:
             await runtime.close()

@@ -10,7 +10,14 @@ nodes its step is complete by then, because all ranks have met in the collective
 
 A buffer always belongs to the same slot, so that a fast worker cannot take the buffers that the
 previous generation left to its neighbour. A slot is one local rank, or all that have the same shard
-("twins", twin_slots.py); it has the number of the lowest one.
+("twins"); it has the number of the lowest one.
+
+Twins stage a shard together: one buffer for a step, of which each writes a part. A twin asks for
+the buffer of a step when it stages that step, so twins need not stage the same steps: a step that
+only some of them stage never becomes complete, and its buffer is free again as soon as none of them
+writes it. Twins whose state is not the same (an optimizer that keeps a part of its state on each
+rank, replicas that are averaged now and then) do not share buffers: each stages the whole shard.
+Layouts of files tell it, and checksums of the same few bytes.
 """
 
 from __future__ import annotations
@@ -21,8 +28,7 @@ from collections.abc import Iterator, Sequence
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol.facts import StagedShard
 
-from . import twin_slots
-from .buffer_states import STEPS_KNOWN, Ask, Change, Differ, Slot, idle, version
+from .buffer_states import STEPS_KNOWN, Ask, Change, Differ, Filling, Slot, idle, version
 from .buffer_states import Drop as Drop
 from .buffer_states import Give as Give
 from .buffer_states import Make as Make
@@ -32,6 +38,23 @@ from .buffer_states import Version as Version
 
 def _last(steps: deque[int]) -> int:
     return steps[-1] if steps else -1
+
+
+def _reached(slot: Slot, rank: int) -> int:
+    """The last step that this twin stages or has staged."""
+    ask = slot.asks.get(rank)
+    return max(slot.newest.get(rank, -1), ask.step if ask is not None else -1)
+
+
+def _give(buffer: StagingBuffer, slot: Slot, rank: int, ask: Ask) -> Give:
+    if buffer.filling is None:
+        buffer.filling = Filling(ask.step, ask.layout, set(slot.members))
+    buffer.filling.writing.add(rank)
+    is_known = rank in buffer.known
+    buffer.known.add(rank)
+    del slot.asks[rank]
+    part = (slot.members.index(rank), len(slot.members))
+    return Give(buffer.number, rank, buffer.num_bytes, False, is_known, *part)
 
 
 class StagingBuffers:
@@ -118,7 +141,7 @@ class StagingBuffers:
         that buffer."""
         buffer, slot = self.buffers.get(number), self.slots[self.slot_of(rank)]
         if buffer is not None and buffer.filling is not None:
-            if not twin_slots.staged(self, buffer, rank, content, sample):
+            if not self._staged_part(buffer, rank, content, sample):
                 return False
         elif buffer is None or buffer.slot != rank or not buffer.writable:
             raise ValueError(f"buffer {number} is not writable by slot {rank}")
@@ -223,7 +246,7 @@ class StagingBuffers:
         done: list[Change] = []
         for number, slot in list(self.slots.items()):
             if slot.by_step:
-                done += twin_slots.settle(self, number, slot)
+                done += self._settle_twins(number, slot)
                 if number not in self.slots or self.slots[number] is not slot:
                     return [*done, *self.settle()]
                 continue
@@ -338,7 +361,7 @@ class StagingBuffers:
         kept, newest = set(whole[:2]), whole[0] if whole else (0, -1)
         for buffer in self.buffers.values():
             if buffer.filling is not None:
-                twin_slots.release(self, buffer)
+                self._release(buffer)
             if buffer.content is None:
                 continue
             key = version(buffer.content)
@@ -350,7 +373,7 @@ class StagingBuffers:
         """Whether each slot has staged this version or may still stage it."""
         for number, slot in self.slots.items():
             if slot.by_step:
-                if not twin_slots.may_complete(self, number, slot, key):
+                if not self._twins_may_complete(number, slot, key):
                     return False
                 continue
             passed = slot.latest is not None and slot.latest >= key
@@ -362,3 +385,121 @@ class StagingBuffers:
     def drop(self, buffer: StagingBuffer) -> Drop:
         del self.buffers[buffer.number]
         return Drop(buffer.number)
+
+    # -- twins --------------------------------------------------------------------------------
+    def _staged_part(
+        self, buffer: StagingBuffer, rank: int, content: StagedShard, sample: int
+    ) -> bool:
+        """A twin has written its part; whether the buffer is complete. Raises ValueError when the
+        twin may not write that buffer."""
+        filling = buffer.filling
+        if filling is None or rank not in filling.writing or filling.step != content.step:
+            raise ValueError(f"buffer {buffer.number} is not writable by slot {rank}")
+        filling.writing.discard(rank)
+        filling.waiting.discard(rank)
+        slot = self.slots[self.slot_of(rank)]
+        slot.newest[rank] = content.step
+        filling.samples.add(sample)
+        if len(filling.samples) > 1:
+            filling.void = slot.differ = True
+        if filling.waiting or filling.void:
+            return False
+        buffer.content, buffer.filling, buffer.ranks = content, None, slot.members
+        return True
+
+    def _release(self, buffer: StagingBuffer) -> None:
+        """Free the buffer of a step that cannot become complete, once none writes it."""
+        filling, slot = buffer.filling, self.slots.get(buffer.slot)
+        if filling is None or slot is None:
+            return
+        filling.void = filling.void or any(
+            _reached(slot, rank) > filling.step
+            or (rank not in filling.writing and slot.newest.get(rank, -1) >= filling.step)
+            for rank in filling.waiting
+        )
+        if filling.void and not filling.writing:
+            buffer.filling = None
+
+    def _twins_may_complete(self, number: int, slot: Slot, key: Version) -> bool:
+        """Whether the twins have staged this version or may still stage it."""
+        late = set(slot.members)
+        for buffer in self.of_slot(number):
+            content, filling = buffer.content, buffer.filling
+            if content is not None and (content.generation, content.step) == key:
+                return True
+            if filling is not None and not filling.void and filling.step == key[1]:
+                late = filling.waiting
+        return all((slot.generation, slot.newest.get(rank, -1)) < key for rank in late)
+
+    def _settle_twins(self, number: int, slot: Slot) -> list[Change]:
+        """Answer waiting requests, then allocate the buffers that will be needed."""
+        if slot.differ:
+            return [self._void_and_separate(number)]
+        done: list[Change] = []
+        for rank, ask in list(slot.asks.items()):
+            buffer, changes = self._for_step(number, slot, rank, ask)
+            done += changes
+            if buffer is None and self.slots.get(number) is slot:
+                slot.waits = True
+                done += self.make_room(number, slot)
+                slot.waits = False
+                buffer, changes = self._for_step(number, slot, rank, ask)
+                done += changes
+            if self.slots.get(number) is not slot:
+                return done  # it was separated
+            if buffer is not None:
+                done.append(_give(buffer, slot, rank, ask))
+        if slot.reserve_bytes:
+            _, small = self.fitting(number, slot.reserve_bytes)
+            done += small
+            wanted = limits.STAGING_BUFFERS if self.knows_memory else 1
+            wanted = wanted if self.most is None else min(wanted, self.most)
+            for _ in range(wanted - len(list(self.of_slot(number)))):
+                done.append(self._make_change(number, slot.reserve_bytes))
+        for rank in sorted(slot.early):
+            for buffer in self.of_slot(number):
+                if rank not in buffer.known and buffer.num_bytes >= slot.reserve_bytes:
+                    buffer.known.add(rank)
+                    done.append(Give(buffer.number, rank, buffer.num_bytes, False, False, 0, 0))
+        return done
+
+    def _for_step(
+        self, number: int, slot: Slot, rank: int, ask: Ask
+    ) -> tuple[StagingBuffer | None, list[Change]]:
+        """The buffer of this step; None: the twin has to wait for one."""
+        for buffer in self.of_slot(number):
+            filling = buffer.filling
+            if filling is None or filling.void or filling.step != ask.step:
+                continue
+            if rank not in filling.waiting or rank in filling.writing:
+                continue
+            if filling.layout != ask.layout or buffer.num_bytes < ask.num_bytes:
+                return None, [self._void_and_separate(number)]
+            return buffer, []
+        slot.reserve_bytes = max(slot.reserve_bytes, ask.num_bytes)
+        found, done = self.fitting(number, ask.num_bytes)
+        if found:
+            return min(found, key=lambda one: one.num_bytes), done
+        if not self._twins_may_grow(number):
+            return None, done
+        made = self._make_change(number, ask.num_bytes)
+        return self.buffers[made.buffer], [*done, made]
+
+    def _void_and_separate(self, number: int) -> Change:
+        """What the twins are writing now does not become complete."""
+        for buffer in self.of_slot(number):
+            if buffer.filling is not None:
+                buffer.filling.void = True
+        return self.separate(number)
+
+    def _twins_may_grow(self, number: int) -> bool:
+        """Same as for one worker: one more for each upload and each step of the buddy tier."""
+        owned = list(self.of_slot(number))
+        if self.most is not None and len(owned) >= self.most:
+            return False
+        kept = any(buffer.pins or self.is_agreed(buffer) for buffer in owned)
+        most = limits.STAGING_BUFFERS + (len(self.agreed) + 1 if kept else 0)
+        return len(owned) < most
+
+    def _make_change(self, number: int, num_bytes: int) -> Make:
+        return Make(self.make(number, num_bytes).number, num_bytes)
