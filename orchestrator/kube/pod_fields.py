@@ -32,11 +32,6 @@ def misspelt_fields(pod: dict[str, Any]) -> list[UnknownField]:
     ]
 
 
-def known_fields(model: str) -> list[str]:
-    """The fields of a kind of the API, such as V1Container, as they are written in YAML."""
-    return sorted(getattr(library, model).attribute_map.values())
-
-
 def _of_model(value: Any, model: str, path: str) -> Iterator[UnknownField]:
     if not isinstance(value, dict):
         return

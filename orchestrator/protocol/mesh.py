@@ -8,8 +8,6 @@ hold the same training state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -108,15 +106,6 @@ class Mesh(msgspec.Struct, frozen=True):
         shards = [self.shard_index(rank) for rank in range(self.world_size)]
         nodes = range(0, self.world_size, workers_per_node)
         return max(len(set(shards[first : first + workers_per_node])) for first in nodes)
-
-    def replica_groups(self) -> Iterator[tuple[int, ...]]:
-        """The ranks of each replica group."""
-        for replica in range(self.replicate):
-            yield tuple(
-                rank
-                for rank in range(self.world_size)
-                if self.coordinates(rank)["replicate"] == replica
-            )
 
     def describe(self) -> str:
         """`replicate 2 x shard 2`; axes of size 1 are left out."""

@@ -54,12 +54,6 @@ def server_context_from_pem(certificate: bytes, key: bytes) -> ssl.SSLContext:
         return server_context(certificate_file, key_file)
 
 
-def client_context_from_pem(certificate: bytes, key: bytes) -> ssl.SSLContext:
-    """As client_context, from the contents of a Secret. Raises TlsUnusable."""
-    with _private_file(certificate) as certificate_file, _private_file(key) as key_file:
-        return client_context(certificate_file, key_file)
-
-
 def choosing_context(choose: Choose) -> ssl.SSLContext:
     """The context of a server of many jobs: `choose` gives the context of the job that the client
     names. The handshake fails if the client names no job or an unknown one."""

@@ -38,14 +38,12 @@ class RayContractTarget:
     def leftovers(self) -> list[str]:
         import ray
 
-        from holdfast.orchestrator.backends.ray import placement
-
         actors = [
             one["name"]
             for one in ray.util.list_named_actors(all_namespaces=True)
             if one["name"].startswith(f"{self.job.name}-")
         ]
-        return [*actors, *placement.group_names(self.job.name)]
+        return [*actors, *cluster_rig.group_names(self.job.name)]
 
     def close(self) -> None:
         self.keys.clear()  # the cluster is shared by all tests

@@ -216,11 +216,6 @@ class RayGroups:
         return await ray_nodes.answering(nodes)
 
 
-def group_names(job: str) -> list[str]:
-    """All groups of a job that exist, of any controller."""
-    return list(RayGroups(job, {}).states())
-
-
 def remove_all(job: str) -> None:
     """With the actors in them."""
     groups = RayGroups(job, {})

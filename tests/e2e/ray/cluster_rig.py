@@ -124,3 +124,10 @@ def connected() -> RayRig:
     rig = shared()
     cluster.connect(rig.address)
     return rig
+
+
+def group_names(job: str) -> list[str]:
+    """All placement groups of a job that exist, of any controller."""
+    from holdfast.orchestrator.backends.ray.placement import RayGroups
+
+    return list(RayGroups(job, {}).states())

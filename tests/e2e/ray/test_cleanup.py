@@ -89,7 +89,7 @@ def test_a_controller_that_comes_after_the_end_of_its_job_starts_nothing(
 ) -> None:
     import ray
 
-    from holdfast.orchestrator.backends.ray import kv, placement
+    from holdfast.orchestrator.backends.ray import kv
     from holdfast.orchestrator.hosts.ray import actor
     from holdfast.orchestrator.hosts.ray.host import RayHost
 
@@ -99,13 +99,12 @@ def test_a_controller_that_comes_after_the_end_of_its_job_starts_nothing(
     controller = actor.create(made, RayHost)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(controller.watch.remote(-1), timeout=BOUND_S)
-    assert placement.group_names(NAME) == [] and keys.list("journal/") == []
+    assert cluster_rig.group_names(NAME) == [] and keys.list("journal/") == []
 
 
 def test_a_job_that_trains_without_a_controller_is_ended_by_cancel(tmp_path: Path) -> None:
     import ray
 
-    from holdfast.orchestrator.backends.ray import placement
     from holdfast.orchestrator.hosts.ray import actor
 
     job = Job(tmp_path, "orphans", 1_000_000)
@@ -120,7 +119,7 @@ def test_a_job_that_trains_without_a_controller_is_ended_by_cancel(tmp_path: Pat
         assert done.returncode == 0, done.stderr
         _gone, alive = psutil.wait_procs(processes, timeout=BOUND_S)
         assert alive == []
-        assert placement.group_names(job.name) == []
+        assert cluster_rig.group_names(job.name) == []
         assert job.view().state == "cancelled"
     finally:
         job.end()

@@ -11,6 +11,7 @@ import pytest
 
 from holdfast.orchestrator.backends.ray.state_api import StateApi
 
+from . import cluster_rig
 from .jobs import BOUND_S, Job, holdfast
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -119,9 +120,7 @@ def test_beside_a_lost_ray_node_logs_over_http_are_read_without_a_ray_job(job: J
 def test_no_actor_and_no_group_of_a_cancelled_job_stays_in_the_cluster(job: Job) -> None:
     import ray
 
-    from holdfast.orchestrator.backends.ray import placement
-
     job.end()
     left = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
     assert [name for name in left if "faults" in name] == []
-    assert placement.group_names("faults") == []
+    assert cluster_rig.group_names("faults") == []

@@ -50,8 +50,6 @@ def ranks(place: Path, job: Job) -> int:
 def test_gangs_without_room_hold_nothing_and_start_one_after_the_other(place: Path) -> None:
     import ray
 
-    from holdfast.orchestrator.backends.ray import placement
-
     holder = start(place, "holder", 2)
     jobs = [holder]
     try:
@@ -76,7 +74,7 @@ def test_gangs_without_room_hold_nothing_and_start_one_after_the_other(place: Pa
         (place / f"{other.name}-end").touch()
         for job in jobs:
             assert job.command.wait(BOUND_S) == 0, job.output.read_text()
-            assert placement.group_names(job.name) == []
+            assert cluster_rig.group_names(job.name) == []
     finally:
         for job in jobs:
             job.end()

@@ -95,7 +95,6 @@ def ray_node(place: RayContractTarget, node: str) -> str:
 def test_a_job_that_waits_for_many_nodes_still_commits_and_detects_a_lost_node(
     place: RayContractTarget,
 ) -> None:
-    from holdfast.orchestrator.backends.ray import placement
     from holdfast.orchestrator.core.events import SuspendRequested
     from holdfast.orchestrator.hosts.ray.gcs_journal import open_journal
 
@@ -104,7 +103,7 @@ def test_a_job_that_waits_for_many_nodes_still_commits_and_detects_a_lost_node(
         nodes = await have(controller, cluster_rig.NODES)
         await lack(controller, MISSING)
         assert (
-            len(placement.group_names(place.job.name)) == cluster_rig.NODES - 1 + MISSING
+            len(cluster_rig.group_names(place.job.name)) == cluster_rig.NODES - 1 + MISSING
         )  # the gang has two bundles
         async with asyncio.timeout(BOUND_S):
             journal.append(1, SuspendRequested(by="a user"))
@@ -155,8 +154,6 @@ def test_an_avoided_ray_node_is_not_used_again_though_the_gang_has_a_bundle_ther
 def test_a_lost_node_of_the_gang_is_replaced_where_ray_moves_its_bundle(
     place: RayContractTarget,
 ) -> None:
-    from holdfast.orchestrator.backends.ray import placement
-
     async def scenario(controller: Controller) -> None:
         stays, lost = await have(controller, 2)
         before = {ray_node(place, stays), ray_node(place, lost)}
@@ -165,17 +162,15 @@ def test_a_lost_node_of_the_gang_is_replaced_where_ray_moves_its_bundle(
             await asyncio.sleep(0.01)  # the core lists nodes when an agent's connection has closed
         (new,) = await have(controller, 1)
         assert ray_node(place, new) not in before
-        assert len(placement.group_names(place.job.name)) == 1, "the gang has all nodes"
+        assert len(cluster_rig.group_names(place.job.name)) == 1, "the gang has all nodes"
 
     scene(place, scenario)
 
 
 def test_nodes_that_are_no_longer_wanted_are_no_longer_requested(place: RayContractTarget) -> None:
-    from holdfast.orchestrator.backends.ray import placement
-
     async def scenario(controller: Controller) -> None:
         def requested() -> int:
-            return len(placement.group_names(place.job.name)) - (
+            return len(cluster_rig.group_names(place.job.name)) - (
                 cluster_rig.NODES - 1
             )  # two share the gang
 
@@ -193,15 +188,13 @@ def test_nodes_that_are_no_longer_wanted_are_no_longer_requested(place: RayContr
 
 
 def test_a_suspended_job_requests_no_nodes_and_a_resumed_one_does(tmp_path: Path) -> None:
-    from holdfast.orchestrator.backends.ray import placement
-
     job = Job(tmp_path, "requesting", 10, resources={"cpu": 64}, nodes={"min": 2, "max": 4})
     try:
-        job.until(lambda view: len(placement.group_names(job.name)) == 3)  # the gang and two more
+        job.until(lambda view: len(cluster_rig.group_names(job.name)) == 3)  # the gang and two more
         assert holdfast("suspend", job.name, "--ray", job.cluster.address).returncode == 0
-        job.until(lambda view: len(placement.group_names(job.name)) == 0)
+        job.until(lambda view: len(cluster_rig.group_names(job.name)) == 0)
         assert holdfast("resume", job.name, "--ray", job.cluster.address).returncode == 0
-        job.until(lambda view: len(placement.group_names(job.name)) == 3)
+        job.until(lambda view: len(cluster_rig.group_names(job.name)) == 3)
     finally:
         job.end()
-    assert placement.group_names(job.name) == []
+    assert cluster_rig.group_names(job.name) == []

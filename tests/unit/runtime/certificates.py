@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import ssl
 from pathlib import Path
 
 from cryptography import x509
@@ -10,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from holdfast.orchestrator.protocol.tls import files
+from holdfast.orchestrator.protocol.tls import client_context, files
 
 
 def make(directory: Path, name: str) -> tuple[Path, Path]:
@@ -41,3 +42,11 @@ def make(directory: Path, name: str) -> tuple[Path, Path]:
         )
     )
     return paths
+
+
+def client_context_from_pem(directory: Path, certificate: bytes, key: bytes) -> ssl.SSLContext:
+    """The context of a client with these keys, which are written to `directory`."""
+    paths = files(directory)
+    for path, data in zip(paths, (certificate, key), strict=True):
+        path.write_bytes(data)
+    return client_context(*paths)

@@ -298,7 +298,7 @@ def test_unregistering_a_job_closes_its_connections_and_no_others(tmp_path: Path
 def test_tls_contexts_are_made_from_the_contents_of_a_secret(tmp_path: Path) -> None:
     certificate, key = certificates.make(tmp_path, "x.jobs.holdfast.dev")
     pem = certificate.read_bytes(), key.read_bytes()
-    for context in (tls.server_context_from_pem(*pem), tls.client_context_from_pem(*pem)):
+    for context in (tls.server_context_from_pem(*pem), tls.client_context(certificate, key)):
         assert context.verify_mode == ssl.CERT_REQUIRED
         assert len(context.get_ca_certs(binary_form=True)) + context.cert_store_stats()["x509"] > 0
     with pytest.raises(tls.TlsUnusable, match="expected both in PEM"):

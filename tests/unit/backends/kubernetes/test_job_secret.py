@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import ssl
+from pathlib import Path
 
 import pytest
 from cryptography import x509
@@ -13,9 +14,10 @@ from holdfast.orchestrator.backends.kubernetes.job_secret import ensure_keys, se
 from holdfast.orchestrator.kube.errors import SECRETS
 from holdfast.orchestrator.kube.names import Owner
 from holdfast.orchestrator.protocol.certificate import make_keys
-from holdfast.orchestrator.protocol.tls import client_context_from_pem, server_context_from_pem
+from holdfast.orchestrator.protocol.tls import server_context_from_pem
 from tests.unit.hosts.kubernetes.operator_harness import StatefulFakeApi
 from tests.unit.kube.fake_api import cluster_of
+from tests.unit.runtime.certificates import client_context_from_pem
 
 NAME = "0b1c.jobs.holdfast.dev"
 
@@ -38,17 +40,17 @@ async def handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -
     return received
 
 
-def test_the_keys_of_a_job_authenticate_both_sides() -> None:
+def test_the_keys_of_a_job_authenticate_both_sides(tmp_path: Path) -> None:
     keys = make_keys(NAME)
     server = server_context_from_pem(keys.certificate, keys.key)
-    client = client_context_from_pem(keys.certificate, keys.key)
+    client = client_context_from_pem(tmp_path, keys.certificate, keys.key)
     assert asyncio.run(handshake(server, client, NAME)) == b"welcome"
 
 
-def test_the_keys_of_another_job_are_refused() -> None:
+def test_the_keys_of_another_job_are_refused(tmp_path: Path) -> None:
     ours, theirs = make_keys(NAME), make_keys(NAME)
     server = server_context_from_pem(ours.certificate, ours.key)
-    client = client_context_from_pem(theirs.certificate, theirs.key)
+    client = client_context_from_pem(tmp_path, theirs.certificate, theirs.key)
     with pytest.raises(ssl.SSLError):
         asyncio.run(handshake(server, client, NAME))
 
