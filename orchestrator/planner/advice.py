@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -37,7 +37,6 @@ NOTHING_HELPS = (
     "with more memory"
 )
 MAX_CHANGES = 3
-FAR_NODES = 4096
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -75,29 +74,18 @@ class _Change(NamedTuple):
 def ways_to_fit(
     job: TrainingJob, num_nodes: int, memory: WorkerMemory, hardware: Hardware | None = None
 ) -> tuple[Way, ...]:
-    """The SHOWN nearest changes with which a recipe fits, the nearest first; none for scripts, and
-    where the memory of the devices is not known. A job on CPUs has to fit into main memory."""
+    """The SHOWN nearest combinations of at most MAX_CHANGES changes with which a recipe fits, the
+    nearest first; none for scripts, and where the memory of the devices is not known. A job on CPUs
+    has to fit into main memory."""
     if memory.device is None and not job.spec.resources.num_gpus:
         memory = memory._replace(device=memory.host)
     if workload_of(job) is None or memory.device is None:
         return ()
-    near = _ways(job, num_nodes, memory, hardware, _options(job, num_nodes), MAX_CHANGES)
-    if near:
-        return near
-    far = list(_far_options(job, num_nodes))
-    return _ways(job, num_nodes, memory, hardware, far, len(far))
-
-
-def _ways(
-    job: TrainingJob, num_nodes: int, memory: WorkerMemory, hardware: Hardware | None,
-    groups: Iterable[list[_Change]], most: int,
-) -> tuple[Way, ...]:  # fmt: skip
-    """Of all combinations of at most `most` changes, one of each group."""
     as_it_is = _planned(job, num_nodes, memory, hardware)
     found: list[tuple[float, Way, frozenset[str]]] = []
-    for combination in itertools.product(*([None, *group] for group in groups)):
+    for combination in itertools.product(*([None, *group] for group in _options(job, num_nodes))):
         changes = [one for one in combination if one is not None]
-        if not 0 < len(changes) <= most:
+        if not 0 < len(changes) <= MAX_CHANGES:
             continue
         fields = frozenset(f"{one.fields}" for one in changes)
         if any(known <= fields for _, _, known in found):
@@ -182,23 +170,6 @@ def _options(job: TrainingJob, num_nodes: int) -> Iterator[list[_Change]]:
         yield [*_raised(job, "pipeline", parallelism.pipeline, world)]
     yield [*_raised(job, "tensor", parallelism.tensor, job.spec.workers_per_node)]
     yield [*_raised(job, "context", parallelism.context, world)]
-    yield from _savings(job)
-
-
-def _far_options(job: TrainingJob, num_nodes: int) -> Iterator[list[_Change]]:
-    """Where none of `_options` is enough: many more nodes, as far as each rank has a sample, and
-    shards over as many of them as are needed."""
-    parallelism, recipe = job.spec.parallelism, job.spec.entrypoint.recipe
-    assert recipe is not None
-    free: dict[str, Any] = {}
-    if isinstance(parallelism.shard, int):
-        free["parallelism.shard"] = "auto"
-    if parallelism.replicate != "auto":
-        free["parallelism.replicate"] = "auto"
-    samples = recipe.config.global_batch * parallelism.inner // job.spec.workers_per_node
-    doubled = (2**power for power in range(1, FAR_NODES.bit_length()))
-    times = [n for n in doubled if n * num_nodes <= min(FAR_NODES, samples)]
-    yield [_Change({"nodes.max": n * num_nodes, **free}, n) for n in times]
     yield from _savings(job)
 
 

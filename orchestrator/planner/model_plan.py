@@ -11,7 +11,7 @@ from ..catalogue.types import Architecture, Device
 from .estimate import Estimate, estimate
 from .memory import USABLE, describe_host, device_bytes, host_share, state_bytes
 from .ranking import Alternative, Order, Ranked, alternatives_of, lost_of, parallelism_of, ranked_by
-from .search import Cluster, Found, min_batch, min_devices, search
+from .search import Cluster, Found, min_batch, search
 from .workload import ParallelLayout, Workload
 
 
@@ -124,15 +124,7 @@ def _verdict(work: Workload, best: Ranked | None, found: list[tuple[Cluster, Fou
     else:
         lost = min(answer.lost, key=lambda one: device_bytes(work, one.layout))
         text += _least(work, lost.layout, room)
-    fewest = min_devices(work, cluster)
-    if fewest is None:
-        return text
-    text += f"; the fewest on which it fits: {fewest}"
-    if not search(work, cluster._replace(devices=fewest)).ranked[0].layout.offload:
-        return text
-    in_devices = min_devices(work, cluster._replace(host_bytes=0))
-    without = f", {in_devices} without" if in_devices is not None else ""
-    return f"{text} with offload to main memory{without}"
+    return text
 
 
 def _least(work: Workload, layout: ParallelLayout, room: float) -> str:

@@ -294,22 +294,3 @@ def _too_big(work: Workload, layout: ParallelLayout, needs: int, cluster: Cluste
     states = model_state_bytes(work, layout)
     what = "its states alone need" if needs == states else "it needs at least"
     return f"{what} {needs / 2**30:.1f} of {have}"
-
-
-def min_devices(work: Workload, cluster: Cluster, limit: int = 4096) -> int | None:
-    """The fewest devices, in whole nodes above one node, on which some layout fits; None: more
-    than `limit`."""
-    node = cluster.per_node
-    counts = [n for n in (1, 2, 4) if n < node]
-    nodes = 1
-    while nodes * node <= limit:
-        counts.append(nodes * node)
-        nodes += 1 if nodes < 8 else nodes // 4
-    for before, count in itertools.pairwise([0, *counts]):
-        if search(work, cluster._replace(devices=count)).ranked:
-            between = range(before + node, count, node) if before >= node else ()
-            for fewer in between:
-                if search(work, cluster._replace(devices=fewer)).ranked:
-                    return fewer
-            return count
-    return None

@@ -27,7 +27,7 @@ and a test compares the two. The operator gets Secrets by name; it cannot list o
   resources: ["localqueues"]
   verbs: ["list"]
 {{- else }}
-- apiGroups: [{{ get (dict "volcano" "scheduling.volcano.sh" "coscheduling" "scheduling.x-k8s.io" "native" "scheduling.k8s.io") . | quote }}]
+- apiGroups: ["scheduling.k8s.io"]
   resources: ["podgroups"]
   verbs: ["create", "patch", "delete"]
 {{- end }}

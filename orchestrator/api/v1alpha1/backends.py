@@ -56,10 +56,10 @@ class Kubernetes(Part):
     spread: Literal["preferred", "required", "none"] = "preferred"
     """Whether two pods of the job may share a Kubernetes node. preferred: only when no other node
     has room; required: never; none: the scheduler decides."""
-    gang: Literal["none", "kueue", "volcano", "coscheduling", "native"] = "none"
-    """Gang scheduler that places nodes.min nodes together or not at all: kueue, volcano,
-    coscheduling (of scheduler-plugins) or native (Kubernetes 1.36 and newer). none: Holdfast gives
-    the nodes of an incomplete gang back after a while. See docs/operations/queues.md."""
+    gang: Literal["none", "kueue", "native"] = "none"
+    """Gang scheduler that places nodes.min nodes together or not at all: kueue, or
+    native (Kubernetes 1.36 and newer). none: Holdfast releases the nodes of an incomplete gang
+    after a while. See docs/operations/queues.md."""
     workload_priority_class_name: str | None = Field(default=None, max_length=253)
     """With gang kueue: the WorkloadPriorityClass, which decides the order of admission."""
     start_timeout_s: Seconds = START_TIMEOUT_S

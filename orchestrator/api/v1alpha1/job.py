@@ -197,8 +197,7 @@ class JobSpec(Part):
     keep them. Only for Kubernetes with kubernetes.gang none, and after the priority of the pods,
     which kubernetes.priorityClassName gives: queues and schedulers have priority classes."""
     queue: str | None = None
-    """Queue that admits the job, with kubernetes.gang kueue (a LocalQueue of the job's namespace)
-    or volcano (a Queue)."""
+    """LocalQueue of the job's namespace that admits the job, with kubernetes.gang kueue."""
     managed_by: str | None = Field(default=None, max_length=63, pattern=MANAGER_PATTERN)
     """Controller that runs the job, as in a batch/v1 Job. With another name, such as
     example.com/dispatcher, the operator of Holdfast ignores the job. Default:

@@ -325,7 +325,7 @@ class KubernetesBackend:
             if self._ensure_secret is not None:
                 await self._ensure_secret()
             pods = [self._document(node, blamed, index) for index, node in enumerate(nodes)]
-            await self.queue.ensure(pods[0], self._pods())
+            await self.queue.ensure(self._pods())
         except HoldfastError as error:
             self._tracker.creating.difference_update(nodes)
             raise self._no_room(count, error) from None

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 from kubernetes.utils.quantity import parse_quantity
 
 from holdfast.orchestrator.kube.names import Document
-
-from .queues.pod_groups import requests_of
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 HARD_EFFECTS = ("NoSchedule", "NoExecute")
@@ -97,8 +96,39 @@ def _is_large_enough(spec: Document, node: KnownNode) -> bool:
         return True
     try:
         return all(
-            parse_quantity(amount) <= parse_quantity(node.allocatable.get(name, "0"))  # type: ignore[no-untyped-call]
-            for name, amount in requests_of({"spec": spec}, 1).items()
+            amount <= parse_quantity(node.allocatable.get(name, "0"))  # type: ignore[no-untyped-call]
+            for name, amount in requests_of(spec).items()
         )
     except ValueError:
         return True  # the API server reports a quantity that is not valid
+
+
+def requests_of(spec: Document) -> dict[str, Decimal]:
+    """What a pod requests: resource -> amount.
+
+    A limit without a request is a request, and init containers run before the others; see
+    https://kubernetes.io/docs/concepts/workloads/pods/init-containers/#resource-sharing-within-containers
+    """
+    total = dict[str, Decimal]()
+    zero = Decimal(0)
+    for container in spec["containers"]:
+        for name, amount in _requests(container).items():
+            total[name] = total.get(name, zero) + amount
+    for container in spec.get("initContainers") or ():
+        is_sidecar = container.get("restartPolicy") == "Always"
+        for name, amount in _requests(container).items():
+            before = total.get(name, zero)
+            total[name] = before + amount if is_sidecar else max(before, amount)
+    for name, text in (spec.get("overhead") or {}).items():
+        amount = parse_quantity(text)  # type: ignore[no-untyped-call]
+        total[name] = total.get(name, zero) + amount
+    return total
+
+
+def _requests(container: Document) -> dict[str, Decimal]:
+    resources = container.get("resources") or {}
+    requests = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    return {
+        name: parse_quantity(text)  # type: ignore[no-untyped-call]
+        for name, text in requests.items()
+    }

@@ -426,7 +426,7 @@ class JobReconciler:
         except ApiError as error:
             # A quota may have room later; the backend reports it when it creates the pods.
             log.info("the dry run of a pod failed: %s", error, extra={"job": self.owner.key})
-        await queue.ensure(pod, {})
+        await queue.ensure({})
 
     async def _ensure_secret(self) -> None:
         """Called before pods are created. The first call is skipped: the Secret was just read."""

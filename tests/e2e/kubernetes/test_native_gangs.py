@@ -16,6 +16,7 @@ from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.api.v1alpha1.crd import NAME
 from holdfast.orchestrator.backends.kubernetes.pods import PodSettings, pod_document
 from holdfast.orchestrator.backends.kubernetes.queues.admission import Admission
+from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.kube.client import KubeClient
 from holdfast.orchestrator.kube.definition import definition_text
 from holdfast.orchestrator.kube.names import Owner
@@ -105,7 +106,7 @@ class Gang:
                 pod_document(self.job, self.owner, SETTINGS, f"{self.name}-{number}")
                 for number in numbers
             ]
-            await queue.ensure(queue.decorate(plain[0], there), there)
+            await queue.ensure(there)
             for index, pod in enumerate(plain):
                 made = queue.decorate(pod, there, index)
                 text = yaml.safe_dump(made)
@@ -211,3 +212,26 @@ def test_with_a_smaller_minimum_a_replacement_is_scheduled_individually(
     group = namespace.get("podgroups.scheduling.k8s.io", "shrunk-gang")
     assert group is not None
     assert group["spec"]["schedulingPolicy"] == {"gang": {"minCount": 3}}
+
+
+def test_a_pod_group_of_another_owner_is_not_taken_over(
+    plane: ControlPlane, namespace: Kubectl
+) -> None:
+    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "other"}}
+    uid = namespace.create(config)["metadata"]["uid"]
+    reference = {"apiVersion": "v1", "kind": "ConfigMap", "name": "other", "uid": uid}
+    theirs = {
+        "apiVersion": "scheduling.k8s.io/v1alpha2",
+        "kind": "PodGroup",
+        "metadata": {
+            "name": "taken-gang",
+            "ownerReferences": [{**reference, "controller": True}],
+        },
+        "spec": {"schedulingPolicy": {"gang": {"minCount": 7}}},
+    }
+    namespace.create(theirs)
+    with pytest.raises(HoldfastError, match="Only one reference can have Controller set to true"):
+        Gang(plane, namespace, "taken", 2).ask(0)
+    stored = namespace.get("podgroups.scheduling.k8s.io", "taken-gang")
+    assert stored is not None
+    assert stored["spec"] == theirs["spec"]

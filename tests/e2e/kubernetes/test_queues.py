@@ -1,13 +1,11 @@
-"""PodGroups and queues against the published CRDs of Kueue, Volcano and scheduler-plugins, and the
-examples of docs/operations/queues.md.
+"""Queues against the published CRDs of Kueue, and the examples of docs/operations/queues.md.
 
-An API server validates strictly against the CRDs (published/get.py). The systems do not run.
+An API server validates strictly against the CRDs (published/get.py). Kueue does not run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import re
 from collections.abc import Iterator
@@ -21,8 +19,7 @@ from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.api.v1alpha1.crd import NAME
 from holdfast.orchestrator.backends.kubernetes.pods import PodSettings, pod_document
 from holdfast.orchestrator.backends.kubernetes.queues.admission import Admission
-from holdfast.orchestrator.backends.kubernetes.queues.base import gang_of
-from holdfast.orchestrator.backends.kubernetes.queues.selection import integration_of, problems
+from holdfast.orchestrator.backends.kubernetes.queues.selection import problems
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.kube.client import KubeClient
 from holdfast.orchestrator.kube.definition import definition_text
@@ -40,10 +37,6 @@ Document = dict[str, Any]
 Plane = ControlPlane | GivenCluster
 ROOT = Path(__file__).parents[3]
 SETTINGS = PodSettings(endpoint="operator:7077", image="worker:1")
-WITH_CRDS = {
-    "volcano": "podgroups.scheduling.volcano.sh",
-    "coscheduling": "podgroups.scheduling.x-k8s.io",
-}
 
 
 def training_job(gang: str, name: str = "llm", **spec: Any) -> TrainingJob:
@@ -56,8 +49,7 @@ def training_job(gang: str, name: str = "llm", **spec: Any) -> TrainingJob:
 async def ensure(plane: Plane, wanted: TrainingJob, owner: Owner) -> None:
     async with await KubeClient.connect(kubeconfig=plane.kubeconfig) as cluster:
         queue = Admission(wanted, owner, cluster)
-        pod = queue.decorate(pod_document(wanted, owner, SETTINGS, "llm-x"), {})
-        await queue.ensure(pod, {})
+        await queue.ensure({})
 
 
 def complaint(plane: Plane, wanted: TrainingJob, namespace: str = "default") -> str:
@@ -74,7 +66,7 @@ def complaint(plane: Plane, wanted: TrainingJob, namespace: str = "default") -> 
 @pytest.fixture(scope="module")
 def complaints(control_plane: Plane) -> dict[str, str]:
     """Gang system -> error before its CRDs are installed."""
-    gangs = ("kueue", "volcano", "coscheduling", "native")
+    gangs = ("kueue", "native")
     return {gang: complaint(control_plane, training_job(gang, queue="a")) for gang in gangs}
 
 
@@ -100,7 +92,7 @@ def owner(systems: Kubectl, namespace: Kubectl) -> Owner:
     return Owner(namespace.namespace, "llm", made["metadata"]["uid"])
 
 
-@pytest.mark.parametrize("gang", ["kueue", "volcano", "coscheduling", "native"])
+@pytest.mark.parametrize("gang", ["kueue", "native"])
 def test_a_missing_system_is_reported_with_the_fix(
     complaints: dict[str, str], control_plane: Plane, gang: str
 ) -> None:
@@ -112,74 +104,8 @@ def test_a_missing_system_is_reported_with_the_fix(
     assert "choose another spec.kubernetes.gang" in text
 
 
-@pytest.mark.parametrize("gang", ["volcano", "coscheduling"])
-def test_a_pod_group_matches_the_published_crd(
-    systems: Kubectl, namespace: Kubectl, owner: Owner, gang: str
-) -> None:
-    """Strictly: unknown fields are refused."""
-    wanted = training_job(gang, queue="team-a", kubernetes={"priorityClassName": "high"})
-    integration = integration_of(wanted)
-    assert integration is not None
-    pod = pod_document(wanted, owner, SETTINGS, "llm-x")
-    document = integration.pod_group(gang_of(wanted, owner), integration.apis[0], pod)
-    assert document is not None
-    text = yaml.safe_dump(document)
-    namespace.run("apply", "--server-side", "--validate=strict", "--filename=-", stdin=text)
-    stored = namespace.get(WITH_CRDS[gang], "llm-gang")
-    assert stored is not None
-    assert stored["spec"]["minMember"] == 2
-    assert stored["spec"]["minResources"] == {"cpu": "1", "memory": str(2 * 2**30)}
-    assert stored["spec"] == document["spec"], "nothing was dropped or filled in"
-    wrong = copy.deepcopy(document) | {"spec": {**document["spec"], "minMembers": 2}}
-    refused = namespace.attempt(
-        "apply", "--server-side", "--validate=strict", "--filename=-", stdin=yaml.safe_dump(wrong)
-    )
-    assert "minMembers" in refused.stderr
-
-
-@pytest.mark.parametrize("gang", ["volcano", "coscheduling"])
-def test_the_pod_group_is_created_and_follows_a_smaller_job(
-    control_plane: Plane, namespace: Kubectl, owner: Owner, gang: str
-) -> None:
-    asyncio.run(ensure(control_plane, training_job(gang), owner))
-    made = namespace.get(WITH_CRDS[gang], "llm-gang")
-    assert made is not None
-    assert made["metadata"]["ownerReferences"][0]["uid"] == owner.uid
-    asyncio.run(ensure(control_plane, training_job(gang, nodes={"min": 1, "max": 4}), owner))
-    lowered = namespace.get(WITH_CRDS[gang], "llm-gang")
-    assert lowered is not None
-    assert lowered["metadata"]["uid"] == made["metadata"]["uid"]
-    assert lowered["spec"]["minMember"] == 1
-
-
-def test_a_pod_group_of_another_owner_is_not_taken_over(
-    control_plane: Plane, namespace: Kubectl, owner: Owner
-) -> None:
-    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "other"}}
-    uid = namespace.create(config)["metadata"]["uid"]
-    reference = {"apiVersion": "v1", "kind": "ConfigMap", "name": "other", "uid": uid}
-    theirs = {
-        "apiVersion": "scheduling.volcano.sh/v1beta1",
-        "kind": "PodGroup",
-        "metadata": {
-            "name": "llm-gang",
-            "ownerReferences": [{**reference, "controller": True}],
-        },
-        "spec": {"minMember": 7},
-    }
-    namespace.create(theirs)
-    with pytest.raises(HoldfastError, match="Only one reference can have Controller set to true"):
-        asyncio.run(ensure(control_plane, training_job("volcano"), owner))
-    stored = namespace.get(WITH_CRDS["volcano"], "llm-gang")
-    assert stored is not None
-    assert stored["spec"]["minMember"] == 7
-
-
-@pytest.mark.parametrize("gang", ["kueue", "volcano", "coscheduling"])
-def test_a_decorated_pod_is_valid(
-    systems: Kubectl, namespace: Kubectl, owner: Owner, gang: str
-) -> None:
-    wanted = training_job(gang, queue="team-a", kubernetes={"priorityClassName": None})
+def test_a_decorated_pod_is_valid(systems: Kubectl, namespace: Kubectl, owner: Owner) -> None:
+    wanted = training_job("kueue", queue="team-a", kubernetes={"priorityClassName": None})
     pod = Admission(wanted, owner, cluster=None).decorate(  # type: ignore[arg-type]
         pod_document(wanted, owner, SETTINGS, "llm-x"), {}
     )
@@ -187,9 +113,8 @@ def test_a_decorated_pod_is_valid(
     stored = json.loads(namespace.run(*words, stdin=yaml.safe_dump(pod)))
     for part in ("labels", "annotations"):
         assert pod["metadata"][part].items() <= stored["metadata"].get(part, {}).items()
-    if gang == "kueue":
-        waiting = namespace.wait("pod", "llm-x", is_gated, "is behind its gate")
-        assert waiting["spec"]["schedulingGates"] == [{"name": "kueue.x-k8s.io/admission"}]
+    waiting = namespace.wait("pod", "llm-x", is_gated, "is behind its gate")
+    assert waiting["spec"]["schedulingGates"] == [{"name": "kueue.x-k8s.io/admission"}]
 
 
 def is_gated(pod: Document | None) -> bool:
@@ -237,7 +162,7 @@ def test_the_page_has_an_example_of_each_gang() -> None:
         for one in documents()
         if one["kind"] == "TrainingJob"
     }
-    assert gangs == {"none", "kueue", "volcano", "coscheduling", "native"}
+    assert gangs == {"none", "kueue", "native"}
 
 
 def test_the_name_of_another_manager_is_kept_and_validated(

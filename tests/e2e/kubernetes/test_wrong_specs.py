@@ -139,7 +139,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "elasticity-word": {"elasticity": "any"},
     "path": {"checkpoint": {"path": "/checkpoints/NAMESPACE/right"}},
     "url": {"checkpoint": {"path": "s3://bucket/x"}},
-    "queue": {"queue": "lq", "kubernetes": {"gang": "volcano"}},
+    "queue": {"queue": "lq", "kubernetes": {"gang": "kueue"}},
     "shared-memory": {"kubernetes": {"sharedMemory": "32Gi"}},
     "working-directory": {"workingDirectory": "/src/..x"},
 }

@@ -201,21 +201,6 @@ def all_ways(job: TrainingJob, device: str) -> tuple[Way, ...]:
     return plan.ways
 
 
-def test_where_few_changes_are_not_enough_many_nodes_are_tried() -> None:
-    """405B on one node: its states are 94 GiB a device even on eight."""
-    job = gpu_job({**LLAMA_70B, "dim": 16384, "numLayers": 126, "numHeads": 128, "ffnDim": 53248},
-                  batch=1024, config={"microBatch": 4})  # fmt: skip
-    memory = WorkerMemory(device=catalogue().device("H100-80").memory_bytes)
-    ways = ways_to_fit(job, 1, memory)
-    assert 1 <= len(ways) <= SHOWN
-    for way in ways:
-        changed = job_to_mapping(written(job, way.changes))["spec"]
-        assert way.num_bytes <= 0.8 * (memory.device or 0)
-        # Each rank has a sample.
-        assert changed["nodes"]["max"] * 8 <= 1024
-    assert {"parallelism.offload", "nodes.max"} <= ways[0].changes.keys()
-
-
 def test_a_job_that_nothing_makes_fit_has_that_as_its_advice() -> None:
     job = gpu_job(LLAMA_70B, batch=8)
     memory = WorkerMemory(device=4 * 2**30)

@@ -96,19 +96,12 @@ def test_the_verdict_has_the_figures_of_the_chosen_one() -> None:
         assert figure in plan.verdict
 
 
-def test_nothing_that_fits_has_a_verdict_with_the_fewest_devices() -> None:
+def test_nothing_that_fits_has_a_verdict() -> None:
     plan = _plan("llama3-405b", 4)
     assert not plan.fits
     assert plan.chosen is None and plan.estimate is None and plan.spec is None
     assert plan.alternatives == () and plan.lost
     assert plan.verdict.startswith("does not fit: ")
-    _, _, fewest = plan.verdict.partition("; the fewest on which it fits: ")
-    offloaded, _, without = fewest.partition(" with offload to main memory, ")
-    work = workload("llama3-405b")
-    assert all(one.layout.offload for one in search(work, cluster(int(offloaded))).ranked)
-    alone = cluster(int(without.removesuffix(" without")))._replace(host_bytes=0)
-    assert search(work, alone).ranked
-    assert not search(work, alone._replace(devices=int(offloaded))).ranked
 
 
 def test_the_reason_names_what_does_not_fit() -> None:

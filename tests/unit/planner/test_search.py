@@ -17,7 +17,6 @@ from holdfast.orchestrator.planner.search import (
     layouts,
     meshes,
     min_batch,
-    min_devices,
     search,
 )
 from holdfast.orchestrator.planner.step_time import mfu, step_time
@@ -211,16 +210,6 @@ def test_a_slower_network_moves_the_choice_away_from_it() -> None:
     assert slow.tokens_per_s < fast.tokens_per_s
     ranks = slow.layout.mesh.num_shards
     assert ranks <= 8 or slow.layout.mesh.pipeline > 1
-
-
-def test_the_fewest_devices_are_enough_and_one_node_less_is_not() -> None:
-    work = workload("llama3-405b", 512)
-    small = cluster(2)
-    least = min_devices(work, cluster(8))
-    assert not search(work, small).ranked
-    assert least is not None and least % 8 == 0
-    assert search(work, cluster(least)).ranked
-    assert not search(work, cluster(least - 8)).ranked
 
 
 def test_more_ranks_than_samples_are_no_answer() -> None:

@@ -163,10 +163,7 @@ class Admission:
         if self._kueue:
             return pod_conditions.PodProblem("Queued", self.why_held)
         found = pod_conditions.problem(pod)
-        where = f" (queue {self._gang.queue})" if self._gang.queue else ""
-        text = (
-            f"queued: {self._integration.title} schedules {self._gang.size} nodes together{where}"
-        )
+        text = f"queued: {self._integration.title} schedules {self._gang.size} nodes together"
         return pod_conditions.PodProblem("Queued", f"{text}; {found.text}" if found else text)
 
     def last_patches(self, pods: Mapping[str, Document]) -> dict[str, Document]:
@@ -176,9 +173,9 @@ class Admission:
         return {name: kueue.NO_REPLACEMENT for name, pod in pods.items() if kueue.is_member(pod)}
 
     # -- objects that have to exist before the pods ----------------------------------------------
-    async def ensure(self, pod: Document, pods: Mapping[str, Document]) -> None:
-        """Create or update the PodGroup. `pod` shows what the pods of the job look like; `pods`:
-        those that exist. Raises ApiError, and UserError if the cluster lacks the chosen system."""
+    async def ensure(self, pods: Mapping[str, Document]) -> None:
+        """Create or update the PodGroup. `pods`: those that exist. Raises ApiError, and UserError
+        if the cluster lacks the chosen system."""
         integration = self._integration
         if integration is None:
             return
@@ -186,7 +183,7 @@ class Admission:
             await self._check_local_queue()
             return
         for api in integration.apis:
-            document = integration.pod_group(self._gang, api, pod)
+            document = integration.pod_group(self._gang, api)
             assert document is not None, "only Kueue needs no object"
             try:
                 await self._apply(

@@ -23,10 +23,7 @@ class PodGang:
     size: int
     """Nodes that are scheduled together or not at all."""
     queue: str = ""
-    priority_class: str = ""
-    """Of the pods."""
     workload_priority_class: str = ""
-    """Of the queue, if it has its own."""
 
     @property
     def name(self) -> str:
@@ -35,12 +32,10 @@ class PodGang:
 
 def gang_of(job: TrainingJob, owner: Owner) -> PodGang:
     kubernetes = job.spec.kubernetes
-    template = kubernetes.pod_template.get("spec", {})
     return PodGang(
         owner=owner,
         size=job.spec.nodes.min,
         queue=job.spec.queue or "",
-        priority_class=template.get("priorityClassName") or kubernetes.priority_class_name or "",
         workload_priority_class=kubernetes.workload_priority_class_name or "",
     )
 
@@ -60,9 +55,8 @@ class Integration(Protocol):
         """The pod with the fields that the system reads. `member`: it belongs to the gang, which
         matters only to systems that count members exactly."""
 
-    def pod_group(self, gang: PodGang, api: Resource, pod: Document) -> Document | None:
-        """The object that has to exist before the pods, owned by the TrainingJob, or None. `pod`
-        shows what the pods of the job look like."""
+    def pod_group(self, gang: PodGang, api: Resource) -> Document | None:
+        """The object that has to exist before the pods, owned by the TrainingJob, or None."""
 
 
 def with_metadata(

@@ -66,7 +66,7 @@ class Kueue:
         unique = list({gate["name"]: gate for gate in gates}.values())
         return with_spec(with_metadata(pod, labels=labels, notes=notes), schedulingGates=unique)
 
-    def pod_group(self, gang: PodGang, api: Resource, pod: Document) -> None:
+    def pod_group(self, gang: PodGang, api: Resource) -> None:
         """Kueue makes its Workload itself, from the pods."""
 
 

@@ -1,18 +1,66 @@
-"""The integration that a spec chooses, its problems, and spec.managedBy. Pure."""
+"""Gang scheduling of Kubernetes, the integration that a spec chooses, its problems, and
+spec.managedBy. Pure."""
 
 from __future__ import annotations
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import Problem
+from holdfast.orchestrator.kube import names
+from holdfast.orchestrator.kube.errors import Resource
 from holdfast.orchestrator.kube.names import Document
 
-from .base import Integration
+from .base import Integration, PodGang, with_spec
 from .kueue import PRIORITY_LABEL, QUEUE_LABEL, Kueue
-from .pod_groups import Coscheduling, Native, Volcano
 
 MANAGER = "holdfast.dev/operator"
 """Holdfast's name in spec.managedBy."""
-WITH_QUEUES = ("kueue", "volcano")
+
+
+class Native:
+    """Gang scheduling of Kubernetes itself, tested against a real scheduler. The PodGroup names the
+    minimum of members; the scheduler binds its pods when that many fit.
+
+    Source: k8s.io/api/scheduling: v1alpha2 (Kubernetes 1.36, off unless the gates GenericWorkload
+    and GangScheduling and the API version are switched on) and v1beta1 (1.37). A PodGroup is the
+    same in both as far as it is used here; a Workload, from which PodGroups can be made, is not
+    needed. v1alpha1 of Kubernetes 1.35 (pods with a workloadRef) is not supported: it was replaced
+    without a migration.
+
+    In v1alpha2 the minimum cannot be changed, and a PodGroup stays while pods refer to it. When
+    nodes.min of a running job becomes smaller, its further pods are scheduled individually.
+    """
+
+    title = "gang scheduling of Kubernetes"
+    apis: tuple[Resource, ...] = (
+        Resource("scheduling.k8s.io", "v1beta1", "podgroups"),
+        Resource("scheduling.k8s.io", "v1alpha2", "podgroups"),
+    )
+    remedy = (
+        "it takes Kubernetes 1.36 or newer with the feature gates GenericWorkload and "
+        "GangScheduling on API server and scheduler and, in 1.36, the API server's "
+        "--runtime-config=scheduling.k8s.io/v1alpha2=true; switch them on, or choose another "
+        "spec.kubernetes.gang"
+    )
+
+    def pod(self, pod: Document, gang: PodGang, *, member: bool) -> Document:
+        return with_spec(pod, schedulingGroup={"podGroupName": gang.name})
+
+    def pod_group(self, gang: PodGang, api: Resource) -> Document:
+        owner = gang.owner
+        return {
+            "apiVersion": f"{api.group}/{api.version}",
+            "kind": "PodGroup",
+            "metadata": {
+                "name": gang.name,
+                "namespace": owner.namespace,
+                "labels": {
+                    names.LABEL_JOB: owner.name,
+                    "app.kubernetes.io/managed-by": "holdfast",
+                },
+                "ownerReferences": [names.owner_reference(owner.name, owner.uid)],
+            },
+            "spec": {"schedulingPolicy": {"gang": {"minCount": gang.size}}},
+        }
 
 
 def integration_of(job: TrainingJob) -> Integration | None:
@@ -20,10 +68,6 @@ def integration_of(job: TrainingJob) -> Integration | None:
     match job.spec.kubernetes.gang:
         case "kueue":
             return Kueue()
-        case "volcano":
-            return Volcano()
-        case "coscheduling":
-            return Coscheduling()
         case "native":
             return Native()
         case "none":
@@ -71,13 +115,13 @@ def problems(job: TrainingJob) -> list[Problem]:
     """Combinations that work on no cluster."""
     gang, queue = job.spec.kubernetes.gang, job.spec.queue
     found = _label_problems(job)
-    if queue and gang not in WITH_QUEUES:
+    if queue and gang != "kueue" and not found:
         found.append(
             Problem(
                 "spec.queue",
                 queue,
                 f"none with spec.kubernetes.gang {gang}, which has no queues",
-                "set kubernetes.gang to kueue or volcano, or remove the queue",
+                "set kubernetes.gang to kueue, or remove the queue",
             )
         )
     if gang == "kueue" and not queue:

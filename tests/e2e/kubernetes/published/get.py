@@ -1,4 +1,4 @@
-"""Fetches the published CRDs of Kueue, Volcano, scheduler-plugins and the Prometheus operator.
+"""Fetches the published CRDs of Kueue and the Prometheus operator.
 
 They come from the Go module proxy and are checked against the hashes below. They are under the
 Apache License 2.0, whose text is stored with them; none is kept in this repository. Uses only the
@@ -44,22 +44,6 @@ PINS = (
             "kueue.x-k8s.io_resourceflavors.yaml",
             "kueue.x-k8s.io_workloadpriorityclasses.yaml",
         ),
-    ),
-    Published(
-        "volcano",
-        "volcano.sh/volcano",
-        "v1.15.1",
-        "h1:M0iGzhy1dvod2GFy1QiyWdv1jmmNfHW4+2WoRU7CIAk=",
-        "config/crd/volcano/bases",
-        ("scheduling.volcano.sh_podgroups.yaml", "scheduling.volcano.sh_queues.yaml"),
-    ),
-    Published(
-        "coscheduling",
-        "sigs.k8s.io/scheduler-plugins",
-        "v0.34.7",
-        "h1:GENSA4rKpCKBrPvNSo2AV2QHU7j3a6LT14kNlHhXfeg=",
-        "config/crd/bases",
-        ("scheduling.x-k8s.io_podgroups.yaml",),
     ),
 )
 """Gang schedulers and queues."""

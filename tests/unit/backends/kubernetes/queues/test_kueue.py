@@ -201,7 +201,7 @@ def test_a_finished_job_declares_that_no_pod_will_be_replaced() -> None:
     assert patches["llm-a"]["metadata"]["annotations"] == {
         "kueue.x-k8s.io/retriable-in-group": "false"
     }
-    assert queue_of(training_job("volcano")).last_patches(pods) == {}
+    assert queue_of(training_job("native")).last_patches(pods) == {}
 
 
 # -- the label of the job --------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_kueues_label_on_the_job_is_its_queue_and_makes_a_gang() -> None:
 @pytest.mark.parametrize(
     ("labels", "spec", "text"),
     [
-        ({QUEUE: "lq"}, {"kubernetes": {"gang": "volcano"}}, "none with spec.kubernetes.gang"),
+        ({QUEUE: "lq"}, {"kubernetes": {"gang": "native"}}, "none with spec.kubernetes.gang"),
         ({QUEUE: "lq"}, {"queue": "other"}, "the same queue as spec.queue (other)"),
         ({}, {"kubernetes": {"podTemplate": {"metadata": {"labels": {QUEUE: "lq"}}}}},
          "each pod would be admitted on its own"),

@@ -8,11 +8,11 @@ import copy
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.backends.kubernetes.placement import requests_of
 from holdfast.orchestrator.backends.kubernetes.queues.base import PodGang, gang_of
-from holdfast.orchestrator.backends.kubernetes.queues.pod_groups import requests_of
 from holdfast.orchestrator.backends.kubernetes.queues.selection import (
+    Native,
     has_other_manager,
-    integration_of,
     problems,
 )
 from tests.unit.api.wrong_jobs import job, script
@@ -34,9 +34,9 @@ def test_without_a_gang_system_a_pod_stays_as_it_is() -> None:
     assert queue_of(wanted).decorate(copy.deepcopy(pod), {}) == pod
 
 
-@pytest.mark.parametrize("gang", ["kueue", "volcano", "coscheduling", "native"])
+@pytest.mark.parametrize("gang", ["kueue", "native"])
 def test_decorating_adds_fields_to_a_copy_of_the_pod(gang: str) -> None:
-    wanted = training_job(gang, "team-a" if gang in ("kueue", "volcano") else None)
+    wanted = training_job(gang, "team-a" if gang == "kueue" else None)
     pod = plain_pod(wanted)
     before = copy.deepcopy(pod)
     made = queue_of(wanted).decorate(pod, {})
@@ -48,29 +48,14 @@ def test_decorating_adds_fields_to_a_copy_of_the_pod(gang: str) -> None:
     assert before["spec"].items() <= made["spec"].items()
 
 
-def test_volcano_gets_its_scheduler_unless_the_template_names_another() -> None:
-    wanted = training_job("volcano", "team-a")
-    made = queue_of(wanted).decorate(plain_pod(wanted), {})
-    assert made["spec"]["schedulerName"] == "volcano"
-    assert made["metadata"]["annotations"]["scheduling.k8s.io/group-name"] == "llm-gang"
-    named = training_job("volcano", podTemplate={"spec": {"schedulerName": "volcano-2"}})
-    assert queue_of(named).decorate(plain_pod(named), {})["spec"]["schedulerName"] == "volcano-2"
-
-
-def test_a_pod_group_requests_the_resources_of_all_members() -> None:
-    wanted = training_job("volcano", "team-a", priorityClassName="high")
-    integration = integration_of(wanted)
-    assert integration is not None
-    gang = gang_of(wanted, OWNER)
-    made = integration.pod_group(gang, integration.apis[0], plain_pod(wanted))
-    assert made is not None
-    assert made["spec"] == {
-        "minMember": 3,
-        "minResources": {"cpu": "1500m", "memory": str(3 * 2**30)},
-        "queue": "team-a",
-        "priorityClassName": "high",
-    }
+def test_a_pod_group_names_the_gang_and_its_owner() -> None:
+    wanted = training_job("native")
+    pod = queue_of(wanted).decorate(plain_pod(wanted), {})
+    assert pod["spec"]["schedulingGroup"] == {"podGroupName": "llm-gang"}
+    made = Native().pod_group(gang_of(wanted, OWNER), Native.apis[0])
+    assert made["metadata"]["name"] == "llm-gang"
     assert made["metadata"]["ownerReferences"][0]["uid"] == OWNER.uid
+    assert made["spec"] == {"schedulingPolicy": {"gang": {"minCount": 3}}}
 
 
 def test_requests_count_limits_and_init_containers_in_any_notation() -> None:
@@ -92,11 +77,7 @@ def test_requests_count_limits_and_init_containers_in_any_notation() -> None:
             "overhead": {"memory": "64"},
         }
     }
-    assert requests_of(pod, 2) == {
-        "cpu": "6",
-        "memory": str(2 * (1536 + 64)),
-        "nvidia.com/gpu": "16",
-    }
+    assert requests_of(pod["spec"]) == {"cpu": 3, "memory": 1536 + 64, "nvidia.com/gpu": 8}
 
 
 # -- valid specs -------------------------------------------------------------------------------
@@ -106,7 +87,7 @@ def test_requests_count_limits_and_init_containers_in_any_notation() -> None:
         (
             training_job("none", "team-a"),
             "spec.queue: got team-a; expected none with spec.kubernetes.gang none, which has no "
-            "queues; set kubernetes.gang to kueue or volcano, or remove the queue",
+            "queues; set kubernetes.gang to kueue, or remove the queue",
         ),
         (
             training_job("native", "team-a"),
@@ -117,9 +98,9 @@ def test_requests_count_limits_and_init_containers_in_any_notation() -> None:
             "spec.queue: got nothing; expected the name of a LocalQueue of the job's namespace",
         ),
         (
-            training_job("volcano", workloadPriorityClassName="high"),
+            training_job("native", workloadPriorityClassName="high"),
             "spec.kubernetes.workloadPriorityClassName: got high; expected nothing with "
-            "kubernetes.gang volcano",
+            "kubernetes.gang native",
         ),
     ],
     ids=["a queue and no gang", "a queue and native", "Kueue without", "priority"],
@@ -129,7 +110,7 @@ def test_a_queue_that_does_not_fit_is_refused(wanted: TrainingJob, message: str)
     assert message in str(problem)
 
 
-@pytest.mark.parametrize("gang", ["none", "coscheduling", "native", "volcano"])
+@pytest.mark.parametrize("gang", ["none", "native"])
 def test_a_gang_without_a_queue_has_no_problem(gang: str) -> None:
     assert problems(training_job(gang)) == []
 
@@ -171,21 +152,21 @@ def test_a_gated_pod_is_queued() -> None:
 
 
 def test_an_unschedulable_gang_is_queued_and_the_scheduler_is_quoted() -> None:
-    wanted = training_job("volcano", "team-a")
+    wanted = training_job("native")
     queue = queue_of(wanted)
     pod = unschedulable(queue.decorate(plain_pod(wanted), {}), "0/2 nodes are available")
     found = queue.problem(pod)
     assert found is not None
     assert found == (
         "Queued",
-        "queued: Volcano schedules 3 nodes together (queue team-a); the scheduler finds no node: "
-        "0/2 nodes are available",
+        "queued: gang scheduling of Kubernetes schedules 3 nodes together; "
+        "the scheduler finds no node: 0/2 nodes are available",
     )
     assert queue.waits(pod)
     silent = {**pod, "status": {"phase": "Pending"}}
     found = queue.problem(silent)
     assert found is not None
-    assert found.text == "queued: Volcano schedules 3 nodes together (queue team-a)"
+    assert found.text == "queued: gang scheduling of Kubernetes schedules 3 nodes together"
     bound = {**silent, "spec": {**pod["spec"], "nodeName": "node-1"}}
     assert queue.problem(bound) is None
     assert not queue.waits(bound)
@@ -210,10 +191,10 @@ def test_without_a_gang_system_an_unschedulable_pod_is_not_queued() -> None:
 
 
 def test_a_smaller_minimum_makes_a_smaller_gang() -> None:
-    wanted = training_job("volcano")
+    wanted = training_job("native")
     queue = queue_of(wanted)
     smaller = job_from_mapping(
-        job(script(nodes={"min": 1, "max": 6}, kubernetes={"gang": "volcano"}), "llm")
+        job(script(nodes={"min": 1, "max": 6}, kubernetes={"gang": "native"}), "llm")
     )
     queue.follow(smaller)
     assert queue.gang == PodGang(OWNER, 1)
