@@ -22,8 +22,10 @@ from holdfast.orchestrator.cli.targets.remote_job import (
     RemoteJob,
     RequestRefused,
 )
+from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
 from holdfast.orchestrator.protocol.messages import Reply, Request, decode, encode, frame_length
+from holdfast.orchestrator.runtime.control_api import view_body
 from holdfast.orchestrator.runtime.observe.view import JobView
 from tests.unit.runtime.harness import make_job
 
@@ -149,3 +151,32 @@ def test_without_a_controller_and_with_a_damaged_record_of_nodes_the_view_is_sho
     (line,) = RemoteJob(LocalTransport(directory)).remarks(view)
     assert "this view comes from the journal" in line
     assert "nodes.json: cannot be read" in line and "damaged" in line
+
+
+def test_a_job_that_runs_is_not_deleted(directory: JobDirectory) -> None:
+    running = Reply(ok=True, body=view_body(JobView(name="demo", state="running")))
+    text = "job demo: is running; only a job that is succeeded, failed or cancelled can be deleted"
+    with controller(directory, encode(running)), pytest.raises(UserError, match=text):
+        RemoteJob(LocalTransport(directory)).describe_deletion(None)
+
+
+class EndedTransport(LocalTransport):
+    """A job without a controller of which only the record is left, and whose code is uploaded."""
+
+    def recorded(self) -> JobView:
+        return JobView(name="demo", state="cancelled")
+
+    def has_ended(self) -> bool:
+        return True
+
+    def check_code(self) -> bool:
+        return True
+
+
+def test_a_job_that_has_ended_takes_no_request_and_no_code(directory: JobDirectory) -> None:
+    job = RemoteJob(EndedTransport(directory))
+    assert job.view().state == "cancelled"
+    with pytest.raises(UserError, match="job demo: was cancelled; nothing to break"):
+        job.request("chaos", kind="kill-worker")
+    with pytest.raises(UserError, match="job: got cancelled; expected a job that has not ended"):
+        job.again(None)
