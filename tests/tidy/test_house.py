@@ -37,7 +37,7 @@ SMALL_MODULES = {
         "orchestrator/hosts/ray/metrics.py",
         "orchestrator/hosts/ray/view_file.py", "workers/agent/pool/gpu_context.py",
         "workers/agent/pool/last_output.py", "workers/agent/process/process_env.py",
-        "workers/agent/storage/memfd.py",
+        "workers/agent/storage/memfd.py", "orchestrator/kube/pod_fields.py",
         "workers/integrations/incidents.py",
     ),
     "several commands and the operator need it": (
