@@ -31,7 +31,8 @@ from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.backends.base import NodeGone, Starts
-from holdfast.orchestrator.hosts.local.file_journal import FileJournal
+from holdfast.orchestrator.journal.chunk_journal import ChunkJournal
+from holdfast.orchestrator.journal.file_store import FileStore
 from holdfast.orchestrator.protocol.messages import Heartbeat
 from holdfast.orchestrator.runtime.agent_server import AgentServer
 from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
@@ -136,7 +137,7 @@ class Bench:
             storage=ThreadedCheckpointStore(lambda: storage, SerialExecutor()),
             on_change=self._on_change,
         )
-        self.journal = FileJournal(directory / "journal")
+        self.store = FileStore(directory / "journal")
 
     def _count(self, received: Callable[[str, Any], None], node: str, message: Any) -> None:
         self.num_beats += isinstance(message, Heartbeat)
@@ -179,7 +180,7 @@ class Bench:
         runtime, row = self.runtime, self.row
         await self.server.open()
         await runtime.prepare(fresh=True)
-        await runtime.begin(self.journal)
+        await runtime.begin(await ChunkJournal.open(self.store))
         gateway = runtime._gateway
         assert gateway is not None
         gateway.received = partial(self._count, gateway.received)  # type: ignore[method-assign]
@@ -211,7 +212,7 @@ class Bench:
             await running
             await runtime.close()
             await self.server.close()
-            self.journal.close()
+            self.store.close()
 
     async def _steady(self) -> None:
         interval_s = self.runtime._welcome().heartbeat_interval_s

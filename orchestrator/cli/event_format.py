@@ -16,7 +16,7 @@ from ..api.v1alpha1.job import redacted_document
 from ..core import actions as a
 from ..core import events as e
 from ..core.controller import Controller
-from ..hosts.local.file_journal import Snapshot
+from ..journal.chunk_journal import Chunk
 from ..protocol.facts import Exit
 from ..protocol.host_memory import describe as describe_memory
 from ..runtime.snapshot import decode
@@ -47,16 +47,26 @@ class EventFormatter:
         self._controller = Controller()
         self._actions: dict[int, str] = {}
         self._refusals: dict[str, _Refusal] = {}
+        self._num_records = self._now_ns = 0
 
-    def print_snapshot(self, console: Console, snapshot: Snapshot, *, as_json: bool) -> None:
+    def print_chunk(self, console: Console, chunk: Chunk, *, as_json: bool) -> None:
+        """Print its records. A snapshot is printed where records before it are gone."""
+        if chunk.snapshot is not None and chunk.covered != self._num_records:
+            self._num_records = chunk.covered
+            self._print_snapshot(console, chunk.snapshot, as_json=as_json)
+        for now_ns, event in chunk.records:
+            self._num_records, self._now_ns = self._num_records + 1, now_ns
+            self.print_record(console, now_ns, event, as_json=as_json)
+
+    def _print_snapshot(self, console: Console, snapshot: bytes, *, as_json: bool) -> None:
         """Print that older records are gone, and continue from the state after them."""
-        state, memory = decode(snapshot.data)
+        state, memory = decode(snapshot)
         self._controller = Controller(state)
         self._actions = {number: decision(action) for number, action in state.inflight.items()}
         if as_json:
-            print_json_line({"at_ns": memory.now_ns, "facts_not_kept": snapshot.num_records})
+            print_json_line({"at_ns": memory.now_ns, "facts_not_kept": self._num_records})
             return
-        older = plural(snapshot.num_records, "older event")
+        older = plural(self._num_records, "older event")
         since = f"{state.phase}, step {state.step}: {state.reason.text}"
         console.print(
             f"{date(memory.now_ns)}  {'journal':<12}  {older} no longer kept; the job was {since}",
@@ -87,11 +97,11 @@ class EventFormatter:
             console.print(f"{at}  {source(event):<12}  {text}", soft_wrap=True)
         self._print_actions(console, at, actions)
 
-    def end(self, console: Console, now_ns: int, *, as_json: bool) -> None:
+    def end(self, console: Console, *, as_json: bool) -> None:
         """No more records: print how often the last refusals were repeated."""
         if not as_json:
             for what in list(self._refusals):
-                self._end_refusal(console, date(now_ns), what)
+                self._end_refusal(console, date(self._now_ns), what)
 
     def _print_actions(self, console: Console, at: str, actions: Iterable[a.AnyAction]) -> None:
         for action in actions:

@@ -1,7 +1,6 @@
 """The journal of a job: its durable events with their times, and from time to time a snapshot.
 
-Here are the interface that every journal implements (a file, a Kubernetes object, keys in Ray's
-GCS), the form of a record, and the errors; no IO.
+Here are the interface that a controller writes to, the form of a record, and the errors; no IO.
 
 A record is 12 bytes (length, crc32 of the length, crc32 of the body; little-endian) and a msgpack
 body [time_ns, event]. The length has a checksum of its own: a damaged length would otherwise look
@@ -16,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from ..errors import HoldfastError
+from ..errors import Damaged, HoldfastError
 from .events import AnyEvent
 
 FRAME = struct.Struct("<III")
@@ -34,6 +33,20 @@ class JournalError(HoldfastError):
 class JournalLost(JournalError):
     """Another controller writes this journal: it has taken the job over. The controller that gets
     this error must not act any more; nothing that it decided since its last commit counts."""
+
+
+class JournalDamaged(JournalError, Damaged):
+    """The journal does not hold what was written to it."""
+
+    def __init__(self, place: str, what: str) -> None:
+        super().__init__(
+            f"{place}: damaged: {what}. Nothing was changed and training is not affected. Restore "
+            f"it from a copy, or delete the job and start it again from its newest checkpoint"
+        )
+
+
+class UnknownEvent(ValueError):
+    """A record that another version of Holdfast wrote: its checksum is right."""
 
 
 class Record(NamedTuple):
@@ -62,10 +75,11 @@ class Journal(Protocol):
     def append(self, now_ns: int, event: AnyEvent) -> None:
         """Add a record. It need not be durable yet, and must not block."""
 
-    async def commit(self) -> None:
+    async def commit(self, *, durable: bool = True) -> None:
         """Make everything appended durable, or set `problem`. Raises JournalLost when another
         controller writes, any other JournalError when it cannot be done: in both cases the
-        controller ends."""
+        controller ends. Not `durable`: where it costs little, have the records survive this
+        process."""
 
     async def compact(self, snapshot: bytes) -> None:
         """Make durable that the job is as in `snapshot`, which covers everything appended so far,
@@ -82,11 +96,11 @@ def frame(body: bytes) -> bytes:
 
 
 def decode_body(body: bytes) -> Record:
-    """The record in a frame's body. Raises ValueError."""
+    """The record in a frame's body. Raises UnknownEvent."""
     try:
         return Record(*_DECODER.decode(body))
     except msgspec.MsgspecError as error:
-        raise ValueError(f"not an event: {error}") from None
+        raise UnknownEvent(f"not an event: {error}") from None
 
 
 def decode_records(data: bytes) -> list[Record]:

@@ -5,8 +5,9 @@ not answer, does not release the lease when it stops (each upgrade would wait un
 writes local time as if it were UTC.
 
 As in client-go, clocks of two machines are never compared: a lease has expired when it has not
-changed for its duration on the local clock. Journals are fenced (configmap_journal.py), so a second
-leader does no harm; the Lease only keeps two operators from working against each other.
+changed for its duration on the local clock. Journals are fenced
+(journal/configmap_store.py), so a second leader does no harm; the Lease only keeps two operators
+from working against each other.
 """
 
 from __future__ import annotations

@@ -123,8 +123,9 @@ class Driver:
                 self._journal.append(*record)
             if self._journal.full and self.loop.controller.submitted:
                 await self._journal.compact(self.loop.snapshot())
-            elif ready.must_commit or waiters or self._journal.problem:
-                await self._journal.commit()
+            else:
+                durable = ready.must_commit or bool(waiters) or bool(self._journal.problem)
+                await self._journal.commit(durable=durable)
         except BaseException:
             for waiter in waiters:
                 waiter.cancel()

@@ -150,24 +150,22 @@ class LocalTransport:
         raise AssertionError("there is none")
 
     def print_events(self, *, follow: bool, as_json: bool) -> None:
-        from holdfast.orchestrator.hosts.local.file_journal import JournalReader, Snapshot
+        from holdfast.orchestrator.journal.chunk_journal import read
+        from holdfast.orchestrator.journal.file_store import FileStore
 
         from ..event_format import EventFormatter
         from ..output import stdout
 
-        reader = JournalReader(self._directory.journal, history=True)
-        console, formatter, now_ns = stdout(), EventFormatter(), 0
+        store, after = FileStore(self._directory.journal), ""
+        console, formatter = stdout(), EventFormatter()
         while True:
             # Before reading, so that the last records of a controller that ends now are read.
             alive = self._directory.controller_alive()
-            for item in reader.read():
-                if isinstance(item, Snapshot):
-                    formatter.print_snapshot(console, item, as_json=as_json)
-                else:
-                    formatter.print_record(console, item.now_ns, item.event, as_json=as_json)
-                    now_ns = item.now_ns
+            for chunk in read(store, after, history=True):
+                formatter.print_chunk(console, chunk, as_json=as_json)
+                after = chunk.name
             if not follow or not alive:
-                formatter.end(console, now_ns, as_json=as_json)
+                formatter.end(console, as_json=as_json)
                 return
             time.sleep(self._follow_interval_s)
 

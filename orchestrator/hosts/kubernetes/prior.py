@@ -6,12 +6,11 @@ from __future__ import annotations
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.core.events import JobSubmitted
 from holdfast.orchestrator.core.journal import Journal
+from holdfast.orchestrator.journal.configmap_store import is_owned
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import CONFIG_MAPS
 from holdfast.orchestrator.kube.names import Owner, journal_name
 from holdfast.orchestrator.runtime import snapshot
-
-from .configmap_journal import is_owned
 
 PRIOR_FIELDS = (
     "jobId", "startTime", "generation", "step", "totalSteps", "loss", "restarts",

@@ -29,6 +29,8 @@ from holdfast.orchestrator.core.events import PreemptionNoticed
 from holdfast.orchestrator.core.journal import Journal
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, SpecError, UserError
+from holdfast.orchestrator.journal.chunk_journal import ChunkJournal
+from holdfast.orchestrator.journal.configmap_store import COMPACT_AT_BYTES, ConfigMapStore
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import JOBS, PODS, ApiError, Invalid
 from holdfast.orchestrator.kube.event_recorder import EventRecorder, Severity
@@ -45,7 +47,6 @@ from holdfast.orchestrator.runtime.observe.view import JobPhase, JobView
 
 from . import storage_access
 from .code_store import ClusterCodeStore
-from .configmap_journal import COMPACT_AT_BYTES, open_journal
 from .gpus import GpuFinder
 from .job_storage import JobStorage
 from .prior import PriorStatus, checkpoint_path_in, job_in
@@ -287,8 +288,8 @@ class JobReconciler:
             return self._valid_job()
         except SpecError:
             started = await self._prior.look_up(self._context.cluster, self.owner)
-            old = await open_journal(self._context.cluster, self.owner) if started else None
-            job = job_in(old) if old is not None else None
+            store = ConfigMapStore(self._context.cluster, self.owner)
+            job = job_in(await ChunkJournal.open(store)) if started else None
             if job is None:
                 raise
             return job
@@ -309,11 +310,9 @@ class JobReconciler:
         cluster = self._context.cluster
         keys, secret = await ensure_keys(cluster, self.owner, self._keys, fresh=new)
         self._secret_checked = True
-        journal = await open_journal(
-            cluster,
-            self.owner,
-            fresh=new,
-            compact_at_bytes=self._context.journal_compact_at_bytes,
+        compact_at_bytes = self._context.journal_compact_at_bytes
+        journal = await ChunkJournal.open(
+            ConfigMapStore(cluster, self.owner, fresh=new, compact_at_bytes=compact_at_bytes)
         )
         fresh, earlier = not journal.records and journal.snapshot is None, job_in(journal)
         if earlier is not None:

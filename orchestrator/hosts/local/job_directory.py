@@ -3,7 +3,7 @@
 <home>/jobs/<name>/
   job.json          what was submitted: {job_id, spec_directory, document}
   token             shared secret of the controller, the agents and the CLI, mode 0600
-  journal           see file_journal.py
+  journal/          see journal/file_store.py
   controller.json   where the controller listens: {pid, address, port, metrics_port}
   lock              held (flock) by the running controller
   nodes.json        the local backend's nodes, see backends/local/node_registry.py
@@ -196,7 +196,7 @@ class JobDirectory:
         try:
             place.mkdir()
             # The journal last: without one, the job has not run.
-            for path in (self.logs, self.nodes_file, *self.path.glob(f"{self.journal.name}*")):
+            for path in (self.logs, self.nodes_file, self.journal):
                 if path.exists():
                     path.rename(place / path.name)
             self.logs.mkdir()

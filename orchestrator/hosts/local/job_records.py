@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.core.context import SECOND_NS
-from holdfast.orchestrator.core.journal import JournalError, Record
+from holdfast.orchestrator.core.journal import Record
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import Damaged, HoldfastError, Problem, UserError
+from holdfast.orchestrator.journal.chunk_journal import contents, read
+from holdfast.orchestrator.journal.file_store import FileStore
 from holdfast.orchestrator.runtime.job_loop import JobLoop
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from . import measurements
-from .file_journal import JournalReader, Snapshot
 from .job_directory import Home, JobDirectory, NameTaken
 
 log = logging.getLogger("holdfast")
@@ -49,23 +51,9 @@ def read_view(directory: JobDirectory) -> JobView:
 
 
 def _project(job: TrainingJob, directory: JobDirectory) -> JobProjection:
-    try:
-        directory.journal.stat()
-    except FileNotFoundError:
-        return JobProjection(job)
-    except OSError as error:
-        raise JournalError(f"{directory.journal}: cannot be read ({error.strerror})") from None
-    reader = JournalReader(directory.journal)
-    start, records = None, list[Record]()
-    try:
-        for item in reader.read():
-            if isinstance(item, Snapshot):  # not only at the start: a compaction may overtake us
-                start, records = item.data, []
-            else:
-                records.append(item)
-    finally:
-        reader.close()
-    return replay(job, records, start)
+    with closing(FileStore(directory.journal)) as store:
+        snapshot, records = contents(read(store))
+    return replay(job, records, snapshot)
 
 
 def expire(home: Home, now_ns: int) -> list[str]:

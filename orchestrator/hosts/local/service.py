@@ -26,6 +26,8 @@ from holdfast.orchestrator.backends.base import Backend
 from holdfast.orchestrator.backends.local import LocalBackend, LocalPaths
 from holdfast.orchestrator.core.events import CancelRequested
 from holdfast.orchestrator.errors import HoldfastError
+from holdfast.orchestrator.journal.chunk_journal import ChunkJournal
+from holdfast.orchestrator.journal.file_store import FileStore
 from holdfast.orchestrator.protocol.strangers import raise_descriptor_limit
 from holdfast.orchestrator.runtime.agent_server import AgentServer
 from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
@@ -40,7 +42,6 @@ from holdfast.orchestrator.runtime.observe.prometheus import MetricsServer
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from . import measurements
-from .file_journal import FileJournal
 from .job_directory import Home, JobDirectory
 from .job_records import create_job
 
@@ -156,7 +157,7 @@ class LocalJobHost:
         on_view: Callable[[JobView], None] | None = None,
         on_note: Callable[[str], None] = lambda text: None,
         make_backend: Callable[[TrainingJob, JobDirectory], Backend] = local_backend,
-        open_journal: Callable[[Path], FileJournal] = FileJournal,
+        open_store: Callable[[Path], FileStore] = FileStore,
         timing: LocalHostTiming = LocalHostTiming(),
     ) -> None:
         self.job = job
@@ -164,7 +165,7 @@ class LocalJobHost:
         self.interrupted = False
         """The user pressed Ctrl-C."""
         self._directory = directory
-        self._open_journal = open_journal
+        self._open_store = open_store
         self._timing = timing
         self._on_view = _ignoring_closed_output(on_view or (lambda view: None))
         self._on_note = _ignoring_closed_output(on_note)
@@ -212,7 +213,7 @@ class LocalJobHost:
             self._handle_signals(stack)
             stack.callback(asyncio.create_task(self._show_views()).cancel)
             await self.runtime.run()
-            self._report_unwritten()
+            await self._report_unwritten()
         view = self.view(live=False)
         self._on_view(view)
         return view
@@ -225,10 +226,9 @@ class LocalJobHost:
         await self.runtime.prepare(fresh=not self._directory.journal.exists())
         await self.endpoint.open()
         stack.push_async_callback(self.endpoint.close)
-        journal = self._journal = self._open_journal(self._directory.journal)
+        journal = await ChunkJournal.open(self._open_store(self._directory.journal))
+        self._journal = journal
         stack.callback(journal.close)
-        if journal.cut_bytes:
-            log.warning("cut off an incomplete record of %d bytes", journal.cut_bytes)
         await self.runtime.begin(journal)
         # From here on agents find this controller.
         stack.callback(self._directory.remove_controller)
@@ -236,10 +236,10 @@ class LocalJobHost:
             self.endpoint.address, self.endpoint.port, self.metrics_port
         )
 
-    def _report_unwritten(self) -> None:
+    async def _report_unwritten(self) -> None:
         """The disk is full to the end: what this controller has only in memory goes with it."""
-        self._journal.sync()
-        if number := self._journal.num_unwritten:
+        await self._journal.commit()
+        if number := self._journal.num_pending:
             self._on_note(
                 f"{self._directory.journal}: the disk is full, so the last {number} records are "
                 f"lost: `holdfast status` and `holdfast events` show the job as it was before them"

@@ -24,6 +24,8 @@ from holdfast.orchestrator.core.events import PreemptionNoticed
 from holdfast.orchestrator.core.journal import JournalError
 from holdfast.orchestrator.core.provisioning import num_missing
 from holdfast.orchestrator.errors import HoldfastError
+from holdfast.orchestrator.journal.chunk_journal import ChunkJournal
+from holdfast.orchestrator.journal.gcs_store import GcsStore
 from holdfast.orchestrator.protocol import tls
 from holdfast.orchestrator.protocol.certificate import TlsKeyPair
 from holdfast.orchestrator.runtime.agent_server import AgentServer
@@ -43,7 +45,6 @@ from holdfast.orchestrator.runtime.observe.view import JobView
 
 from .actor import ControllerOrder
 from .code_store import KeyValueCodeStore
-from .gcs_journal import open_journal
 from .metrics import RayMetrics
 from .view_file import ViewFile
 
@@ -138,7 +139,7 @@ class RayHost:
                 await self._finish(refused(self.runtime.view(live=False), str(error)), error)
 
     async def _run(self) -> None:
-        journal = await open_journal(self._store, self.job.name)
+        journal = await ChunkJournal.open(GcsStore(self._store, self.job.name))
         self._fresh = not journal.records and journal.snapshot is None
         try:
             await self.runtime.prepare(fresh=self._fresh)

@@ -20,8 +20,9 @@ from holdfast.orchestrator.core.events import (
 )
 from holdfast.orchestrator.core.journal import encode_record
 from holdfast.orchestrator.core.state import JobState
-from holdfast.orchestrator.hosts.kubernetes.configmap_journal import MAX_BYTES, open_journal
 from holdfast.orchestrator.hosts.kubernetes.spec import owner_of
+from holdfast.orchestrator.journal.chunk_journal import ChunkJournal
+from holdfast.orchestrator.journal.configmap_store import MAX_BYTES, ConfigMapStore
 from holdfast.orchestrator.kube.client import KubeClient
 from holdfast.orchestrator.kube.errors import JOBS
 from holdfast.orchestrator.kube.names import Owner, journal_name
@@ -92,7 +93,7 @@ class Controller:
         return self.driver.state
 
     async def open(self, cluster: KubeClient, owner: Owner) -> None:
-        journal = await open_journal(cluster, owner)
+        journal = await ChunkJournal.open(ConfigMapStore(cluster, owner))
         loop = JobLoop.restore(self._job, journal.snapshot, journal.records)
         self.driver = Driver(loop, journal, AgentsAnswerAtOnce())
 

@@ -65,12 +65,13 @@ def test_a_job_whose_controller_fails_again_and_again_is_cancelled(
     """It cannot read the job's journal, and neither can a command."""
     from holdfast.orchestrator.backends.ray import kv
     from holdfast.orchestrator.cli.targets.ray.target import RayTarget
-    from holdfast.orchestrator.hosts.ray import actor, gcs_journal
+    from holdfast.orchestrator.hosts.ray import actor
     from holdfast.orchestrator.hosts.ray.host import RayHost
+    from holdfast.orchestrator.journal.gcs_store import GcsStore
 
     made = order()
     keys = record(made)
-    gcs_journal.KvJournal(keys, NAME)  # an earlier controller
+    GcsStore(keys, NAME)._claim()  # an earlier controller
     keys.put("journal/tail-00000001-000001", b"nonsense")
     actor.create(made, RayHost)
     job = RayTarget(cluster.address, answer_s=5.0).find(NAME)
@@ -248,7 +249,8 @@ def test_a_request_counts_as_soon_as_a_job_has_a_record(
     from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
     from holdfast.orchestrator.backends.ray import kv
     from holdfast.orchestrator.cli.targets.ray.target import RayTarget
-    from holdfast.orchestrator.hosts.ray import actor, gcs_journal
+    from holdfast.orchestrator.hosts.ray import actor
+    from holdfast.orchestrator.journal import gcs_store
 
     create = kv.JobKeyValueStore.create
 
@@ -268,7 +270,7 @@ def test_a_request_counts_as_soon_as_a_job_has_a_record(
         time.sleep(0.1)
     assert place.find(NAME).view().state == "cancelled"
     assert kv.JobKeyValueStore(NAME).list("") == [kv.ENDED, kv.RECORD]
-    assert not gcs_journal.exists(kv.JobKeyValueStore(NAME))
+    assert not gcs_store.exists(kv.JobKeyValueStore(NAME))
 
 
 def test_a_job_whose_deletion_is_interrupted_has_still_ended(

@@ -10,7 +10,8 @@ import pytest
 from holdfast.orchestrator.backends.ray.kv import JobKeyValueStore
 from holdfast.orchestrator.core.events import SuspendRequested, Tick
 from holdfast.orchestrator.core.journal import JournalError, JournalLost, Record
-from holdfast.orchestrator.hosts.ray.gcs_journal import KvJournal, read
+from holdfast.orchestrator.journal.chunk_journal import ChunkJournal, read
+from holdfast.orchestrator.journal.gcs_store import GcsStore
 
 from . import cluster_rig
 
@@ -30,50 +31,54 @@ def record(number: int) -> Record:
     return Record(number, SuspendRequested(by=f"person {number}"))
 
 
-def write(journal: KvJournal, *numbers: int) -> None:
+def claimed(keys: JobKeyValueStore) -> ChunkJournal:
+    return asyncio.run(ChunkJournal.open(GcsStore(keys, "job")))
+
+
+def write(journal: ChunkJournal, *numbers: int) -> None:
     for number in numbers:
         journal.append(*record(number))
     asyncio.run(journal.commit())
 
 
 def test_committed_records_are_read_by_the_next_controller(keys: JobKeyValueStore) -> None:
-    first = KvJournal(keys, "job")
+    first = claimed(keys)
     assert first.records == [] and first.snapshot is None
     write(first, 1, 2)
     write(first, 3)
     first.append(4, Tick())  # never committed
-    assert KvJournal(keys, "job").records == [record(1), record(2), record(3)]
+    assert claimed(keys).records == [record(1), record(2), record(3)]
 
 
 def test_a_controller_cannot_commit_after_a_takeover(keys: JobKeyValueStore) -> None:
-    old = KvJournal(keys, "job")
+    old = claimed(keys)
     write(old, 1)
-    new = KvJournal(keys, "job")
+    new = claimed(keys)
     with pytest.raises(JournalLost, match="another controller has taken it over"):
         write(old, 2)
     with pytest.raises(JournalLost):
         asyncio.run(old.compact(b"state of the old one"))
     write(new, 3)
-    again = KvJournal(keys, "job")
+    again = claimed(keys)
     assert again.snapshot is None and again.records == [record(1), record(3)]
 
 
 def test_a_snapshot_replaces_the_records_before_it(keys: JobKeyValueStore) -> None:
-    journal = KvJournal(keys, "job")
+    journal = claimed(keys)
     write(journal, 1, 2)
     asyncio.run(journal.compact(b"state after 2"))
     write(journal, 3)
-    again = KvJournal(keys, "job")
+    again = claimed(keys)
     assert again.snapshot == b"state after 2" and again.records == [record(3)]
     write(again, 4)
-    chunks = read(keys, "job")
+    chunks = read(GcsStore(keys, "job"))
     assert chunks[0].covered == 2
-    later = read(keys, "job", chunks[1].key)
+    later = read(GcsStore(keys, "job"), chunks[1].name)
     assert [one for chunk in later for one in chunk.records] == [record(4)]
 
 
 def test_a_compaction_that_was_killed_does_no_harm(keys: JobKeyValueStore) -> None:
-    journal = KvJournal(keys, "job")
+    journal = claimed(keys)
     write(journal, 1)
     old = [(key, keys.get(key)) for key in keys.list("journal/tail-")]
     asyncio.run(journal.compact(b"state after 1"))
@@ -81,14 +86,14 @@ def test_a_compaction_that_was_killed_does_no_harm(keys: JobKeyValueStore) -> No
     for key, value in old:
         assert value is not None
         keys.put(key, value)
-    again = KvJournal(keys, "job")
+    again = claimed(keys)
     assert again.snapshot == b"state after 1" and again.records == [record(2)]
 
 
 def test_a_reader_during_a_compaction_reads_the_snapshot(
     keys: JobKeyValueStore,
 ) -> None:
-    journal = KvJournal(keys, "job")
+    journal = claimed(keys)
     write(journal, 1)
     write(journal, 2)
 
@@ -103,13 +108,13 @@ def test_a_reader_during_a_compaction_reads_the_snapshot(
                     asyncio.run(journal.compact(journal.snapshot))
             return super().get(key)
 
-    (chunk,) = read(CompactedStore("journal-test"), "job")
+    (chunk,) = read(GcsStore(CompactedStore("journal-test"), "job"))
     assert chunk.snapshot == b"state after 2" and chunk.covered == 2
 
 
 def test_an_unreadable_chunk_is_reported_as_damage(keys: JobKeyValueStore) -> None:
-    write(KvJournal(keys, "job"), 1)
+    write(claimed(keys), 1)
     (key,) = keys.list("journal/tail-")
     keys.put(key, b"nonsense")
-    with pytest.raises(JournalError, match=f"is damaged .{key}"):
-        read(keys, "job")
+    with pytest.raises(JournalError, match=f"damaged: {key.removeprefix('journal/')}"):
+        read(GcsStore(keys, "job"))

@@ -96,10 +96,11 @@ def test_a_job_that_waits_for_many_nodes_still_commits_and_detects_a_lost_node(
     place: RayContractTarget,
 ) -> None:
     from holdfast.orchestrator.core.events import SuspendRequested
-    from holdfast.orchestrator.hosts.ray.gcs_journal import open_journal
+    from holdfast.orchestrator.journal.chunk_journal import ChunkJournal
+    from holdfast.orchestrator.journal.gcs_store import GcsStore
 
     async def scenario(controller: Controller) -> None:
-        journal = await open_journal(place.keys, place.job.name)
+        journal = await ChunkJournal.open(GcsStore(place.keys, place.job.name))
         nodes = await have(controller, cluster_rig.NODES)
         await lack(controller, MISSING)
         assert (

@@ -16,11 +16,11 @@ from holdfast.orchestrator.backends.local.processes import identify
 from holdfast.orchestrator.cli.output import date
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.events import CancelRequested, JobSubmitted
-from holdfast.orchestrator.core.journal import frame
-from holdfast.orchestrator.hosts.local.file_journal import FileJournal
+from holdfast.orchestrator.core.journal import Record, frame
 from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
 from holdfast.orchestrator.hosts.local.job_records import expire, read_view
 
+from ..journal import files
 from .conftest import Holdfast
 
 
@@ -37,11 +37,10 @@ def ended_job(home: Path, name: str, ended: bool = True, **more: object) -> JobD
     )
     directory = Home(home).create(job, home)
     (directory.path / "checkpoints" / "shard").write_text("data")
-    journal = FileJournal(directory.journal)
-    journal.append(0, JobSubmitted(job_id="x", spec=job_to_mapping(job), spec_directory="/"))
+    submitted = JobSubmitted(job_id="x", spec=job_to_mapping(job), spec_directory="/")
+    files.write(directory.journal, Record(0, submitted))
     if ended:
-        journal.append(10 * SECOND_NS, CancelRequested())
-    journal.close()
+        files.write(directory.journal, Record(10 * SECOND_NS, CancelRequested()))
     assert read_view(directory).state == ("cancelled" if ended else "pending")
     return directory
 
@@ -107,14 +106,14 @@ def test_checkpoints_elsewhere_stay_there_when_the_journal_is_damaged_too(
     tmp_path: Path, holdfast: Holdfast
 ) -> None:
     directory = ended_job(tmp_path / "home", "done", checkpoint={"path": str(tmp_path / "there")})
-    directory.journal.write_text("nonsense that is long enough to be no journal")
+    files.live(directory.journal).write_text("nonsense that is long enough to be no journal")
     result = holdfast("delete", "done", "--yes", "--keep-checkpoints", tmp_path / "kept")
     assert result.code == 2
     assert f"checkpoints stay in {tmp_path / 'there'} (spec.checkpoint.path)" in result.err
     assert directory.path.exists() and not (tmp_path / "kept").exists()
 
 
-@pytest.mark.parametrize("name", ["job.json", "journal"])
+@pytest.mark.parametrize("name", ["job.json", "journal/00000001"])
 def test_a_damaged_job_can_be_deleted_once_none_of_its_processes_runs(
     tmp_path: Path, holdfast: Holdfast, name: str
 ) -> None:
@@ -159,7 +158,7 @@ def test_a_job_directory_without_a_record_can_be_deleted_as_the_message_says(
     Home(tmp_path / "home").create(job, tmp_path)  # its name is free
 
 
-@pytest.mark.parametrize("name", ["job.json", "journal"])
+@pytest.mark.parametrize("name", ["job.json", "journal/00000001"])
 def test_a_job_whose_files_cannot_be_read_now_is_not_deleted(
     tmp_path: Path, holdfast: Holdfast, name: str
 ) -> None:
@@ -190,8 +189,10 @@ def test_a_job_whose_journal_another_version_wrote_is_not_deleted(
     tmp_path: Path, holdfast: Holdfast
 ) -> None:
     directory = ended_job(tmp_path / "home", "newer", ended=False)
-    with directory.journal.open("ab") as file:
-        file.write(frame(msgspec.msgpack.encode((1, {"type": "teleported"}))))
+    journal = files.claimed(directory.journal)
+    journal._pending.append(frame(msgspec.msgpack.encode((1, {"type": "teleported"}))))
+    files.append(journal, Record(2, CancelRequested()))
+    journal.close()
     result = holdfast("delete", "newer", "--yes")
     assert result.code == 1 and "use the Holdfast that wrote it" in result.err
     assert (directory.path / "checkpoints" / "shard").exists()
@@ -258,12 +259,12 @@ def test_attaching_to_a_job_that_has_ended_prints_its_report_and_changes_nothing
     tmp_path: Path, holdfast: Holdfast
 ) -> None:
     directory = ended_job(tmp_path / "home", "done")
-    before = directory.journal.read_bytes()
+    before = files.live(directory.journal).read_bytes()
     for _ in range(2):
         result = holdfast("run", "--attach", "done")
         assert result.code == 1 and result.out.startswith("done  cancelled\n")
         assert result.out == holdfast("report", "done").out
-    assert directory.journal.read_bytes() == before
+    assert files.live(directory.journal).read_bytes() == before
     assert json.loads(holdfast("run", "--attach", "done", "--json").out)["controller_restarts"] == 0
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.backends.base import NodeGone, NoRoom, Starts
-from holdfast.orchestrator.hosts.local.file_journal import FileJournal
 from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
 from holdfast.orchestrator.hosts.local.service import LocalHostTiming, LocalJobHost
+from holdfast.orchestrator.journal.file_store import FileStore
 from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.protocol.facts import Exit, NodeFacts, ShardFile, StagedShard, WorkerBeat
 from holdfast.orchestrator.protocol.manifest import directory_name, shard_file_name
@@ -281,10 +281,10 @@ class JobHarness:
         self,
         tmp_path: Path,
         job: TrainingJob,
-        open_journal: Callable[[Path], FileJournal] = FileJournal,
+        open_store: Callable[[Path], FileStore] = FileStore,
         timing: LocalHostTiming = LocalHostTiming(),  # noqa: B008 - frozen
     ) -> None:
-        self.job, self.open_journal, self.timing = job, open_journal, timing
+        self.job, self.open_store, self.timing = job, open_store, timing
         self.directory = Home(tmp_path).create(job, tmp_path)
         self.backend = FakeBackend()
         self.backend.directory = self.directory
@@ -299,7 +299,7 @@ class JobHarness:
             self.directory,
             self.job,
             make_backend=lambda job, directory: self.backend,
-            open_journal=self.open_journal,
+            open_store=self.open_store,
             timing=self.timing,
         )
         self.task = asyncio.create_task(self.service.run())

@@ -72,7 +72,9 @@ class MemoryJournal:
     def append(self, now_ns: int, event: AnyEvent) -> None:
         self.pending.append(Record(now_ns, event))
 
-    async def commit(self) -> None:
+    async def commit(self, *, durable: bool = True) -> None:
+        if not durable:
+            return
         await self._through()
         self.kept += self.pending
         self.pending.clear()

@@ -17,11 +17,11 @@ from holdfast.orchestrator.core.events import (
     ResizeRequested,
     Tick,
 )
-from holdfast.orchestrator.core.journal import JournalError
-from holdfast.orchestrator.hosts.local.file_journal import FileJournal, JournalReader
+from holdfast.orchestrator.core.journal import JournalError, Record
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.driver import Driver
 from holdfast.orchestrator.runtime.job_loop import JobLoop
+from tests.unit.journal.files import claimed, records, write
 
 from .harness import make_job
 
@@ -33,12 +33,13 @@ class DriverHarness:
     """A driver whose actions are only counted, with what the journal held at that moment."""
 
     def __init__(self, path: Path) -> None:
-        self.journal = FileJournal(path)
+        self.path = path
+        self.journal = claimed(path)
         self.syncs = 0
         self.actions: list[AnyAction] = []
         self.durable: list[bool] = []
-        self._sync = self.journal.sync
-        self.journal.sync = self._count  # type: ignore[method-assign]
+        self._commit = self.journal.commit
+        self.journal.commit = self._count  # type: ignore[method-assign]
         loop = JobLoop.restore(JOB, self.journal.snapshot, self.journal.records)
         self.records: list[int] = []
         """Number of records of each turn."""
@@ -46,9 +47,9 @@ class DriverHarness:
             loop, self.journal, Clock(), lambda ready: self.records.append(len(ready.records))
         )
 
-    def _count(self) -> None:
-        self.syncs += 1
-        self._sync()
+    async def _count(self, *, durable: bool = True) -> None:
+        self.syncs += durable
+        await self._commit(durable=durable)
 
     def carry_out(self, action: AnyAction) -> None:
         self.actions.append(action)
@@ -61,7 +62,7 @@ class DriverHarness:
         await self.driver.run(self.carry_out)
 
     def events(self) -> list[AnyEvent]:
-        return [event for _, event in JournalReader(self.journal.path).read()]
+        return [event for _, event in records(self.path)]
 
 
 def test_decisions_are_durable_before_they_are_carried_out(tmp_path: Path) -> None:
@@ -95,10 +96,10 @@ def test_heartbeats_are_not_written_to_the_journal(tmp_path: Path) -> None:
 def test_no_action_is_carried_out_when_the_journal_fails(tmp_path: Path) -> None:
     harness = DriverHarness(tmp_path / "journal")
 
-    def fail() -> None:
+    async def fail(*, durable: bool = True) -> None:
         raise JournalError("the disk is full")
 
-    harness.journal.sync = fail  # type: ignore[method-assign]
+    harness.journal.commit = fail  # type: ignore[method-assign]
     harness.driver.submit(SUBMITTED)
     with pytest.raises(JournalError):
         asyncio.run(harness.turn())
@@ -149,13 +150,11 @@ def test_timers_of_the_core_fire_as_ticks_in_the_journal(tmp_path: Path) -> None
 
 def test_time_continues_after_the_last_record(tmp_path: Path) -> None:
     far = Clock().now_ns() + 3_600_000_000_000
-    journal = FileJournal(tmp_path / "journal")
-    journal.append(far, SUBMITTED)
-    journal.close()
+    write(tmp_path / "journal", Record(far, SUBMITTED))
     harness = DriverHarness(tmp_path / "journal")
     harness.driver.submit(ControllerStarted(incarnation=1))
     asyncio.run(harness.turn())
-    times = [now_ns for now_ns, _ in JournalReader(harness.journal.path).read()]
+    times = [now_ns for now_ns, _ in records(harness.path)]
     assert far <= times[1] < far + 60_000_000_000
 
 
@@ -170,14 +169,15 @@ def test_records_that_wait_for_room_are_written_without_a_further_event(tmp_path
         )
         attempts = 0
 
-        def sync() -> None:
+        async def commit(*, durable: bool = True) -> None:
             nonlocal attempts
+            assert durable
             attempts += 1
             harness.journal.problem = "no room" if attempts < 3 else ""
             if attempts == 3:
                 driver.stop()
 
-        harness.journal.sync = sync  # type: ignore[method-assign]
+        harness.journal.commit = commit  # type: ignore[method-assign]
         driver.submit(SUBMITTED)
         await driver.run(harness.carry_out)
         assert attempts == 3 and reports == ["no room", ""]

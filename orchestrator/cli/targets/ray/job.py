@@ -23,13 +23,15 @@ from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.journal import JournalError
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, UserError
-from holdfast.orchestrator.hosts.local.file_journal import Snapshot
 from holdfast.orchestrator.hosts.local.job_directory import JobDirectory
 from holdfast.orchestrator.hosts.local.job_records import replay
-from holdfast.orchestrator.hosts.ray import actor, gcs_journal
+from holdfast.orchestrator.hosts.ray import actor
 from holdfast.orchestrator.hosts.ray.actor import ControllerOrder
 from holdfast.orchestrator.hosts.ray.code_store import KeyValueCodeStore
 from holdfast.orchestrator.hosts.ray.host import checkpoint_path
+from holdfast.orchestrator.journal import gcs_store
+from holdfast.orchestrator.journal.chunk_journal import contents, read
+from holdfast.orchestrator.journal.gcs_store import GcsStore
 from holdfast.orchestrator.protocol.manifest import Manifest
 from holdfast.orchestrator.protocol.messages import Reply
 from holdfast.orchestrator.runtime.checkpoint_store.options import job_environment
@@ -93,9 +95,8 @@ class RayTransport:
 
     def fold(self) -> JobView:
         """As of the last event in its journal. Raises JournalError."""
-        chunks = gcs_journal.read(self._store, self.name)
-        records = [record for chunk in chunks for record in chunk.records]
-        projection = replay(self.job, records, chunks[0].snapshot if chunks else None)
+        snapshot, records = contents(read(GcsStore(self._store, self.name)))
+        projection = replay(self.job, records, snapshot)
         path = checkpoint_path(self.order, self.job.spec.checkpoint.path)
         view = projection.view(projection.now_ns, live=False, checkpoint_path=path)
         view.job_id, view.controller_alive = self.order.job_id, False
@@ -168,7 +169,7 @@ class RayTransport:
                 f"job's runtime env: {error}\nRay keeps uploaded files only as long as an actor of "
                 f"the job exists. {cancel}"
             )
-        if not gcs_journal.exists(self._store):
+        if not gcs_store.exists(self._store):
             return f"job {self.name}: its controller did not start ({error}); {cancel}"
         return (
             f"job {self.name}: its controller was removed from the cluster ({error}); training "
@@ -190,22 +191,15 @@ class RayTransport:
         from holdfast.orchestrator.cli.output import stdout
 
         console, formatter = stdout(), EventFormatter()
-        after, seen, num_printed, now_ns = "", -1, 0, 0
+        store, after, seen = GcsStore(self._store, self.name), "", -1
         while True:
             # Before reading the journal: events up to the job's end are then in it.
             ended = self.ended is not None
-            for chunk in gcs_journal.read(self._store, self.name, after, history=True):
-                if chunk.snapshot is not None and chunk.covered != num_printed:
-                    item = Snapshot(chunk.covered, chunk.snapshot)
-                    formatter.print_snapshot(console, item, as_json=as_json)
-                    num_printed = chunk.covered
-                for record in chunk.records:
-                    formatter.print_record(console, record.now_ns, record.event, as_json=as_json)
-                    now_ns = record.now_ns
-                num_printed += len(chunk.records)
-                after = chunk.key
+            for chunk in read(store, after, history=True):
+                formatter.print_chunk(console, chunk, as_json=as_json)
+                after = chunk.name
             if not follow or ended:
-                formatter.end(console, now_ns, as_json=as_json)
+                formatter.end(console, as_json=as_json)
                 return
             try:
                 seen = self._ask("watch", seen)["seen"]

@@ -63,6 +63,10 @@ class StatefulFakeApi(FakeApi):
                 return self._refused(409, "AlreadyExists", path)
         elif path not in self.objects:
             return self._refused(404, "NotFound", path)
+        elif request.method == "PUT":
+            version = body["metadata"].get("resourceVersion")
+            if version not in (None, self.objects[path]["metadata"].get("resourceVersion")):
+                return self._refused(409, "Conflict", path)
         if request.method == "DELETE":
             return web.json_response(self.objects.pop(path))
         if request.method == "PATCH":

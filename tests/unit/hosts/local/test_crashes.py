@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.orchestrator import limits
-from holdfast.orchestrator.hosts.local.file_journal import FileJournal, JournalReader
 from holdfast.orchestrator.hosts.local.job_records import read_view
+from holdfast.orchestrator.journal.chunk_journal import read
+from holdfast.orchestrator.journal.file_store import FileStore
 from holdfast.orchestrator.runtime.observe.view import JobView
 from tests.unit.runtime.harness import BOUND_S, JobHarness, make_job
 
@@ -21,13 +22,10 @@ places with one is here."""
 
 
 def num_events(harness: JobHarness) -> int:
-    if not harness.directory.journal.exists():
-        return 0
-    reader = JournalReader(harness.directory.journal)
-    for _ in reader.read():
-        pass
-    reader.close()
-    return reader.num_records
+    store = FileStore(harness.directory.journal)
+    chunks = read(store)
+    store.close()
+    return sum(chunk.covered + len(chunk.records) for chunk in chunks)
 
 
 class Crashing:
@@ -52,8 +50,8 @@ class Crashing:
 
 async def tell(tmp_path: Path, crash_after: int, bound_bytes: int) -> JobView:
     """Start a job, kill a worker, kill a node, finish."""
-    open_journal = functools.partial(FileJournal, bound_bytes=bound_bytes)
-    harness = JobHarness(tmp_path, make_job(), open_journal)
+    open_store = functools.partial(FileStore, bound_bytes=bound_bytes)
+    harness = JobHarness(tmp_path, make_job(), open_store)
     harness.backend.auto = True
     crashing = Crashing(harness, crash_after)
     harness.start()

@@ -12,11 +12,12 @@ import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping, job_to_mapping
 from holdfast.orchestrator.core.events import JobSubmitted
+from holdfast.orchestrator.core.journal import Record
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.hosts.local import job_directory as home_module
-from holdfast.orchestrator.hosts.local.file_journal import FileJournal
 from holdfast.orchestrator.hosts.local.job_directory import HOME_VARIABLE, Home, copy_tree
 from holdfast.orchestrator.hosts.local.job_records import create_job
+from tests.unit.journal import files
 
 
 def make_job(name: str = "tiny") -> TrainingJob:
@@ -66,9 +67,8 @@ def test_the_token_is_secret_and_new_for_every_job(tmp_path: Path) -> None:
 def test_a_taken_name_is_reported_with_the_state_of_the_job_and_the_fix(tmp_path: Path) -> None:
     home = Home(tmp_path)
     directory = home.create(make_job(), tmp_path)
-    journal = FileJournal(directory.journal)
-    journal.append(1, JobSubmitted(job_id="x", spec=job_to_mapping(make_job()), spec_directory="/"))
-    journal.close()
+    submitted = JobSubmitted(job_id="x", spec=job_to_mapping(make_job()), spec_directory="/")
+    files.write(directory.journal, Record(1, submitted))
     with pytest.raises(UserError) as raised:
         create_job(home, make_job(), tmp_path)
     assert "metadata.name: got tiny" in str(raised.value)
@@ -83,8 +83,9 @@ def test_a_taken_name_is_reported_with_the_state_of_the_job_and_the_fix(tmp_path
 def test_a_name_taken_by_a_damaged_job_is_reported_with_the_damage(tmp_path: Path) -> None:
     home = Home(tmp_path)
     directory = home.create(make_job(), tmp_path)
-    directory.journal.write_bytes(b"no journal at all, but long enough")
-    with pytest.raises(UserError, match=r"unreadable .*damaged at byte 0.*`holdfast delete tiny`"):
+    directory.journal.mkdir()
+    (directory.journal / "00000001").write_bytes(b"no journal at all, but long enough")
+    with pytest.raises(UserError, match=r"unreadable .*damaged: byte 0.*`holdfast delete tiny`"):
         create_job(home, make_job(), tmp_path)
 
 

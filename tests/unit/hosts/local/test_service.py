@@ -19,16 +19,16 @@ from holdfast.orchestrator.core.events import (
     NodeLost,
 )
 from holdfast.orchestrator.errors import HoldfastError
-from holdfast.orchestrator.hosts.local.file_journal import JournalReader
 from holdfast.orchestrator.hosts.local.job_records import read_view, replay
 from holdfast.orchestrator.hosts.local.service import LocalHostTiming, LocalJobHost
 from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.runtime.observe.view import JobView
+from tests.unit.journal.files import records
 from tests.unit.runtime.harness import BOUND_S, Frames, JobHarness, drive, make_job, node_facts
 
 
 def journal(harness: JobHarness) -> list[Any]:
-    return [event for _, event in JournalReader(harness.directory.journal).read()]
+    return [event for _, event in records(harness.directory.journal)]
 
 
 def without_clock(view: JobView) -> dict[str, Any]:
@@ -278,7 +278,7 @@ def test_the_live_view_and_the_replayed_view_agree(tmp_path: Path) -> None:
         harness.backend.kill(harness.members()[0].name)
         await harness.running(generation=4)
         story = harness.service.runtime.driver.loop.projection
-        other = replay(harness.job, JournalReader(harness.directory.journal).read())
+        other = replay(harness.job, records(harness.directory.journal))
         now_ns = story.now_ns + 5_000_000_000
         assert other.view(now_ns, live=False) == story.view(now_ns, live=False)
         view = story.view(now_ns, live=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from holdfast.orchestrator.backends.ray.kv import JobKeyValueStore
-from holdfast.orchestrator.hosts.ray.gcs_journal import EPOCH
+from holdfast.orchestrator.journal.gcs_store import EPOCH
 
 
 class MemoryStore(JobKeyValueStore):

@@ -24,8 +24,8 @@ from holdfast.orchestrator.cli.targets.ray.job import RayTransport
 from holdfast.orchestrator.core.journal import JournalError
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.hosts.ray.actor import ControllerOrder
-from holdfast.orchestrator.hosts.ray.gcs_journal import KvJournal
 from holdfast.orchestrator.hosts.ray.host import RayHost, RayHostTiming
+from holdfast.orchestrator.journal.chunk_journal import ChunkJournal
 from holdfast.orchestrator.protocol.certificate import make_keys
 from holdfast.orchestrator.runtime.control_api import WATCH_INTERVAL_S
 from tests.unit.backends.ray.fake_cluster import FakeCluster
@@ -210,10 +210,10 @@ def test_a_refusal_without_an_exit_code_is_a_user_error(
 def test_a_journal_that_cannot_be_written_refuses_no_job(
     order: ControllerOrder, store: MemoryStore, make_host: MakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(_journal: KvJournal) -> None:
+    async def fail(_journal: ChunkJournal, *, durable: bool = True) -> None:
         raise JournalError("the head does not answer")
 
-    monkeypatch.setattr(KvJournal, "commit", fail)
+    monkeypatch.setattr(ChunkJournal, "commit", fail)
     monkeypatch.setattr(UnlistableFileSystem, "ls", MemoryFileSystem.ls)
     monkeypatch.setattr(ray_nodes, "own_node", lambda: {"address": "127.0.0.1"})
     with pytest.raises(JournalError):

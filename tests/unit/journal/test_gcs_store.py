@@ -8,10 +8,10 @@ import asyncio
 import pytest
 
 from holdfast.orchestrator.core.events import SuspendRequested
-from holdfast.orchestrator.core.journal import JournalError, JournalLost, Record
-from holdfast.orchestrator.hosts.ray.gcs_journal import BASIS, EPOCH, Chunk, KvJournal, read
-
-from .memory_store import MemoryStore
+from holdfast.orchestrator.core.journal import JournalLost, Record
+from holdfast.orchestrator.journal.chunk_journal import Chunk, ChunkJournal, read
+from holdfast.orchestrator.journal.gcs_store import BASIS, EPOCH, GcsStore
+from tests.unit.hosts.ray.memory_store import MemoryStore
 
 
 @pytest.fixture
@@ -23,20 +23,29 @@ def record(number: int) -> Record:
     return Record(number, SuspendRequested(by=f"person {number}"))
 
 
-def write(journal: KvJournal, number: int) -> None:
+def claimed(store: MemoryStore) -> ChunkJournal:
+    keys = GcsStore(store, "job")
+    return ChunkJournal(keys, keys._claim())
+
+
+def chunks_in(store: MemoryStore, after: str = "", *, history: bool = False) -> list[Chunk]:
+    return read(GcsStore(store, "job"), after, history=history)
+
+
+def write(journal: ChunkJournal, number: int) -> None:
     journal.append(*record(number))
     asyncio.run(journal.commit())
 
 
-def taken_over(store: MemoryStore) -> tuple[KvJournal, KvJournal]:
+def taken_over(store: MemoryStore) -> tuple[ChunkJournal, ChunkJournal]:
     """A controller with one record, and its successor, which has read it."""
-    old = KvJournal(store, "job")
+    old = claimed(store)
     write(old, 1)
-    return old, KvJournal(store, "job")
+    return old, claimed(store)
 
 
 def opened(store: MemoryStore) -> tuple[bytes | None, list[Record]]:
-    journal = KvJournal(store, "job")
+    journal = claimed(store)
     return journal.snapshot, journal.records
 
 
@@ -64,7 +73,7 @@ def test_a_snapshot_written_after_a_takeover_hides_no_records(store: MemoryStore
     with pytest.raises(JournalLost):
         asyncio.run(old.compact(b"state of the old one"))
     write(new, 2)
-    assert [chunk.snapshot for chunk in read(store, "job")] == [None, None]
+    assert [chunk.snapshot for chunk in chunks_in(store)] == [None, None]
     asyncio.run(new.compact(b"state of the new one"))
     assert opened(store) == (b"state of the new one", [])
 
@@ -72,9 +81,9 @@ def test_a_snapshot_written_after_a_takeover_hides_no_records(store: MemoryStore
 def test_records_that_the_next_controller_has_read_stay_though_their_writer_raised(
     store: MemoryStore,
 ) -> None:
-    old = KvJournal(store, "job")
-    taking_over: list[KvJournal] = []
-    store.on_chunk = lambda key: taking_over.append(KvJournal(store, "job"))
+    old = claimed(store)
+    taking_over: list[ChunkJournal] = []
+    store.on_chunk = lambda key: taking_over.append(claimed(store))
     with pytest.raises(JournalLost):
         write(old, 1)
     store.on_chunk = lambda key: None
@@ -90,12 +99,12 @@ def test_a_follower_that_has_read_invalid_records_misses_no_valid_ones(
     old, new = taken_over(store)
     with pytest.raises(JournalLost):
         write(old, 2)
-    last = read(store, "job")[-1].key
+    last = chunks_in(store)[-1].name
     write(new, 3)
-    assert records(read(store, "job", last)) == [record(3)]
-    last = read(store, "job")[-1].key
+    assert records(chunks_in(store, last)) == [record(3)]
+    last = chunks_in(store)[-1].name
     write(new, 4)
-    assert records(read(store, "job", last)) == [record(4)]
+    assert records(chunks_in(store, last)) == [record(4)]
 
 
 def test_records_that_no_later_controller_has_read_are_invalid(store: MemoryStore) -> None:
@@ -103,7 +112,7 @@ def test_records_that_no_later_controller_has_read_are_invalid(store: MemoryStor
     first, second = taken_over(store)
     with pytest.raises(JournalLost):
         write(first, 2)
-    third = KvJournal(store, "job")
+    third = claimed(store)
     assert third.records == [record(1)]
     with pytest.raises(JournalLost):
         write(second, 3)
@@ -115,7 +124,7 @@ def test_records_written_after_two_takeovers_are_invalid(
     store: MemoryStore,
 ) -> None:
     first, second = taken_over(store)
-    third = KvJournal(store, "job")
+    third = claimed(store)
     for lost, number in ((first, 2), (second, 3)):
         with pytest.raises(JournalLost):
             write(lost, number)
@@ -127,12 +136,12 @@ def test_records_written_after_two_takeovers_are_invalid(
 def test_a_controller_that_has_not_recorded_its_basis_changes_nothing(
     store: MemoryStore,
 ) -> None:
-    first = KvJournal(store, "job")
+    first = claimed(store)
     write(first, 1)
     assert store.create(f"{EPOCH}000002", b"")
     with pytest.raises(JournalLost):
         write(first, 2)
-    third = KvJournal(store, "job")
+    third = claimed(store)
     assert third.records == [record(1), record(2)]
     write(third, 3)
     store.put(f"{EPOCH}000002", BASIS.pack(1, 1))  # it was only slow, and had read less
@@ -140,35 +149,35 @@ def test_a_controller_that_has_not_recorded_its_basis_changes_nothing(
 
 
 def test_a_follower_gets_every_record_across_compactions(store: MemoryStore) -> None:
-    journal, after, followed = KvJournal(store, "job"), "", list[Record]()
+    journal, after, followed = claimed(store), "", list[Record]()
     for number in range(1, 10):
         write(journal, 3 * number)
         journal.append(*record(3 * number + 1))  # not written yet when it is compacted
         asyncio.run(journal.compact(b"state"))
         write(journal, 3 * number + 2)
-        for chunk in read(store, "job", after, history=True):
+        for chunk in chunks_in(store, after, history=True):
             assert chunk.snapshot is None or chunk.covered == len(followed)
             followed += chunk.records
-            after = chunk.key
+            after = chunk.name
     assert followed == [record(number) for number in range(3, 30)]
 
 
 def test_chunks_since_the_second_to_last_snapshot_are_kept_and_no_older_ones(
     store: MemoryStore,
 ) -> None:
-    journal = KvJournal(store, "job")
+    journal = claimed(store)
     for number in range(1, 6):
         write(journal, number)
         asyncio.run(journal.compact(b"state after %d" % number))
-        journal = KvJournal(store, "job")  # also when controllers change
-    kept = read(store, "job", history=True)
+        journal = claimed(store)  # also when controllers change
+    kept = chunks_in(store, history=True)
     assert [chunk.covered or chunk.records for chunk in kept] == [4, [record(5)], 5]
     assert len([*store.list("journal/tail-"), *store.list("journal/snap-")]) == 3
     assert journal.snapshot == b"state after 5" and journal.records == []
 
 
 def test_a_reader_during_a_takeover_and_compaction_sees_the_snapshot(store: MemoryStore) -> None:
-    first = KvJournal(store, "job")
+    first = claimed(store)
     write(first, 1)
     lists, listed = store.list, []
 
@@ -176,18 +185,8 @@ def test_a_reader_during_a_takeover_and_compaction_sees_the_snapshot(store: Memo
         found = lists(prefix)
         listed.append(prefix)
         if len(listed) == 1:
-            asyncio.run(KvJournal(store, "job").compact(b"state"))
+            asyncio.run(claimed(store).compact(b"state"))
         return found
 
     store.list = list_keys  # type: ignore[method-assign]
-    assert [chunk.snapshot for chunk in read(store, "job")] == [b"state"]
-
-
-def test_records_of_an_owner_without_a_basis_are_not_skipped(
-    store: MemoryStore,
-) -> None:
-    """An earlier release wrote them; without them the job would start again."""
-    write(KvJournal(store, "job"), 1)
-    store.put(f"{EPOCH}000001", b"")
-    with pytest.raises(JournalError, match="another version of Holdfast"):
-        KvJournal(store, "job")
+    assert [chunk.snapshot for chunk in chunks_in(store)] == [b"state"]
