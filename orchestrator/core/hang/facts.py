@@ -230,7 +230,10 @@ class HangFacts:
 
     @property
     def ask_after_s(self) -> float | None:
-        """Seconds without progress after which the workers are asked what they do."""
+        """Seconds without progress after which the workers are asked what they do; not in a start,
+        which may take longer than any phase."""
+        if not self.counted and not self.silent:
+            return None
         if self.works:
             return limits.SAVE_TIMEOUT_S - limits.SUSPICION_LEAD_S
         if self.by_collectives:

@@ -267,6 +267,8 @@ def test_only_gaps_of_training_that_ended_extend_the_limit() -> None:
     watch = Watch()
     watch.beat(-1)
     watch.job.now_ns += 5 * SECOND
+    watch.beat(-1, quiet_s=5.0)
+    watch.job.now_ns += SECOND // 2
     watch.beat(0)
     watch.train(9, first=1)
     before = watch.monitor._worst_gap_s

@@ -40,7 +40,7 @@ CASES: list[tuple[str, SuspectBasis, str, list[dict[str, Any]]]] = [
      [SILENT | {"collectives": 0}]),
     # A rank that reports no steps is as far as the ranks that do.
     ("1230", "none", "rank 1 has begun no collective for 9.0 s", [REPORTS, SILENT]),
-    ("0123", "none", "rank 0 is at step 9", [REPORTS | {"ticks": 0}, SILENT]),
+    ("0123", "none", "rank 0 is at step 9", [REPORTS | BEGUN | {"ticks": 0}, SILENT]),
 ]  # fmt: skip
 
 

@@ -166,6 +166,8 @@ def test_a_hang_counts_from_the_last_work_and_a_starved_machine_excuses_only_ran
         (4.0, [SILENT], SCRIPT),
         (9.0, [POSTS], EARLY),
         (599.0, [SAVES], {}),
+        (None, [SAVES], {"steps": 0}),
+        (None, [SILENT, SILENT | SAVES | {"phase": "compile"}], SCRIPT),
         (599.0, [SILENT | SAVES], SCRIPT),
     ],
 )
