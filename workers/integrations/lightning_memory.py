@@ -21,7 +21,7 @@ from holdfast.workers.training.data import mix
 
 from .fixed_size import pack, to_json, unpack
 from .lightning import LightningCallback, total_steps
-from .lightning_data import same_samples, skip
+from .resumed_lightning import same_samples, skip
 
 
 class InMemoryLightning(LightningCallback):

@@ -1,7 +1,7 @@
 """Progress of transformers' Trainer, and of what is built on it: each step, evaluations and saves.
 
-Steps are counted without it too (resumed_trainers.py). With this callback Holdfast also knows when
-the trainer evaluates or saves, and has it save before a planned stop.
+Steps are counted without it too (resumed_transformers.py). With this callback Holdfast also knows
+when the trainer evaluates or saves, and has it save before a planned stop.
 """
 
 from __future__ import annotations

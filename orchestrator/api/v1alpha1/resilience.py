@@ -80,8 +80,9 @@ class Checkpoint(Part):
     retention: Retention = Retention()
     guard: Literal["auto", "never"] = "auto"
     """auto: before the workers of a script are started again, checkpoints that the script itself
-    wrote and that are incomplete are renamed, so that it takes the newest complete one. See
-    docs/user/script.md. never: nothing is looked at."""
+    wrote and that are incomplete are renamed, so that it takes the newest complete one, and
+    trainers of transformers, Lightning and DeepSpeed are patched to resume from it. See
+    docs/user/script.md. never: nothing is looked at or patched."""
     guard_directories: Annotated[tuple[str, ...], Field(max_length=16)] = ()
     """Where the script keeps its own checkpoints, relative to workingDirectory, and no other job
     does. Default: what ranks are seen to write, and directories that the arguments name."""

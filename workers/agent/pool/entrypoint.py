@@ -63,8 +63,8 @@ def prepare(job: TrainingJob, descriptors: Descriptors) -> Program:
             _become_python(job, program, found, descriptors)
     if program.launcher == "accelerate launch":
         os.environ.update(_variables(program))
-    framework_hooks.install()
     if job.spec.entrypoint.recipe is None and job.spec.checkpoint.guard == "auto":
+        framework_hooks.install()
         file_audit.install(descriptors.wire)
     return program
 

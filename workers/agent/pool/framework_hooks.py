@@ -1,7 +1,5 @@
-"""Adapts frameworks when a script imports them: a checkpoint of DeepSpeed is read by another number
-of ranks too (workers/integrations/deepspeed_sizes.py), and a trainer that is started again goes on
-from its own checkpoint, behind the data that it has trained, and its steps are counted
-(workers/integrations/resumed_trainers.py).
+"""Patches frameworks when a script imports them (workers/integrations/patches.py), and has saves of
+torch and safetensors raise audit events (file_audit.py).
 
 A framework may be imported already, or be imported by the script at any time, or never. Only the
 standard library is imported here.
@@ -11,33 +9,29 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
-import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-ENGINE = "deepspeed.runtime.engine"
-TRAINER = "transformers.trainer"
-CONNECTORS = (
-    "lightning.pytorch.trainer.connectors.checkpoint_connector",
-    "pytorch_lightning.trainer.connectors.checkpoint_connector",
-)
-CALLBACKS = "transformers.trainer_callback"
+PATCHES = {
+    "deepspeed.runtime.engine": "resumed_deepspeed",
+    "transformers.trainer": "resumed_transformers",
+    "transformers.trainer_callback": "resumed_transformers",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector": "resumed_lightning",
+    "pytorch_lightning.trainer.connectors.checkpoint_connector": "resumed_lightning",
+}
+"""Module of a framework -> the file in workers/integrations that patches it."""
 SAVES = "holdfast.saves"
 """Audit event of a save that no event of Python shows, see file_audit.py."""
-STARTED_AGAIN = "HOLDFAST_RESUME_SINCE"
-"""In the environment if checkpoints of the script are looked at, see protocol/environment.py."""
 
 
 def install() -> None:
-    """Before the script runs."""
-    _when_imported(ENGINE, _read_other_sizes)
+    """Before the script runs; not with `checkpoint.guard: never`."""
     _when_imported("torch.serialization", _audit_torch_save)
     _when_imported("safetensors", _audit_safetensors)
-    _when_imported(CALLBACKS, _count_steps)
-    for name in (TRAINER, *CONNECTORS) if STARTED_AGAIN in os.environ else CONNECTORS:
-        _when_imported(name, _go_on)
+    for name in PATCHES:
+        _when_imported(name, _patch)
 
 
 def _when_imported(name: str, adapt: Callable[[ModuleType], None]) -> None:
@@ -107,31 +101,11 @@ def _audit_safetensors(module: ModuleType) -> None:
                 setattr(user, new.__name__, new)
 
 
-def _read_other_sizes(engine: ModuleType) -> None:
-    """What cannot be adapted works as before, so it is no reason to fail."""
+def _patch(module: ModuleType) -> None:
+    """What cannot be patched works as before, so it is no reason to fail."""
+    name = module.__name__
     try:
-        sizes = importlib.import_module("holdfast.workers.integrations.deepspeed_sizes")
-        sizes.read_other_sizes(engine.DeepSpeedEngine)
+        patches = importlib.import_module("holdfast.workers.integrations.patches")
+        patches.apply(module, PATCHES[name])
     except Exception as error:
-        print(f"holdfast: checkpoints of DeepSpeed are read by as many ranks as wrote them only "
-              f"({type(error).__name__}: {error})", file=sys.stderr)  # fmt: skip
-
-
-def _go_on(module: ModuleType) -> None:
-    """As above; resumed_trainers reports what it cannot adapt."""
-    try:
-        resumed = importlib.import_module("holdfast.workers.integrations.resumed_trainers")
-        resumed.adapt(module)
-    except Exception as error:
-        print(f"holdfast: trainers begin as the script says, also after a restart "
-              f"({type(error).__name__}: {error})", file=sys.stderr)  # fmt: skip
-
-
-def _count_steps(module: ModuleType) -> None:
-    """Same for the steps of transformers."""
-    try:
-        resumed = importlib.import_module("holdfast.workers.integrations.resumed_trainers")
-        resumed.count_steps(module.CallbackHandler)
-    except Exception as error:
-        print(f"holdfast: the steps of transformers are not counted "
-              f"({type(error).__name__}: {error})", file=sys.stderr)  # fmt: skip
+        print(f"holdfast: {name} is left alone ({type(error).__name__}: {error})", file=sys.stderr)

@@ -26,14 +26,14 @@ _OURS = (__file__, str(_HERE / "accelerate_launch.py"), str(_HERE / "framework_h
 def main(order: dict[str, Any]) -> int:
     """`order`: script (absolute) or module, argv, accelerate (words of the launcher, or null),
     wire, stack and asked (descriptors), signal (at which stacks are written), bytes (bound of a
-    traceback), audit (whether to report checkpoints)."""
+    traceback), audit (whether to report checkpoints and to patch frameworks)."""
     leaving = _load("leaving")
     faulthandler.enable()
     faulthandler.register(order["signal"], file=order["stack"], all_threads=True)
     if importlib.util.find_spec("holdfast") is not None:
         _load("other_pulse").start(order["wire"], order["asked"])
-        _load("framework_hooks").install()
         if order.get("audit"):
+            _load("framework_hooks").install()
             _audit(order["wire"])
     try:
         if order["accelerate"] is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.workers.integrations import resumed_trainers
+from holdfast.workers.integrations import patches, resumed_transformers
 from holdfast.workers.worker_protocol import FromWorker, Reported
 
 
@@ -28,10 +28,10 @@ def test_each_step_is_reported_before_callbacks_run_and_where_training_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[FromWorker] = []
-    monkeypatch.setattr(resumed_trainers, "_send", sent.append)
+    monkeypatch.setattr(patches, "send", sent.append)
     kind = type("Handler", (Handler,), {})
-    resumed_trainers.count_steps(kind)
-    resumed_trainers.count_steps(kind)
+    resumed_transformers.count_steps(kind)
+    resumed_transformers.count_steps(kind)
     handler = kind(sent)
     state = SimpleNamespace(global_step=70, max_steps=400, log_history=[])
     assert handler.on_train_begin(None, state, None) == "begun"

@@ -4,6 +4,7 @@ of the real ones; tests/frameworks runs those."""
 from __future__ import annotations
 
 import os
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from holdfast.orchestrator.protocol import environment
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.agent.pool import framework_hooks
-from holdfast.workers.integrations import resumed_trainers
+from holdfast.workers.integrations import patches
 
 SINCE_S = 1_700_000_000
 EARLIER, LATER = SINCE_S - 60, SINCE_S + 60
@@ -24,7 +25,12 @@ EARLIER, LATER = SINCE_S - 60, SINCE_S + 60
 @pytest.fixture(autouse=True)
 def started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(environment.RESUME_SINCE, str(SINCE_S * 10**9))
-    monkeypatch.setattr(resumed_trainers, "_begun", set())
+    monkeypatch.setattr(patches, "_begun", set())
+    monkeypatch.setattr(patches, "_left_alone", set())
+    for name, version in (("transformers", "5.2.1"), ("lightning", "2.0")):
+        package = ModuleType(name)
+        package.__version__ = version  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, package)
 
 
 def trainer_of(**arguments: Any) -> Any:
@@ -39,7 +45,7 @@ def trainer_of(**arguments: Any) -> Any:
 
     module = ModuleType("transformers.trainer")
     module.Trainer = Trainer  # type: ignore[attr-defined]
-    resumed_trainers.adapt(module)
+    patches.apply(module, framework_hooks.PATCHES[module.__name__])
     return Trainer()
 
 
@@ -50,10 +56,6 @@ def checkpoint(path: Path, at_s: float = LATER) -> Path:
         os.utime(path / name, (at_s, at_s))
     os.utime(path, (at_s, at_s))
     return path
-
-
-def test_the_agent_and_the_hook_mean_the_same_variable() -> None:
-    assert framework_hooks.STARTED_AGAIN == environment.RESUME_SINCE
 
 
 def test_it_passes_over_a_newer_checkpoint_that_the_agent_does_not_offer(
@@ -117,16 +119,30 @@ def test_searches_and_checkpoints_without_the_optimizer_begin_at_step_0(
     assert "save_only_model" in capsys.readouterr().err
 
 
-def test_an_unknown_trainer_works_as_before_and_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("version", "why"),
+    [
+        ("5.99.0", "it is not as expected: train has no resume_from_checkpoint=None"),
+        ("6.0.0.dev0", "tried with 5.23.0"),
+        (None, "tried with 5.23.0"),
+    ],
+)
+def test_an_unknown_trainer_is_left_alone_and_named_once(
+    version: str | None, why: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     monkeypatch.setenv(environment.RESUME_FROM, "/out/checkpoint-7")
+    monkeypatch.setattr(patches, "_version", lambda package: version or "of an unknown version")
+    parameter = "resume_from_checkpoint" if why.startswith("tried") else "resume"
+    kind: Any = type("Trainer", (), {"train": eval(f"lambda self, {parameter}=None: {parameter}")})
     module = ModuleType("transformers.trainer")
-    module.Trainer = type("Trainer", (), {"train": lambda self, resume=None: resume})  # type: ignore[attr-defined]
-    resumed_trainers.adapt(module)
-    assert module.Trainer().train() is None
+    module.Trainer = kind  # type: ignore[attr-defined]
+    train = kind.train
+    for _again in range(2):
+        patches.apply(module, "resumed_transformers")
+    assert kind.train is train
     shown = capsys.readouterr().err
-    assert "train has no resume_from_checkpoint=None" in shown
+    assert shown.count("\n") == 1 and f" is left alone ({why}): Trainer.train() begins" in shown
     assert "although checkpoint /out/checkpoint-7 is complete" in shown
 
 
@@ -172,7 +188,7 @@ def connector_of(*folders: Path, phase: str = "fit") -> Any:
 
     module = ModuleType("lightning.pytorch.trainer.connectors.checkpoint_connector")
     module._CheckpointConnector = _CheckpointConnector  # type: ignore[attr-defined]
-    resumed_trainers.adapt(module)
+    patches.apply(module, framework_hooks.PATCHES[module.__name__])
     return _CheckpointConnector()
 
 

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.orchestrator.protocol.environment import RESUME_SINCE
 from holdfast.workers.agent.pool import framework_hooks
+from holdfast.workers.integrations import patches
 
+ENGINE = "deepspeed.runtime.engine"
 SOURCE = """
 class DeepSpeedEngine:
     def load_checkpoint(self, load_dir, tag=None):
@@ -21,9 +24,10 @@ class DeepSpeedEngine:
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package with the module and the class that DeepSpeed has."""
     (tmp_path / "deepspeed" / "runtime").mkdir(parents=True)
-    for folder in ("deepspeed", "deepspeed/runtime"):
-        (tmp_path / folder / "__init__.py").touch()
-    for name in ("deepspeed", "deepspeed.runtime", framework_hooks.ENGINE):
+    (tmp_path / "deepspeed" / "__init__.py").write_text("__version__ = '0.19.2'\n")
+    (tmp_path / "deepspeed" / "runtime" / "__init__.py").touch()
+    monkeypatch.setattr(patches, "_left_alone", set())
+    for name in ("deepspeed", "deepspeed.runtime", ENGINE):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
@@ -33,7 +37,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def is_adapted() -> bool:
-    engine = importlib.import_module(framework_hooks.ENGINE).DeepSpeedEngine
+    engine = importlib.import_module(ENGINE).DeepSpeedEngine
     return getattr(engine.load_checkpoint, "reads_other_sizes", False)
 
 
@@ -41,24 +45,24 @@ def test_an_import_of_the_script_is_adapted(package: Path) -> None:
     framework_hooks.install()
     assert is_adapted()
     waiting = [getattr(finder, "_name", "") for finder in sys.meta_path]
-    assert framework_hooks.ENGINE not in waiting, "nothing is in the way of other imports"
+    assert ENGINE not in waiting, "nothing is in the way of other imports"
 
 
 def test_what_a_standby_has_imported_is_adapted(package: Path) -> None:
     assert not is_adapted()
     framework_hooks.install()
     assert is_adapted()
-    function = importlib.import_module(framework_hooks.ENGINE).DeepSpeedEngine.load_checkpoint
+    function = importlib.import_module(ENGINE).DeepSpeedEngine.load_checkpoint
     framework_hooks.install()
-    again = importlib.import_module(framework_hooks.ENGINE).DeepSpeedEngine.load_checkpoint
+    again = importlib.import_module(ENGINE).DeepSpeedEngine.load_checkpoint
     assert again is function, "once"
 
 
 def test_a_script_without_deepspeed_has_its_own_error(package: Path) -> None:
     package.unlink()
     framework_hooks.install()
-    with pytest.raises(ModuleNotFoundError, match=framework_hooks.ENGINE):
-        importlib.import_module(framework_hooks.ENGINE)
+    with pytest.raises(ModuleNotFoundError, match=ENGINE):
+        importlib.import_module(ENGINE)
 
 
 def test_an_engine_that_cannot_be_adapted_works_as_before(
@@ -66,44 +70,43 @@ def test_an_engine_that_cannot_be_adapted_works_as_before(
 ) -> None:
     package.write_text("VERSION = 20\n")
     framework_hooks.install()
-    assert importlib.import_module(framework_hooks.ENGINE).VERSION == 20
-    assert "as many ranks as wrote them only (AttributeError" in capsys.readouterr().err
+    assert importlib.import_module(ENGINE).VERSION == 20
+    shown = capsys.readouterr().err
+    assert "deepspeed 0.19.2 is left alone (it is not as expected: " in shown
+    assert "checkpoints are read by as many ranks as wrote them only" in shown
+
+
+def test_another_release_line_is_left_alone(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (package.parents[1] / "__init__.py").write_text("__version__ = '0.20.0'\n")
+    framework_hooks.install()
+    assert not is_adapted()
+    assert "deepspeed 0.20.0 is left alone (tried with 0.19.8)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_trainer_is_adapted_where_it_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+def test_a_trainer_is_patched_where_it_is_started_again_and_counts_its_steps_always(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], again: bool
 ) -> None:
-    (tmp_path / "transformers").mkdir()
-    (tmp_path / "transformers" / "__init__.py").touch()
+    folder = tmp_path / "transformers"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("__version__ = '5.4'\n")
     source = "class Trainer:\n    def train(self, resume_from_checkpoint=None):\n        pass\n"
-    (tmp_path / "transformers" / "trainer.py").write_text(source)
-    for name in ("transformers", framework_hooks.TRAINER):
+    (folder / "trainer.py").write_text(source)
+    methods = "".join(f"    def on_{name}(self): pass\n" for name in ("train_begin", "step_end"))
+    (folder / "trainer_callback.py").write_text(f"class CallbackHandler:\n{methods}")
+    trainer, callback = "transformers.trainer", "transformers.trainer_callback"
+    for name in ("transformers", trainer, callback):
         monkeypatch.setitem(sys.modules, name, None)  # so that it is restored
         del sys.modules[name]
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.delenv(RESUME_SINCE, raising=False)
     if again:
-        monkeypatch.setenv(framework_hooks.STARTED_AGAIN, "1")
+        monkeypatch.setenv(RESUME_SINCE, "1")
     framework_hooks.install()
-    train = importlib.import_module(framework_hooks.TRAINER).Trainer.train
+    train = importlib.import_module(trainer).Trainer.train
     assert getattr(train, "goes_on", False) == again
-
-
-def test_steps_of_transformers_are_counted_also_in_a_first_launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "transformers"
-    folder.mkdir()
-    (folder / "__init__.py").touch()
-    methods = "".join(f"    def on_{name}(self): pass\n" for name in ("train_begin", "step_end"))
-    (folder / "trainer_callback.py").write_text(f"class CallbackHandler:\n{methods}")
-    for name in ("transformers", framework_hooks.CALLBACKS):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.delenv(framework_hooks.STARTED_AGAIN, raising=False)
-    framework_hooks.install()
-    handler = importlib.import_module(framework_hooks.CALLBACKS).CallbackHandler
-    assert handler.on_step_end.counts_steps
+    assert importlib.import_module(callback).CallbackHandler.on_step_end.counts_steps
     assert capsys.readouterr().err == ""

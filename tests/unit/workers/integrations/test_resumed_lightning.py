@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from holdfast.workers.integrations import lightning_data
+from holdfast.workers.integrations import resumed_lightning
 
 
 class Numbers(Dataset[int]):
@@ -58,7 +58,7 @@ class Fetcher:
 
 @pytest.fixture(autouse=True)
 def orders_are_noted() -> None:
-    lightning_data._note_orders()
+    resumed_lightning._note_orders()
 
 
 class OwnBatches(Sampler[list[int]]):
@@ -93,7 +93,7 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def order_of(loader: DataLoader[int], num: int) -> dict[str, Any]:
-    return lightning_data._notes(loader).kept(num, states=True)
+    return resumed_lightning._notes(loader).kept(num, states=True)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -112,7 +112,7 @@ def test_the_rest_of_an_epoch_has_its_order_and_the_next_epoch_is_whole(
         data, num_workers=processes, persistent_workers=processes > 0, **SAMPLERS[sampler]()
     )
     fetcher = Fetcher(again)
-    assert lightning_data.skip(fetcher, 4, orders=[order])
+    assert resumed_lightning.skip(fetcher, 4, orders=[order])
     rest = [next(fetcher), next(fetcher)]
     assert rest == whole[4:] and fetcher.fetched == 2
     with pytest.raises(StopIteration):
@@ -130,10 +130,10 @@ def test_an_order_that_cannot_be_repeated_is_known_as_such() -> None:
     loader = DataLoader(Numbers(), **drawn())
     list(loader)
     fetcher = Fetcher(DataLoader(Numbers(), **drawn()))
-    assert not lightning_data.skip(fetcher, 4, orders=[order_of(loader, 4)])
+    assert not resumed_lightning.skip(fetcher, 4, orders=[order_of(loader, 4)])
     stream = DataLoader(Stream(), 4)
     list(stream)
-    assert not lightning_data.skip(Fetcher(stream), 4, orders=[order_of(stream, 4)])
+    assert not resumed_lightning.skip(Fetcher(stream), 4, orders=[order_of(stream, 4)])
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_the_line_says_whether_trained_batches_are_skipped(
     fit, texts = SimpleNamespace(epoch_loop=loop, epoch_progress=epoch), list[str]()
     trainer = SimpleNamespace(world_size=1, fit_loop=fit)
     place = {"world": 1, "orders": [order_of(loader, 4)]}
-    lightning_data.go_on_behind(trainer, place, texts.append)
+    resumed_lightning.go_on_behind(trainer, place, texts.append)
     loop.on_run_start(Fetcher(DataLoader(Numbers(), batch_sampler=OwnBatches(draw))))
     assert said in texts[0]
 
@@ -175,7 +175,7 @@ def test_noting_an_order_changes_none() -> None:
 
 def test_a_stream_is_read_up_to_its_place() -> None:
     fetcher = Fetcher(DataLoader(Stream(), 4))
-    lightning_data.skip(fetcher, 4)
+    resumed_lightning.skip(fetcher, 4)
     assert (next(fetcher), fetcher.fetched) == ([16, 17, 18, 19], 1)
 
 
@@ -185,5 +185,5 @@ def test_the_place_is_one_in_the_samples_at_another_number_of_ranks() -> None:
     trainer = SimpleNamespace(
         world_size=4, accumulate_grad_batches=2, fit_loop=SimpleNamespace(epoch_loop=progress)
     )
-    lightning_data.same_samples(trainer, 2)
+    resumed_lightning.same_samples(trainer, 2)
     assert current.ready == current.completed == 4

@@ -3,7 +3,7 @@ with DeepSpeed's own program (`ds_to_universal`) when a script loads one.
 
 ZeRO divides the optimizer into a part for each rank, and refuses the parts in another number.
 Nothing of the script's checkpoint is changed; the converted one is in a hidden folder beside it,
-and is replaced by the next one. DeepSpeed 0.19.
+and is replaced by the next one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tempfile
 import time
 from functools import wraps
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from holdfast.orchestrator.errors import UserError
 from holdfast.workers.agent.storage.script_checkpoints import optimizer_parts, tag_of_latest
 from holdfast.workers.session import reporting
 
+TRIED = ("0.19.8",)
+WITHOUT = "checkpoints are read by as many ranks as wrote them only"
 FOLDER = ".holdfast-universal"
 CONVERT_TIMEOUT_S = 1800.0
 """Reading and writing a checkpoint of 1 TB at 1 GB/s takes about so long."""
@@ -33,6 +36,11 @@ POLL_S = 0.5
 _RUNS, _SAME, _CONVERTED, _FAILED = "runs", "same", "converted", "failed"
 _OUTPUT_BYTES = 1500
 """Of what the program printed at last, in the message of its failure."""
+
+
+def patch(module: ModuleType) -> None:
+    """`module`: that of the engine."""
+    read_other_sizes(module.DeepSpeedEngine)
 
 
 def read_other_sizes(engine_class: Any) -> None:

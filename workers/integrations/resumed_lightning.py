@@ -1,30 +1,86 @@
 """The place of Lightning's Trainer in its data: a checkpoint within an epoch has the number of
 batches that were trained, and Lightning reads the epoch from its first batch nevertheless.
 
-So a restarted training skips these batches in the order of that epoch, which torch's generators
+So `fit()`, which goes on from the newest complete file of its ModelCheckpoint when it is started
+again, skips these batches in the order of that epoch, which torch's generators
 draw again. A checksum of the batches' indices shows whether it is the same one. A loader that keeps
 its own state goes on by itself. Lightning is not imported here, because it has two names.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import chain, islice
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
+from holdfast.orchestrator.protocol.environment import RESUME_SINCE
+from holdfast.workers.agent.storage import script_checkpoints
+
+from . import patches
+from .patches import MAX_NAMES, agreed, chosen, second_training, written_since
+
+TRIED = ("2.6.6",)
+WITHOUT = "Trainer.fit() begins where the script says, with the first batch of the epoch"
 PLACE = "holdfast"
 """Key in Lightning's checkpoints: the number of ranks, and how each loader's order began."""
 AHEAD = 4096
 """Batches that processes of a loader may have drawn before they are trained."""
 
 
+def patch(module: ModuleType) -> None:
+    """`module`: that of the connector for checkpoints, which writes the place in the data from the
+    first launch of a job on."""
+    keep_place(module._CheckpointConnector)
+    if since := os.environ.get(RESUME_SINCE):
+        patches.resume_own(
+            module._CheckpointConnector, "resume_start", "checkpoint_path", _in_dirpath, int(since),
+            _behind_trained_batches,
+        )  # fmt: skip
+
+
+def _in_dirpath(given: dict[str, Any], since_ns: int) -> str | None:
+    """Of the folder of its first ModelCheckpoint that has checkpoints; without a given one it is a
+    new folder (`version_N`) in each start, in which there is none."""
+    trainer = given["self"].trainer
+    if str(getattr(trainer.state.fn, "value", trainer.state.fn)) != "fit":
+        return None
+    writers = [one for one in trainer.checkpoint_callbacks if getattr(one, "dirpath", None)]
+    folders = dict.fromkeys(Path(one.dirpath) for one in writers if not one.save_weights_only)
+    for folder in folders:
+        written = written_since(folder, since_ns)
+        names = sorted(written, key=written.__getitem__, reverse=True)
+        names = [name for name in names if name.endswith(".ckpt")][:MAX_NAMES]
+        name, names = agreed([one for one in names if not _is_torn(folder / one)])
+        if names:
+            return chosen("Trainer.fit()", folder, name, names, second_training(folder))
+    for folder in folders:
+        second_training(folder)
+    return chosen("Trainer.fit()", next(iter(folders), None), "", [], "")
+
+
+def _behind_trained_batches(connector: Any) -> None:
+    place = connector._loaded_checkpoint.get(PLACE, {})
+    go_on_behind(connector.trainer, place, patches.say)
+
+
+def _is_torn(path: Path) -> bool:
+    try:
+        return path.is_file() and bool(script_checkpoints.torn(path))
+    except OSError:
+        return True
+
+
+# -- the place in the data -----------------------------------------------------------------------
 @dataclass
 class _Resumed:
     """How a loader's next order begins."""

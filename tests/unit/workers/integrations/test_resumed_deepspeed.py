@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.orchestrator.protocol.facts import PREPARING
 from holdfast.workers import worker_protocol
-from holdfast.workers.integrations import deepspeed_sizes
+from holdfast.workers.integrations import resumed_deepspeed
 from holdfast.workers.session import agent_channel, reporting
 
 
@@ -36,10 +36,10 @@ def test_ranks_that_wait_for_a_conversion_prepare_and_show_that_they_live(
     monkeypatch.setattr(agent_channel, "of_process", lambda: channel)
     monkeypatch.setattr(reporting, "_last", reporting._Steps())
     monkeypatch.setattr(reporting.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(deepspeed_sizes.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(deepspeed_sizes, "_from_first", of_rank_0)
+    monkeypatch.setattr(resumed_deepspeed.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(resumed_deepspeed, "_from_first", of_rank_0)
     engine = SimpleNamespace(seq_dp_world_size=2)
-    assert deepspeed_sizes._converted(engine, Path("/checkpoints/step-20")) is None
+    assert resumed_deepspeed._converted(engine, Path("/checkpoints/step-20")) is None
     assert sent == [
         worker_protocol.PhaseChanged(phase="restore"),
         *[worker_protocol.ProgressTick()] * 3,
