@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.core import actions as a
 from holdfast.orchestrator.core import events as e
+from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.copy_rounds import CopyOrder
 from holdfast.orchestrator.core.recovery import STORE_UNREADABLE
 from holdfast.orchestrator.core.state import JobState
@@ -59,6 +60,7 @@ class Oracle:
         self._members: dict[int, tuple[str, ...]] = {}
         self._judged: set[int] = set()
         self._uncharged: set[int] = set()
+        self._cordoned: dict[str, None] = {}
         self._charged = 0
         self.requested: dict[tuple[int, int], dict[str, None]] = {}
         """(generation, step) -> members that have staged it at the controller's request."""
@@ -97,6 +99,7 @@ class Oracle:
         self._size(state)
         self._spares(state)
         self._suspension(state)
+        self._cordons(state)
         if isinstance(event, e.ActionSucceeded) and event.action_id in self._stage_actions:
             done = self._stage_actions[event.action_id]
             self.requested.setdefault((done.generation, done.step), {})[done.node] = None
@@ -186,6 +189,21 @@ class Oracle:
         held = [node.name for node in self.world.nodes.values() if node.alive]
         released = for_s < RELEASED_S or not held
         self.require(released, f"suspended for {for_s:.1f} s and holds {held}")
+
+    def _cordons(self, state: JobState) -> None:
+        """A machine is not used again after badNodeStrikes incidents within the window, and not
+        after fewer."""
+        recovery = state.job.spec.recovery
+        since_ns = state.now_ns - round(recovery.budgets.infrastructure.window_s * SECOND_NS)
+        for name in [name for name in state.cordoned if name not in self._cordoned]:
+            self._cordoned[name] = None
+            blamed = [
+                i.number
+                for i in state.incidents
+                if i.culprit_node == name and (i.stopped_ns or 0) > since_ns
+            ]
+            few = f"{name} is cordoned after incidents {blamed} only"
+            self.require(len(blamed) >= recovery.bad_node_strikes, few)
 
     def copied(self, state: JobState, order: CopyOrder) -> None:
         """The controller confirms a step of the buddy tier."""

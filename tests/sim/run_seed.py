@@ -36,6 +36,10 @@ def play(
     world.storage.check_retention()
     view = host.loop.view(host.now)
     require(view.state == state.phase and view.step == state.step, f"the view has {view.state}")
+    for incident in state.incidents if not world.num_full_disks else ():
+        after = incident.resumed_after_step
+        known = after is None or incident.step_before >= after
+        require(known, f"resumes after {after}, {incident.step_before} was the last step")
     took_s = ((view.finished_ns or host.now) - view.submitted_ns) / SECOND_NS
     accounted_s = sum(view.ledger.values())
     require(abs(accounted_s - took_s) < 1e-6, f"{accounted_s} s of {took_s} s are accounted for")

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from holdfast.orchestrator.core.context import SECOND_NS
+from holdfast.orchestrator.core.events import ResumeRequested, SuspendRequested
 from holdfast.orchestrator.core.state import IncidentRecord
 from holdfast.orchestrator.protocol.facts import StepSource
 from holdfast.workers import worker_protocol
+from holdfast.workers.agent.machine import inputs
 
 from .trainer import SimWorker
 from .world import BOUND_S, World
@@ -24,6 +26,8 @@ LOADING_S = 3.0
 PULSE_S = 0.5
 POST_S = 5.0
 COLLECTIVES_A_STEP = 4
+SAVE_S = 2.0
+"""It saves for so long on SIGTERM, and ends."""
 
 
 class ScriptWorker(SimWorker):
@@ -31,6 +35,7 @@ class ScriptWorker(SimWorker):
 
     world: ScriptWorld
     collectives = 0
+    saves = False
     posted_ns = moved_ns = 0
 
     def send(self, message: worker_protocol.FromWorker) -> None:
@@ -89,6 +94,21 @@ class ScriptWorker(SimWorker):
             self.send(worker_protocol.Reported(step=self.step, step_s=step_s, source="posted"))
         self._next()
 
+    def _runs(self, again: object) -> bool:
+        return super()._runs(again) and not self.saves
+
+    def end(self, code: int | None, signal: int | None) -> None:
+        if signal != 15 or not self._runs(None):
+            super().end(code, signal)
+            return
+        self.saves = True
+        self.world.after(SAVE_S, self._saved)
+
+    def _saved(self) -> None:
+        if self.alive:
+            self.world.saved = max(self.world.saved, self.step)
+            super().end(None, 15)
+
     def _next(self) -> None:
         if self.step >= self.world.total_steps - 1:
             self.end(0, None)
@@ -132,7 +152,12 @@ class ScriptWorld(World):
                 self.after(1.0, act)
                 return
             self.faults.append((self.now, how))
-            if how == "kill":
+            if how == "preempt":
+                ranks[0].node.feed(inputs.Terminated(30.0))
+            elif how == "suspend":
+                self.host.handle(SuspendRequested(by="sim"))
+                self.after(10.0, lambda: self.host.handle(ResumeRequested(by="sim")))
+            elif how == "kill":
                 ranks[0].end(None, 9)
             else:
                 ranks[0].node.stop_worker(ranks[0])
@@ -176,6 +201,19 @@ def test_what_is_concluded_of_a_script_is_true(kind: str, how: str, seed: int) -
     elif kind == "posts" and incident.resumed_after_step is not None:
         lost = incident.step_before - incident.resumed_after_step
         assert lost <= again + 1 or incident.resumed_estimated
+
+
+@pytest.mark.parametrize("how", ["preempt", "suspend"])
+@pytest.mark.parametrize("kind", ["reports", "silent"])
+def test_a_script_may_save_before_a_planned_stop_and_trains_nothing_twice(
+    kind: str, how: str
+) -> None:
+    world = ScriptWorld(7, kind)
+    world.hit(40.0, how)
+    assert world.play() == []
+    (planned,) = [one for one in world.host.state.incidents if one.generation_before == 1]
+    assert planned.purpose == {"preempt": "preemption"}.get(how, how)
+    assert len(world.starts) == 2 and len(set(world.trained)) == len(world.trained)
 
 
 @pytest.mark.parametrize("kind", ["reports", "counts", "posts", "silent"])

@@ -81,7 +81,7 @@ class World(VirtualTime):
     def _draw_job(self) -> dict[str, Any]:
         nodes, workers, shard = self.rng.choice(SHAPES)
         parallelism: dict[str, Any] = {"shard": "world" if self.seed % 4 == 3 else shard}
-        generous = {"restarts": 1000}
+        generous = {"restarts": 1000, "windowSeconds": (3600, 12)[self.seed % 2]}
         recovery = {
             "budgets": dict.fromkeys(("user", "infrastructure", "preemption", "hang"), generous),
             "startupTimeoutSeconds": 20,
