@@ -13,12 +13,11 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..api.v1alpha1 import TrainingJob, launcher_words
-from ..api.v1alpha1.command_line import Program
+from ..api.launchers import Program
+from ..api.v1alpha1 import TrainingJob
 from ..errors import Problem
 from ..protocol import files
 from . import launch_sizes
@@ -226,34 +225,6 @@ def _program(work: Path, words: tuple[str, ...]) -> Iterator[Problem]:
         if not inner.is_file():
             fix = "paths are relative to spec.workingDirectory"
             yield Problem(COMMAND_FIELD, f"{words[1]} ({inner} does not exist)", "a script", fix)
-            return
-    for script in [path, *_file_given(work, words[1:])]:
-        yield from _starts_ranks(script)
-
-
-def _file_given(work: Path, words: tuple[str, ...]) -> list[Path]:
-    """What a program such as `bash -x` or `nohup` is given to run."""
-    for word in words:
-        with suppress(OSError):  # such as a name that is too long
-            path = files.resolve(work, word)
-            if path.is_file():
-                return [path]
-    return []
-
-
-def _starts_ranks(path: Path) -> Iterator[Problem]:
-    """A shell script with the line of a launcher, which every rank would run."""
-    with path.open("rb") as file:
-        begin = file.read(1 << 16)
-    if b"\0" in begin[:_SNIFFED_BYTES]:
-        return
-    if not (path.suffix == ".sh" or _SHELL.match(begin)):
-        return
-    if found := launcher_words.in_shell(begin.decode(errors="replace")):
-        got = f"{path.name} with `{cut(found[1])}`"
-        expected = "a script that runs one rank: each rank would start ranks"
-        fix = "write that line in entrypoint.command, and what precedes it in spec.env"
-        yield Problem(COMMAND_FIELD, got, expected, fix)
 
 
 def cut(written: str) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from pathlib import Path, PurePath
 
+from ..api.launchers import Program
 from ..api.v1alpha1 import TrainingJob
-from ..api.v1alpha1.command_line import Program
 from ..errors import Problem, UserError
 from . import code_files
 from .code_files import Code

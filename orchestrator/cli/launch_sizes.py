@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ..api.launchers import Program
 from ..api.v1alpha1 import TrainingJob
-from ..api.v1alpha1.command_line import Program
 from ..errors import Problem, UserError
 from ..protocol import files
 

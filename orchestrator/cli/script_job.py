@@ -11,12 +11,16 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import Problem, SpecError, UserError
+
+if TYPE_CHECKING:
+    from ..api.launchers import Program
 
 PANEL = "Without a spec"
 
@@ -105,23 +109,26 @@ class ScriptRun:
 
     def title(self) -> str:
         """A name for the job, from the script's."""
-        from pydantic import ValidationError
-
         if self.name:
             return self.name
-        try:
-            program = self._program()
-        except ValidationError:
-            return "job"  # the whole document is reported
+        program = self.program
         what = program.script or program.module or (program.words or ("job",))[0]
         stem = Path(what).stem if program.module is None else what.rpartition(".")[2]
         name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:_MAX_NAME].strip("-")
         return name or "job"
 
-    def _program(self) -> Any:
+    @cached_property
+    def program(self) -> Program:
+        """What each worker starts; an empty one for an entrypoint that `document` rejects."""
+        from pydantic import ValidationError
+
+        from ..api.launchers import Program
         from ..api.v1alpha1.workload import Entrypoint
 
-        return Entrypoint.model_validate(self._entrypoint()).program
+        try:
+            return Entrypoint.model_validate(self._entrypoint()).program
+        except ValidationError:
+            return Program()
 
     @property
     def is_script(self) -> bool:
@@ -143,17 +150,12 @@ class ScriptRun:
 
     def document(self, name: str, work: str = ".") -> dict[str, Any]:
         """The spec; `work` is its working directory. Raises SpecError."""
-        from pydantic import ValidationError
-
         from ..api.v1alpha1 import job_from_mapping
 
         spec: dict[str, Any] = {"entrypoint": self._entrypoint()}
         if work != ".":
             spec["workingDirectory"] = work
-        try:
-            sizes = {size.of: size for size in self._program().sizes}
-        except ValidationError:
-            sizes = {}  # reported with the whole document
+        sizes = {size.of: size for size in self.program.sizes}
         nodes, least, workers = self.nodes, 1, self.workers
         if nodes is None and "nodes" in sizes:
             nodes, least = sizes["nodes"].most, sizes["nodes"].least
@@ -185,24 +187,18 @@ class ScriptRun:
 
     def _counted(self, nodes: int) -> int | None:
         """Workers of a node where the launcher would count. Raises UserError."""
-        from pydantic import ValidationError
-
         from . import launch_sizes
 
-        try:
-            program = self._program()
-        except ValidationError:
-            return None  # reported with the whole document
-        if not program.counts:
+        if not self.program.counts:
             return None
-        env = {**program.env, **self.env}
-        return launch_sizes.counted(program, nodes, self.gpus, env, is_local=self.is_local)
+        env = {**self.program.env, **self.env}
+        return launch_sizes.counted(self.program, nodes, self.gpus, env, is_local=self.is_local)
 
     def hidden_variables(self) -> list[str]:
         """Names of variables whose values are not displayed. The document must be valid."""
         from ..api.v1alpha1.job import redacted
 
-        given = {**self._program().env, **self.env}
+        given = {**self.program.env, **self.env}
         return [name for name, value in given.items() if redacted(name, value) != value]
 
     @property
@@ -307,7 +303,7 @@ def spec_file(
                 yield save
             return
         document = run.document(name)
-        show(text_of(redacted_document(document)).rstrip())
+        show(text_of(redacted_document(document, run.program.env)).rstrip())
         show("this is the job as a spec; --save job.yaml keeps it")
         with scratch("holdfast-run-") as place:
             file = place / f"{name}.yaml"

@@ -27,6 +27,7 @@ SMALL_MODULES = {
         "orchestrator/runtime/notifier.py", "orchestrator/backends/ray/names.py",
         "orchestrator/backends/topology.py", "orchestrator/cli/targets/tempdir.py",
         "workers/packets.py", "workers/agent/pool/failures.py",
+        "workers/agent/pool/shims/sitecustomize.py",
         "workers/integrations/fixed_size.py",
     ),
     "one interface of another system, in one place": (

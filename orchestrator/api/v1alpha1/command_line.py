@@ -6,82 +6,25 @@ follows from the text alone; whether files exist is checked elsewhere.
 
 from __future__ import annotations
 
-import functools
 import re
 import shlex
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import PurePosixPath
 
-from . import launcher_words, launchers
-from .launcher_words import ACCELERATE, PYTHON, RUNNERS, program_name
-from .launchers import CommandRefused, Size
-
-
-@dataclass(frozen=True)
-class Program:
-    """What each worker starts: a script, a module, or the words of another program."""
-
-    script: str | None = None
-    module: str | None = None
-    words: tuple[str, ...] = ()
-    """Of a program that is not run by Holdfast's Python."""
-    args: tuple[str, ...] = ()
-    """Of the script or module."""
-    python: str = ""
-    """Interpreter, or directory of an environment; "": the one of the workers."""
-    runner: tuple[str, ...] = ()
-    """Words that run a command in an environment, such as `uv run`; python follows them."""
-    env: dict[str, str] = field(default_factory=dict)
-    launcher: str = ""
-    launcher_args: tuple[str, ...] = ()
-    """For accelerate's own code, which turns them into variables."""
-    local_rank_option: str = ""
-    """The option with which the launcher gives the script its local rank; "": none."""
-    sizes: tuple[Size, ...] = ()
-    replaced: tuple[str, ...] = ()
-    """Options of the launcher that Holdfast replaces."""
-    counts: str = ""
-    """What in the line would count the devices of a machine; "": the line has the number."""
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether another program than the forked worker runs: no warm start."""
-        return bool(self.words or self.python or self.runner)
-
-    def with_arguments(self, words: Iterable[str]) -> Program:
-        """The same with further arguments at the end."""
-        if self.words:
-            return replace(self, words=(*self.words, *words))
-        return replace(self, args=(*self.args, *words))
-
-    def __str__(self) -> str:
-        return self.script or self.module or shlex.join(self.words)
-
+from .. import launchers
+from ..launcher_names import launched, program_name, python_program
+from ..launchers import STARTS_RANKS, CommandRefused, Program
 
 IN_A_SCRIPT = "put the line into a shell script and write `command: bash run.sh`"
 
-_OPERATORS = {
-    "|": ("a pipeline", "its exit code hides that the first program failed; remove it: `holdfast "
-          "logs` has each rank's output"),
-    ">": ("a redirection", "all ranks would write one file; remove it: `holdfast logs` has each "
-          "rank's output"),
-    "<": ("a redirection", IN_A_SCRIPT),
-    "&": ("a command in the background", IN_A_SCRIPT),
-    "&&": ("several commands", "for `cd DIRECTORY` write spec.workingDirectory, for `export` "
-           f"spec.env; otherwise {IN_A_SCRIPT}"),
-    "||": ("several commands", IN_A_SCRIPT),
-    ";": ("several commands", "for `cd DIRECTORY` write spec.workingDirectory, for `export` "
-          f"spec.env; otherwise {IN_A_SCRIPT}"),
-    "(": ("a subshell", IN_A_SCRIPT),
-    ")": ("a subshell", IN_A_SCRIPT),
-}  # fmt: skip
-
-_STARTS_RANKS = "Holdfast starts the ranks; write the line that it would start on one of them"
-_EACH_RANK = "each rank would start ranks; write the line that runs on one rank"
+_BY_A_SHELL = (
+    "quote it if it is meant so; for `cd DIRECTORY` write spec.workingDirectory, for `export` "
+    f"spec.env; otherwise {IN_A_SCRIPT}"
+)
 _NOT_STARTED = {
-    **dict.fromkeys(("srun", "sbatch", "salloc", "mpirun", "mpiexec", "orterun", "horovodrun",
-                     "jsrun", "aprun", "pdsh", "ssh", "torchx", "sky"), _STARTS_RANKS),
+    **dict.fromkeys(("srun", "sbatch", "salloc", "mpirun", "mpiexec", "orterun", "prterun",
+                     "horovodrun", "jsrun", "aprun", "pdsh", "ssh", "torchx", "sky"),
+                    STARTS_RANKS),
     **dict.fromkeys(("docker", "podman", "kubectl"),
                     "its processes would not end with the worker; write the line that runs inside, "
                     "and spec.image on Kubernetes"),
@@ -89,8 +32,7 @@ _NOT_STARTED = {
     **dict.fromkeys(("sudo", "su"), "the worker could not be ended; remove it"),
     **dict.fromkeys(("cd", "export", "source", ".", "exec", "eval", "set", "ulimit", "module",
                      "if", "for", "while", "time"),
-                    f"a shell would do this; for `cd` write spec.workingDirectory, for `export` "
-                    f"spec.env; otherwise {IN_A_SCRIPT}"),
+                    _BY_A_SHELL),
     **dict.fromkeys(("jupyter", "ipython", "papermill"),
                     "write a Python file (`jupyter nbconvert --to script`)"),
     "trl": "it starts accelerate launch itself; for `trl sft ARGS` write `accelerate launch -m "
@@ -101,6 +43,29 @@ _NOT_STARTED = {
 }  # fmt: skip
 """First word -> why it is not started, and what to write."""
 
+_UV_VALUES = {
+    "--extra", "--no-extra", "--group", "--no-group", "--only-group", "--no-editable-package",
+    "--env-file", "--package", "--python-platform", "--index", "--default-index", "-i",
+    "--index-url", "--extra-index-url", "-f", "--find-links", "--index-strategy",
+    "--keyring-provider", "-P", "--upgrade-package", "--upgrade-group", "--resolution",
+    "--prerelease", "--prerelease-package", "--fork-strategy", "--exclude-newer",
+    "--exclude-newer-package", "--no-sources-package", "--reinstall-package", "--link-mode", "-C",
+    "--config-setting", "--config-settings-package", "--no-build-isolation-package",
+    "--no-build-package", "--no-binary-package", "--cache-dir", "--refresh-package", "-p",
+    "--python", "--color", "--allow-insecure-host", "--directory", "--project", "--config-file",
+}  # fmt: skip
+"""Options of `uv run` with a value, of uv 0.13."""
+_CONDA_VALUES = {"-n", "--name", "-p", "--prefix", "--cwd", "-a", "--attach", "-r", "--root-prefix"}
+_RUNNERS: dict[str, set[str]] = {
+    "uv": _UV_VALUES,
+    **dict.fromkeys(("conda", "mamba", "micromamba"), _CONDA_VALUES),
+    "poetry": set(),
+    "pipenv": set(),
+    "pdm": set(),
+    "pixi": {"-e", "--environment", "--manifest-path"},
+}
+"""First word, before `run` -> options with a value."""
+_PYTHON = re.compile(r"python(\d(\.\d+)?t?)?")
 _UV_TEMPORARY = ("-w", "--with", "--with-editable", "--with-requirements", "--isolated", "-s",
                  "--script", "--gui-script")  # fmt: skip
 """With these uv makes an environment for one command, so uv itself is started."""
@@ -108,8 +73,10 @@ _SHELL_TEXT = re.compile(
     r'(?:(?<=\s)|^)(?:\S*/)?(?:ba|da|z|k)?sh(?:\s+(?:-\S+|pipefail))*?\s+-\w*c\s+"(?:\\.|[^"\\])*"'
 )
 """A shell and the text that it reads, such as `sh -c "train $P"`: it replaces variables."""
+_REPLACED = re.compile(r"\$\(|`|\$[\w{]+\}?")
+_OPERATOR = re.compile(r"&&|\|\||[|&;<>()*?]|((?<=[\s=])|^)~")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
-_HARMLESS = ("-u",)
+_HARMLESS = {"-u"}
 """Options of Python without effect here: a worker's output is written line by line."""
 
 
@@ -118,15 +85,14 @@ def is_known(word: str) -> bool:
     name."""
     name = program_name(word)
     return bool(
-        launcher_words.launcher(word)
-        or name in RUNNERS
+        launched([word])[0]
+        or name in _RUNNERS
         or name in _NOT_STARTED
         or name == "accelerate"
-        or PYTHON.fullmatch(name)
+        or _PYTHON.fullmatch(name)
     )
 
 
-@functools.lru_cache(maxsize=64)
 def read(line: str) -> Program:
     """What each worker starts for a command. Raises CommandRefused."""
     words = _split(line)
@@ -136,11 +102,11 @@ def read(line: str) -> Program:
         raise CommandRefused(
             "no program", "the program and its arguments", "variables go into spec.env"
         )
-    found = _read(words)
-    if found.launcher == "swift":
+    program = _read(words)
+    if program.launcher == "swift":
         sizes, replaced, counts = launchers.swift_variables(env)
-        found = replace(found, sizes=sizes, replaced=replaced, counts=counts)
-    return replace(found, env=env)
+        program = replace(program, sizes=sizes, replaced=replaced, counts=counts)
+    return replace(program, env=env)
 
 
 def _split(line: str) -> list[str]:
@@ -156,22 +122,10 @@ def _split(line: str) -> list[str]:
     except ValueError as error:
         raise CommandRefused(f"a line with {str(error).lower()}", "quotes in pairs") from None
     bare = _SHELL_TEXT.sub('""', re.sub(r"'[^']*'", "''", text))
-    if found := re.search(r"\$\(|`|\$[\w{]+\}?", bare):
+    outside = re.sub(r"\\.", "", re.sub(r'"(\\.|[^"\\])*"', '""', bare))
+    if found := _REPLACED.search(bare) or _OPERATOR.search(outside):
         raise CommandRefused(
-            f"{found[0]}, which a shell would replace",
-            "the value itself: no shell reads the line",
-            f"ranks and sizes are in the environment, see WORLD_SIZE; otherwise {IN_A_SCRIPT}",
-        )
-    outside = re.sub(r'"(\\.|[^"\\])*"', '""', bare)
-    outside = re.sub(r"\\.", "", outside)
-    for operator in re.findall(r"&&|\|\||[|&;<>()]", outside):
-        what, fix = _OPERATORS[operator]
-        raise CommandRefused(f"{what} ({operator})", "one command", fix)
-    if found := re.search(r"(^|\s|=)~|[*?]", outside):
-        raise CommandRefused(
-            f"{found[0].strip()}, which a shell would replace",
-            "names in full: no shell reads the line",
-            f"quote it if it is meant so; otherwise {IN_A_SCRIPT}",
+            f"{found[0]}, which is for a shell", "one command: no shell reads the line", _BY_A_SHELL
         )
     return words
 
@@ -192,97 +146,54 @@ def _without_variables(words: list[str], env: dict[str, str]) -> list[str]:
 def _read(words: list[str]) -> Program:
     """A command without variables before it."""
     name, rest = program_name(words[0]), words[1:]
-    is_read = launcher_words.launcher(*words[:2]) in launchers.NAMES  # `swift sft`, not `swift`
-    if not is_read and (fix := _NOT_STARTED.get(name)):
+    if launched(words)[0] in launchers.NAMES:
+        has_place = "/" in words[0] and not words[0].endswith(".py")
+        beside = str(PurePosixPath(words[0]).with_name("python")) if has_place else ""
+        return replace(started(words, is_module=False), python=beside)
+    if fix := _NOT_STARTED.get(name):  # `swift deploy` too
         raise CommandRefused(words[0], "a program that is one rank", fix)
-    if name in RUNNERS and rest[:1] == ["run"]:
+    if name in _RUNNERS and rest[:1] == ["run"]:
         return _in_environment(words)
-    if PYTHON.fullmatch(name):
+    if _PYTHON.fullmatch(name):
         return _python(words)
-    has_place = "/" in words[0] and not words[0].endswith(".py")
-    beside = str(PurePosixPath(words[0]).with_name("python")) if has_place else ""
-    if (found := _launcher(words)) is not None:
-        return replace(found, python=beside)
     if name == "accelerate":
         raise CommandRefused(" ".join(words[:2]), "accelerate launch", "write the script itself")
     if words[0].endswith(".py"):
         return Program(script=words[0], args=tuple(rest))
-    return _plain(words)
-
-
-def _launcher(words: list[str]) -> Program | None:
-    """Of a program, a file or a module with its arguments; None: it is no launcher."""
-    found = launcher_words.launcher(words[0], *words[1:2])
-    if not found:
-        return None
-    if found not in launchers.NAMES:
-        expected = "a program that is one rank"
-        raise CommandRefused(words[0], expected, _NOT_STARTED.get(found, _STARTS_RANKS))
-    has_verb = words[0] in ACCELERATE or program_name(words[0]) in ACCELERATE
-    return _launched(found, words[2:] if has_verb else words[1:])
-
-
-def _plain(words: list[str]) -> Program:
-    if name := launcher_words.started(words) or launcher_words.anywhere(words):
-        fix = _NOT_STARTED.get(name, _EACH_RANK)
-        raise CommandRefused(f"{name} behind {words[0]}", "the launcher first, or none", fix)
     return Program(words=tuple(words))
 
 
 def _python(words: list[str]) -> Program:
-    name, rest = words[0], words[1:]
-    python = "" if name in ("python", "python3") else name
-    while rest and rest[0] in _HARMLESS:
-        rest = rest[1:]
-    rest = launcher_words.python_words(rest)
+    name = words[0]
+    options, is_module, rest = python_program(words[1:])
+    if not set(options) <= _HARMLESS:  # an option that only a new interpreter can follow
+        return Program(words=tuple(words))
     if not rest or rest == ["-"]:
         raise CommandRefused(f"{name} without a script", "a script, or -m and a module")
-    if rest[0].startswith("-") and (rest[0] != "-m" or len(rest) == 1):
-        return _plain(words)  # an option that only a new interpreter can follow
-    is_module = rest[0] == "-m"
-    rest = rest[1:] if is_module else rest
-    if (found := _launcher(rest)) is not None:
-        return replace(found, python=python)
-    if launcher_words.started(words):
-        return _plain(words)  # refused
-    if is_module:
-        return Program(module=rest[0], args=tuple(rest[1:]), python=python)
-    return Program(script=rest[0], args=tuple(rest[1:]), python=python)
+    python = "" if name in ("python", "python3") else name
+    return replace(started(rest, is_module=is_module), python=python)
 
 
-def _module_or_file(words: tuple[str, ...]) -> str:
-    return words[0] if launcher_words.launcher(*words[:2]) else ""
-
-
-def _launched(launcher: str, words: list[str]) -> Program:
-    found = launchers.read(launcher, words)
-    inner = (found.word, *found.args)
-    name = launcher_words.started(inner) if found.is_program else _module_or_file(inner)
-    if name:
-        raise CommandRefused(f"{name} behind {launcher}", "one of both", _EACH_RANK)
-    common = Program(
-        launcher=launcher,
-        launcher_args=found.kept,
-        sizes=found.sizes,
-        replaced=found.replaced,
-        counts=found.counts,
-    )
-    if found.is_program:
-        return replace(common, words=(found.word, *found.args))
-    local_rank = launchers.LOCAL_RANK[launcher] if found.passes_local_rank else ""
-    if found.is_module:
-        return replace(common, module=found.word, args=found.args, local_rank_option=local_rank)
-    return replace(common, script=found.word, args=found.args, local_rank_option=local_rank)
+def started(words: list[str], *, is_module: bool) -> Program:
+    """A script or module with its arguments, or a launcher, which is not started: what it would
+    start is."""
+    launcher, own = launched(words)
+    if not launcher:
+        script, module = (None, words[0]) if is_module else (words[0], None)
+        return Program(script, module, args=tuple(words[1:]))
+    if launcher not in launchers.NAMES:
+        raise CommandRefused(words[0], "a program that is one rank", STARTS_RANKS)
+    return launchers.read(launcher, own)
 
 
 def _in_environment(words: list[str]) -> Program:
     """`uv run`, `conda run -n NAME` and others."""
-    values, name = RUNNERS[program_name(words[0])], " ".join(words[:2])
+    values, name = _RUNNERS[program_name(words[0])], " ".join(words[:2])
     at, module = 2, False
     while at < len(words) and words[at].startswith("-"):
         option = words[at]
         if option in _UV_TEMPORARY or option.startswith("--with"):
-            return _plain(words)
+            return Program(words=tuple(words))
         if option in ("-m", "--module") and words[0].endswith("uv"):
             module = True
         at += 1
@@ -294,13 +205,13 @@ def _in_environment(words: list[str]) -> Program:
     if not inner or inner == ["-"]:
         raise CommandRefused(f"{name} without a program", "the script that it runs")
     runner = tuple(word for word in words[:at] if word not in ("-m", "--module", "--"))
-    found = _python(["python", "-m", *inner]) if module else _read(inner)
-    if found.words and not found.launcher:
-        return _plain(words)
-    if found.python or found.runner:
+    program = _python(["python", "-m", *inner]) if module else _read(inner)
+    if program.words and not program.launcher:
+        return Program(words=tuple(words))
+    if program.python or program.runner:
         raise CommandRefused(
             f"{name} before {inner[0]}",
             "one of both",
             f"an interpreter with a path or version is not the one of {name}",
         )
-    return replace(found, runner=runner)
+    return replace(program, runner=runner)

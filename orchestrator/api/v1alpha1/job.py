@@ -6,17 +6,15 @@ Checks across fields are validators here; checks inside one part stand in its mo
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from holdfast.orchestrator import limits
 
-from . import command_line, command_sizes
 from .backends import Kubernetes, Ray
 from .base import RESOURCE_PATTERN, Count, Part, Seconds, Word
-from .mesh_checks import MESH_CHECKS
+from .mesh_checks import MESH_CHECKS, size_problem
 from .parallelism import Parallelism
 from .resilience import Checkpoint, Recovery
 from .workload import (
@@ -77,19 +75,19 @@ def redacted(name: str, value: str) -> str:
     return HIDDEN if _SECRET.search(name) else _IN_A_URL.sub(f"://{HIDDEN}@", value)
 
 
-def redacted_document(document: dict[str, Any]) -> dict[str, Any]:
-    """A job's document for display."""
+def redacted_document(
+    document: dict[str, Any], of_line: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """A job's document for display. `of_line`: variables of its command, which spec.env has in the
+    document of a submitted job."""
     spec = dict(document.get("spec", {}))
-    entry, env = spec.get("entrypoint", {}), dict(spec.get("env", {}))
-    if line := entry.get("command"):
-        with suppress(ValueError):  # of a journal, refused by now: its env has the variables, too
-            env = command_line.read(line).env | env
+    entry, env = spec.get("entrypoint", {}), {**(of_line or {}), **spec.get("env", {})}
     hidden = {name: text for name, value in env.items() if (text := redacted(name, value)) != value}
     if not hidden:
         return document
     if spec.get("env"):
         spec["env"] = {name: hidden.get(name, value) for name, value in spec["env"].items()}
-    if line:
+    if line := entry.get("command"):
         spec["entrypoint"] = {**entry, "command": _redacted_command(line, hidden)}
     return {**document, "spec": spec}
 
@@ -222,7 +220,7 @@ class JobSpec(Part):
                     f"entrypoint.command: got {name} with another value than spec.env has; "
                     f"expected one of them; remove it from the command"
                 )
-        if problem := command_sizes.problem(self):
+        if problem := size_problem(self):
             raise ValueError(problem)
         return self
 

@@ -1,5 +1,5 @@
 """Checks of spec.parallelism that need other parts of the spec: the number of workers, and what a
-recipe divides over each axis.
+recipe divides over each axis; and of the sizes in a launcher's line.
 
 A check takes the spec and returns the first problem in the `got; expected; fix` form, or "".
 """
@@ -32,6 +32,39 @@ class SizedSpec(Protocol):
     def parallelism(self) -> Parallelism: ...
     @property
     def recovery(self) -> Recovery: ...
+
+
+def size_problem(spec: SizedSpec) -> str:
+    """The first number in a launcher's line that is not the spec's, which decides: in
+    the `field: got; expected; fix` form, or ""."""
+    nodes, workers = spec.nodes, spec.workers_per_node
+    world = nodes.max * workers
+    restarts = spec.recovery.budgets.infrastructure.restarts
+    field = "spec.recovery.budgets.infrastructure.restarts"
+    for size in spec.entrypoint.program.sizes:
+        is_range, most = size.least != size.most, size.most
+        match size.of:
+            case "nodes":
+                same = most == nodes.max and (not is_range or size.least == nodes.min)
+                has = f"spec.nodes {{min: {nodes.min}, max: {nodes.max}}}"
+                write = f"spec.nodes: {{min: {size.least if is_range else 1}, max: {most}}}"
+            case "workers":
+                same, has = most == workers, f"spec.workersPerNode {workers}"
+                write = f"spec.workersPerNode: {most}"
+            case "world":
+                same = most == world
+                has = f"{world} workers (nodes.max {nodes.max} x workersPerNode {workers})"
+                write = f"spec.workersPerNode: {most // nodes.max}"
+                if most % nodes.max:
+                    write = f"nodes.max and workersPerNode with the product {most}"
+            case "restarts":
+                same, has, write = most == restarts, f"{field} {restarts}", f"{field}: {most}"
+        if not same:
+            fix = f"write {write}, or remove the option"
+            return str(
+                Problem("entrypoint.command", f"{size.option} with {has}", "the same numbers", fix)
+            )
+    return ""
 
 
 def _sizes(spec: SizedSpec) -> str:

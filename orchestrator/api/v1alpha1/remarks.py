@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..launchers import Program
 from . import variables
-from .command_line import Program
 from .job import TrainingJob
 
 
@@ -19,11 +19,9 @@ def remarks(job: TrainingJob) -> list[str]:
 
 def _command(job: TrainingJob) -> Iterator[str]:
     program = job.spec.entrypoint.program
-    if not job.spec.entrypoint.command:
-        return
     if program.launcher:
         yield (
-            f"spec.entrypoint.command: {program.launcher} is not started; each worker runs "
+            f"spec.entrypoint: {program.launcher} is not started; each worker runs "
             f"{program}, and Holdfast gives ranks and addresses, restarts workers and keeps logs"
         )
     if program.counts and job.spec.workers_per_node == 1 and not _is_configured(program):
@@ -33,7 +31,7 @@ def _command(job: TrainingJob) -> Iterator[str]:
         )
     if program.replaced:
         options = ", ".join(program.replaced)
-        yield f"spec.entrypoint.command: {options}: not used; the spec and Holdfast decide this"
+        yield f"spec.entrypoint: {options}: not used; the spec and Holdfast decide this"
     if program.words:
         yield f"spec.entrypoint.command: each rank runs {program}: it is no Python file"
 

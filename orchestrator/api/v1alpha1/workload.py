@@ -6,14 +6,13 @@ import re
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from holdfast.orchestrator import limits
 
-from . import command_line, launcher_words
+from ..launchers import Program
+from . import command_line
 from .base import Auto, Part, Quantity, Word
-from .command_line import Program
-from .launchers import NAMES
 from .recipe import Recipe
 
 LINE_PATTERN = r"^[^\r\n]*$"
@@ -67,8 +66,8 @@ class Entrypoint(Part):
     command: str | None = Field(default=None, min_length=1, max_length=limits.MAX_COMMAND_CHARS)
     """A line as in a terminal, without a shell: `torchrun`, `accelerate launch`, `deepspeed` and
     `uv run` are recognised, and each worker runs the script that they would start; any other
-    program runs once per rank, with torchrun's variables. Variables before the program belong to
-    spec.env."""
+    program runs once per rank, with torchrun's variables, and a launcher in it starts its script
+    as that rank. Variables before the program belong to spec.env."""
     recipe: Recipe | None = None
     """A training loop that is part of Holdfast."""
     args: tuple[Word, ...] = ()
@@ -82,6 +81,7 @@ class Entrypoint(Part):
     """Interpreter of the script or module: its path or name, or the directory of a virtual or conda
     environment, relative to workingDirectory. Default: the Python that Holdfast runs in, which is
     forked after its imports; any other starts again in each recovery."""
+    _program: Program = PrivateAttr(default=Program())
 
     @model_validator(mode="after")
     def _check_one_kind(self) -> Entrypoint:
@@ -100,37 +100,28 @@ class Entrypoint(Part):
             raise ValueError("got args beside a command; expected them in the command")
         if self.recipe and self.python:
             raise ValueError("got python beside a recipe; expected it for scripts and modules only")
-        if self.command is None:
-            self._check_no_launcher()
-        else:
-            found = command_line.read(self.command)
-            other = found.python or " ".join(found.runner[:2])
-            if self.python and other:
-                raise ValueError(
-                    f"python: got {self.python} beside {other} in the command; expected one of both"
-                )
+        self._program = self._parsed()
         return self
 
-    def _check_no_launcher(self) -> None:
-        """Every rank would start ranks."""
-        for field, before in (("script", "python "), ("module", "python -m ")):
-            word = getattr(self, field) or ""
-            if found := launcher_words.launcher(word, *self.args[:1]):
-                is_read = found in NAMES
-                fix = f"entrypoint.command: {before}{word} ARGS" if is_read else "what it starts"
-                raise ValueError(
-                    f"{field}: got the launcher {word}; expected a {field} that is one rank: each "
-                    f"rank would start ranks; write {fix}"
-                )
+    def _parsed(self) -> Program:
+        if self.recipe is not None:
+            return Program()
+        if self.command is not None:
+            program = command_line.read(self.command)
+        else:
+            words = [self.script or self.module or "", *self.args]
+            program = command_line.started(words, is_module=self.module is not None)
+        other = program.python or " ".join(program.runner[:2])
+        if self.python and other:
+            raise ValueError(
+                f"python: got {self.python} beside {other} in the command; expected one of both"
+            )
+        return replace(program, python=self.python) if self.python else program
 
     @property
     def program(self) -> Program:
-        """What each worker starts. Nothing for a recipe."""
-        if self.command is None:
-            script, module = self.script, self.module
-            return Program(script, module, args=self.args, python=self.python or "")
-        found = command_line.read(self.command)
-        return replace(found, python=self.python) if self.python else found
+        """What each worker starts, parsed once. Nothing for a recipe."""
+        return self._program
 
     @field_validator("resume_args")
     @classmethod

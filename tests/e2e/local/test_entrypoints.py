@@ -54,6 +54,33 @@ if s.rank == 1:
     raise LookupError("the end")
 session.leave()
 """
+SAYS = """
+import os, sys
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], os.environ["MINE"], *sys.argv[1:])
+"""
+LAUNCHES = """
+set -e
+echo "before $RANK"
+torchrun --nproc_per_node=8 train.py torchrun
+venv/bin/python -m torch.distributed.run --standalone says.py module
+MINE=prefix PYTHONPATH=packages accelerate launch --mixed_precision bf16 says.py accelerate
+uv run --no-project --no-config --python venv torchrun --nproc_per_node 4 says.py uv
+echo "after $RANK"
+"""
+FAKE_ACCELERATE = """
+import os, types
+
+def launch_command_parser():
+    return types.SimpleNamespace(parse_args=lambda words: words)
+
+def launch_command(words):
+    import torch.distributed.run as torchrun
+    os.environ["MINE"] += words[1]
+    torchrun.run(words)
+
+def simple_launcher(*arguments): ...
+tpu_launcher = tpu_pod_launcher = sagemaker_launcher = simple_launcher
+"""
 PROGRAM = """
 trap 'echo got SIGTERM; exit 0' TERM
 setsid sleep 1000 &
@@ -123,12 +150,62 @@ def test_the_line_of_a_launcher_needs_no_spec(tmp_path: Path) -> None:
 
 
 def make_environment(venv: Path) -> Path:
-    """An environment with the packages of the one that runs the tests."""
+    """An environment with the packages of the one that runs the tests, and the program torchrun."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     (packages,) = venv.glob("lib/python*/site-packages")
     root = Path(__file__).parents[3]
     (packages / "shared.pth").write_text("\n".join([*site.getsitepackages(), str(root)]))
+    torchrun = venv / "bin" / "torchrun"
+    torchrun.write_text(f"#!{venv}/bin/python\nfrom torch.distributed.run import main\nmain()\n")
+    torchrun.chmod(0o755)
     return venv
+
+
+def test_launchers_in_a_shell_script_run_their_script_once_in_each_rank(tmp_path: Path) -> None:
+    make_environment(tmp_path / "venv")
+    commands = tmp_path / "packages" / "accelerate" / "commands"
+    commands.mkdir(parents=True)
+    for directory in (commands, commands.parent):
+        (directory / "__init__.py").touch()
+    (commands / "launch.py").write_text(FAKE_ACCELERATE)
+    (tmp_path / "train.py").write_text(dedent(RANKS))
+    (tmp_path / "says.py").write_text(SAYS)
+    (tmp_path / "run.sh").write_text(LAUNCHES)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of uv
+    one = job(tmp_path, "shell", {"command": "bash run.sh"}, env={"MINE": "yes", "PATH": path})
+    one.run()
+    try:
+        view = one.wait()
+        assert view.state == "succeeded" and not view.incidents, log_of(one, 0) + log_of(one, 1)
+        for rank in range(2):
+            said = [line for line in log_of(one, rank).splitlines() if str(rank) in line.split()]
+            assert [line for line in said if not line.startswith("holdfast:")] == [
+                f"before {rank}",
+                f"rank {rank} sum 2 yes torchrun",
+                f"rank {rank} of 2 yes module",
+                f"rank {rank} of 2 prefixbf16 accelerate",
+                f"rank {rank} of 2 yes uv",
+                f"after {rank}",
+            ]
+        assert "--nproc_per_node=8: the job decides, and has 2 workers" in log_of(one, 0)
+    finally:
+        one.end()
+
+
+def test_an_unknown_option_in_a_shell_script_fails_the_job_without_a_restart(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "run.sh").write_text("torchrun --new-option train.py")
+    one = job(tmp_path, "unknown", {"command": "bash run.sh"})
+    one.run()
+    try:
+        view = one.wait()
+        (incident,) = view.incidents
+        assert (view.state, view.generation) == ("failed", 1)
+        assert "torchrun with the unknown option --new-option" in incident.evidence
+        assert "exit code 2" in incident.evidence
+    finally:
+        one.end()
 
 
 def test_a_session_in_another_interpreter_loses_no_step_to_a_kill(tmp_path: Path) -> None:

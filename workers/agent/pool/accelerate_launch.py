@@ -2,15 +2,18 @@
 
 The launcher turns options and its configuration file into variables (ACCELERATE_*, FSDP_*) and then
 starts torchrun or a child process; here it stops before that. Only the standard library is imported
-at first: other_python.py loads this file in the interpreter of a user. Nothing is started.
+at first: other_python.py loads this file in the interpreter of a user, and launcher_shim.py runs it
+there: `PYTHON accelerate_launch.py OPTIONS COMMAND` becomes the command.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 _NOT_OURS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NODE_RANK", "RANK", "LOCAL_RANK",
              "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
@@ -86,3 +89,18 @@ def _stopped(launch: Any) -> Iterator[None]:
     finally:
         for owner, name, value in kept:
             setattr(owner, name, value)
+
+
+def main(options: str, command: list[str]) -> NoReturn:
+    """Ends with exit code 2 for options that accelerate refuses."""
+    del sys.path[0]  # has modules with names that others may have
+    try:
+        os.environ.update(variables(json.loads(options)))
+    except (NotSupported, ValueError, OSError) as error:
+        print(f"usage: accelerate launch OPTIONS SCRIPT ARGS\nholdfast: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

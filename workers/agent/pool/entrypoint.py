@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from holdfast.orchestrator import limits
+from holdfast.orchestrator.api.launchers import Program
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
-from holdfast.orchestrator.api.v1alpha1.command_line import Program
 from holdfast.orchestrator.api.v1alpha1.workload import CHECKPOINT
 from holdfast.orchestrator.errors import Problem, UserError
 from holdfast.orchestrator.protocol import files
@@ -25,7 +25,7 @@ from holdfast.orchestrator.protocol.environment import RESUME_FROM
 from holdfast.workers import worker_transport
 
 from ..linux import output, processes
-from . import accelerate_launch, file_audit, framework_hooks, interpreters
+from . import accelerate_launch, file_audit, framework_hooks, interpreters, launcher_shim
 from .interpreters import Interpreter
 
 _OTHER_PYTHON = str(Path(__file__).with_name("other_python.py"))
@@ -63,6 +63,7 @@ def prepare(job: TrainingJob, descriptors: Descriptors) -> Program:
             _become_python(job, program, found, descriptors)
     if program.launcher == "accelerate launch":
         os.environ.update(_variables(program))
+    os.environ.update(launcher_shim.variables(os.environ))
     if job.spec.entrypoint.recipe is None and job.spec.checkpoint.guard == "auto":
         framework_hooks.install()
         file_audit.install(descriptors.wire)
@@ -122,6 +123,7 @@ def _become(words: tuple[str, ...], descriptors: Descriptors, field: str) -> NoR
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
         signal.signal(number, signal.SIG_DFL)
     os.environ.setdefault("PYTHONUNBUFFERED", "1")  # as under torchrun: a kill loses no line
+    os.environ.update(launcher_shim.variables(os.environ))
     worker_transport.hand_over(descriptors.asked)
     os.set_inheritable(descriptors.stack, True)
     output.flush()

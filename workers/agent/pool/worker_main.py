@@ -23,8 +23,8 @@ from types import TracebackType
 from typing import NoReturn
 
 from holdfast.orchestrator import limits
+from holdfast.orchestrator.api.launchers import Program
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
-from holdfast.orchestrator.api.v1alpha1.command_line import Program
 from holdfast.orchestrator.errors import Problem, UserError
 from holdfast.orchestrator.protocol import files
 from holdfast.workers import worker_protocol, worker_transport

@@ -66,7 +66,8 @@ def submit(
         title = without_spec.name or f"{without_spec.title()}-{secrets.token_hex(2)}"
         document, directory = without_spec.document(title), Path.cwd()
         text, job = script_job.text_of(document), job_from_mapping(document, str(file))
-        show(script_job.text_of(redacted_document(document)).rstrip())
+        shown = redacted_document(document, without_spec.program.env)
+        show(script_job.text_of(shown).rstrip())
         if own and (names := without_spec.env.keys() | without_spec.hidden_variables()):
             got = f"{', '.join(sorted(names))} with a working_dir in --runtime-env"
             expected = "it without: Ray's dashboard would show the values"

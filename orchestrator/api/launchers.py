@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import dataclass
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, NoReturn
 
 from holdfast.orchestrator.errors import Problem
 
+from .launcher_names import launched
+
 FIELD = "command"
 """Relative to the entrypoint, as its validator names a field."""
 
+STARTS_RANKS = "Holdfast starts the ranks; write the line that it would start on one of them"
 SizeOf = Literal["nodes", "workers", "world", "restarts"]
 Use = Literal[
     "nodes",  # compared with spec.nodes
@@ -38,7 +43,8 @@ class CommandRefused(ValueError):
     """A command that Holdfast does not start; the text has the form `got; expected; fix`."""
 
     def __init__(self, got: str, expected: str, fix: str = "") -> None:
-        super().__init__(str(Problem(FIELD, got, expected, fix)))
+        self.problem = Problem(FIELD, got, expected, fix)
+        super().__init__(str(self.problem))
 
 
 @dataclass(frozen=True)
@@ -61,21 +67,44 @@ class Option(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LaunchLine:
-    """What a launcher's line would start."""
+class Program:
+    """What each worker starts: a script, a module, or the words of another program."""
 
-    word: str
-    """A script, a module or a program."""
-    args: tuple[str, ...]
-    is_module: bool
-    is_program: bool
-    passes_local_rank: bool
-    sizes: tuple[Size, ...]
-    replaced: tuple[str, ...]
-    """Options that Holdfast replaces."""
-    kept: tuple[str, ...]
-    counts: str
-    """What would count the devices of the machine, to start a worker on each; "": nothing."""
+    script: str | None = None
+    module: str | None = None
+    words: tuple[str, ...] = ()
+    """Of a program that is not run by Holdfast's Python."""
+    args: tuple[str, ...] = ()
+    """Of the script or module."""
+    python: str = ""
+    """Interpreter, or directory of an environment; "": the one of the workers."""
+    runner: tuple[str, ...] = ()
+    """Words that run a command in an environment, such as `uv run`; python follows them."""
+    env: dict[str, str] = field(default_factory=dict)
+    launcher: str = ""
+    launcher_args: tuple[str, ...] = ()
+    """For accelerate's own code, which turns them into variables."""
+    local_rank_option: str = ""
+    """The option with which the launcher gives the script its local rank; "": none."""
+    sizes: tuple[Size, ...] = ()
+    replaced: tuple[str, ...] = ()
+    """Options of the launcher that Holdfast replaces."""
+    counts: str = ""
+    """What in the line would count the devices of a machine; "": the line has the number."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another program than the forked worker runs: no warm start."""
+        return bool(self.words or self.python or self.runner)
+
+    def with_arguments(self, words: Iterable[str]) -> Program:
+        """The same with further arguments at the end."""
+        if self.words:
+            return replace(self, words=(*self.words, *words))
+        return replace(self, args=(*self.args, *words))
+
+    def __str__(self) -> str:
+        return self.script or self.module or shlex.join(self.words)
 
 
 def _options(
@@ -239,11 +268,11 @@ class _Parser(argparse.ArgumentParser):
         raise CommandRefused(
             f"{self._launcher} with {message}",
             "options of it that Holdfast knows",
-            "write entrypoint.script and args, and variables in spec.env",
+            "remove it, or start the script itself: each rank has torchrun's variables",
         )
 
 
-def read(launcher: str, words: list[str]) -> LaunchLine:
+def read(launcher: str, words: list[str]) -> Program:
     """What `launcher WORDS` would start. Raises CommandRefused."""
     options = {f"option{number}": option for number, option in enumerate(NAMES[launcher])}
     parser = _Parser(launcher)
@@ -264,7 +293,7 @@ def read(launcher: str, words: list[str]) -> LaunchLine:
     return _launched(launcher, found.script, tuple(found.args), given, own)
 
 
-def _by_swift(verb: str, args: tuple[str, ...]) -> LaunchLine:
+def _by_swift(verb: str, args: tuple[str, ...]) -> Program:
     """`swift sft ARGS` runs a module; a file of arguments is read by the program itself."""
     if args and args[0].endswith((".json", ".yaml", ".yml")):
         raise CommandRefused(
@@ -277,17 +306,7 @@ def _by_swift(verb: str, args: tuple[str, ...]) -> LaunchLine:
             "a start that finds the checkpoints of the one before, in the same directory",
             "add `--add_version false` and --output_dir",
         )
-    return LaunchLine(
-        word=f"swift.cli.{verb.replace('-', '_')}",
-        args=args,
-        is_module=True,
-        is_program=False,
-        passes_local_rank=False,
-        sizes=(),
-        replaced=(),
-        kept=(),
-        counts="",
-    )
+    return Program(module=f"swift.cli.{verb.replace('-', '_')}", args=args, launcher="swift")
 
 
 def swift_variables(env: dict[str, str]) -> tuple[tuple[Size, ...], tuple[str, ...], str]:
@@ -312,7 +331,7 @@ def _launched(
     args: tuple[str, ...],
     given: list[tuple[Option, str]],
     own: list[str],
-) -> LaunchLine:
+) -> Program:
     """`own`: the words of the line that are the launcher's."""
     sizes, replaced, kept = [], [], []
     counts = launcher if launcher in _COUNTING else ""
@@ -338,17 +357,20 @@ def _launched(
             case _:
                 pass
     uses = {option.use for option, _value in given}
-    return LaunchLine(
-        word=word,
-        args=args,
-        is_module="module" in uses,
-        is_program="program" in uses,
-        passes_local_rank=launcher in LOCAL_RANK and "no-local-rank" not in uses,
+    program = Program(
+        launcher=launcher,
+        launcher_args=tuple(kept),
         sizes=tuple(sizes),
         replaced=tuple(replaced),
-        kept=tuple(kept),
         counts=counts,
     )
+    if "program" in uses:
+        return replace(program, words=(word, *args))
+    if inner := launched([word, *args])[0]:
+        raise CommandRefused(f"{inner} behind {launcher}", "one of both", STARTS_RANKS)
+    local_rank = LOCAL_RANK.get(launcher, "") if "no-local-rank" not in uses else ""
+    script, module = (None, word) if "module" in uses else (word, None)
+    return replace(program, script=script, module=module, args=args, local_rank_option=local_rank)
 
 
 _COUNTING = ("accelerate launch", "deepspeed")
