@@ -113,7 +113,7 @@ async def serve(
 
 
 def make_certificate(directory: Path) -> None:
-    """As a job in a cluster has one."""
+    """Make a certificate such as a job in a cluster has."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([])
     now = datetime.datetime.now(datetime.UTC)

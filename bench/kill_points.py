@@ -47,7 +47,7 @@ from .stopping import STOPPED, Changes, Loss
 
 JOB, GENERATION = "tiny", 3
 CHUNK_BYTES = 2048
-"""In place of the 4 MiB of the agent, so that the small shards take several writes."""
+"""Replaces the agent's 4 MiB, so that the small shards take several writes."""
 STEPS = 6
 Report = Callable[[int], None]
 """Called with each step whose commit has returned."""
@@ -60,7 +60,7 @@ class Layout:
 
     shards: int
     width: int
-    """Of the model: its size."""
+    """Width of the model, which sets its size."""
     before: int
     """Checkpoints that are committed before: steps 0 to before - 1; the writer saves the next."""
     keep: int
@@ -105,7 +105,7 @@ def _values(layout: Layout, step: int) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def _state(width: int) -> TrainingState:
-    """Of one rank without peers, which restores the whole model from all shards."""
+    """State of one rank without peers, which restores the whole model from all shards."""
     model, optimizer = build(1, 1, seed=2, width=width)
     optimizer_step(model, optimizer, seed=3)
     return TrainingState(model, optimizer, None)
@@ -128,7 +128,7 @@ def write_shards(
     path: str, layout: Layout, step: int, generation: int, only: Sequence[int] | None = None,
     note: bool = False,
 ) -> tuple[ShardFile, ...]:  # fmt: skip
-    """As the agents do; `note`: without a controller."""
+    """Write as the agents do; `note`: without a controller."""
     found = []
     directory = directory_name(step, generation)
     for shard, content in layout.files(step).items():
@@ -286,7 +286,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 # -- points ----------------------------------------------------------------------------------------
 @dataclass
 class Outcome:
-    """Of all points of some cases and layouts."""
+    """The outcome of all points of some cases and layouts."""
 
     points: Counter[str] = field(default_factory=Counter)
     """Case -> points."""

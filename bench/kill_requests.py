@@ -37,7 +37,7 @@ class Stopped(Exception):
 
 
 class Requests:
-    """Of all S3 file systems of this process while `watched`."""
+    """Requests of all S3 file systems of this process while `watched`."""
 
     def __init__(self, stop_at: int = 0, moment: Moment = Moment.SENT) -> None:
         self.count, self.stopped = 0, False
@@ -76,7 +76,7 @@ class Requests:
 
 @contextlib.contextmanager
 def server() -> Iterator[S3]:
-    """With the environment that this process needs to reach it."""
+    """A server with the environment that this process needs to reach it."""
     s3 = S3()
     os.environ.update(s3.environment)
     fsspec.config.conf["s3"] = {"default_block_size": PART_BYTES}

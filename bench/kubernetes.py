@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def cases(table: Table) -> dict[str, Callable[[], Result | node_loss.Result | Restart]]:
-    """By name, the longest one last."""
+    """Cases by name, the longest one last."""
 
     def ours(case: str) -> node_loss.Result:
         table.ours.append(node_loss.measure(case))

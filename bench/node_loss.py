@@ -33,9 +33,9 @@ BOUND_S = 120
 class Result:
     case: str
     first_step_s: float = 0.0
-    """From `kubectl apply` to the first finished step of all ranks."""
+    """Time from `kubectl apply` to the first finished step of all ranks."""
     next_step_s: float = 0.0
-    """From the loss of power to the first step of the next generation."""
+    """Time from the loss of power to the first step of the next generation."""
     steps_lost: int = 0
     node_readiness: str = ""
     """What Kubernetes thought of the node then."""

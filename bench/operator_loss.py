@@ -31,7 +31,7 @@ AWAY_S = 10.0
 class Result:
     case: str = "operator"
     away_s: float = 0.0
-    """From SIGKILL until an operator leads again."""
+    """Time from SIGKILL until an operator leads again."""
     step_s: float = 0.0
     """Median before."""
     gap_before_s: float = 0.0

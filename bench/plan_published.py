@@ -49,7 +49,7 @@ class Row(NamedTuple):
     """One row of a published table."""
 
     page: str
-    """Of TorchTitan's benchmarks/."""
+    """Page of TorchTitan's benchmarks/."""
     table: str
     what: str
     model: str
@@ -138,7 +138,7 @@ def _two_dimensions() -> Iterator[Row]:
 
 
 def _pipelines() -> Iterator[Row]:
-    """As many micro-batches as stages, TorchTitan's default of that time."""
+    """Rows with as many micro-batches as stages, TorchTitan's default of that time."""
     mesh = Mesh(shard=8, tensor=8, pipeline=8)
     yield Row(DECEMBER, "5", "1F1B", "llama3-405b", mesh, 8192, 4, 8, 100, 82.5, async_tp=True)
     yield Row(

@@ -47,13 +47,13 @@ class Busy(Exception):
 
 @dataclass
 class Reading:
-    """Of one moment."""
+    """The reading of one moment."""
 
     at_s: float
     cpu_s: dict[str, float]
     """Process -> CPU-seconds so far."""
     resident_mib: float
-    """Of the operator, as are all that follow."""
+    """Memory of the operator, like all fields that follow."""
     peak_mib: float
     num_threads: int
     num_files: int

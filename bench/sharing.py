@@ -70,7 +70,7 @@ class Ranks:
         path = directory / str(num_imports)
         np.zeros((NUM_RANKS, 3)).tofile(path)
         self.progress = np.memmap(path, dtype=float, shape=(NUM_RANKS, 3))
-        """Of each: its pid, its steps, and its CPU seconds at the end of the last."""
+        """Each rank has its pid, its steps, and its CPU seconds at the end of the last."""
         each = NUM_RANKS // num_imports
         environment = {
             **os.environ, **preload.SINGLE_THREADED, "OMP_NUM_THREADS": "1",

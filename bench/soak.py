@@ -45,7 +45,7 @@ IN_START = ("worker", "node", "host", "hang", "controller")
 SHRINK_SHARE = 10
 """One of so many faults meets a job that shrinks and grows."""
 TAIL_STEPS = 60
-"""From the last fault to the end of a job."""
+"""Steps from the last fault to the end of a job."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Fault:
     phase: str
     """start, run, save, recovery, shrink."""
     delay_s: float
-    """From the begin of the phase."""
+    """Delay from the begin of the phase."""
     lasts_s: float
     """How long a disk is full, or storage is away or slow."""
 
@@ -68,8 +68,8 @@ class Result:
     victim: str = ""
     recovered: bool = False
     seconds: float = 0.0
-    """From the fault to the second step of all ranks beyond the newest one before it. The time that
-    a fault lasts is included."""
+    """Time from the fault to the second step of all ranks beyond the newest one before it. The time
+    that a fault lasts is included."""
     problem: str = ""
 
 
@@ -181,7 +181,8 @@ class Soak:
 
     @staticmethod
     def _insist(act: Callable[[], str]) -> str:
-        """Until there is a victim: a phase may be over, and the next one has other processes."""
+        """Repeat until there is a victim: a phase may be over, and the next one has other
+        processes."""
         deadline = time.monotonic() + BOUND_S
         while True:
             try:
@@ -261,7 +262,7 @@ def undisturbed(place: Path, steps: int) -> dict[str, Any]:
 
 
 def compare(place: Path, outcome: JobResult, state: dict[str, Any]) -> None:
-    """With a job without faults that trains as many steps."""
+    """Compare with a job without faults that trains as many steps."""
     try:
         expected = undisturbed(place, outcome.steps)
     except Exception as error:  # as in run_job

@@ -27,7 +27,7 @@ class Loss(enum.Enum):
 
 
 class Changes:
-    """Of this process, from `watch` on. `stop_at` 0: it only counts them."""
+    """Changes of this process, from `watch` on. `stop_at` 0: it only counts them."""
 
     def __init__(self, stop_at: int = 0, loss: Loss = Loss.NOTHING) -> None:
         self.count = 0
@@ -43,7 +43,7 @@ class Changes:
         }  # fmt: skip
 
     def watch(self) -> None:
-        """From now on. There is no way back: a forked process calls it."""
+        """Watch from now on. There is no way back: a forked process calls it."""
         for name in self._os:
             setattr(os, name, getattr(self, f"_{name}"))
 

@@ -36,7 +36,7 @@ STEPS = 100_000
 """More than there is time for."""
 WARM_STEPS = 8
 STANDBYS_S = 6.0
-"""Until a job's standbys are forked and rehearsed."""
+"""Time until a job's standbys are forked and rehearsed."""
 
 Processes = dict[int, psutil.Process]
 
@@ -90,7 +90,7 @@ def starts(
 
 
 def measure(jobs: dict[str, Holdfast], rounds: int) -> Samples:
-    """With jobs that are started in this order."""
+    """Measure jobs that are started in this order."""
     with contextlib.ExitStack() as started:
         sides: dict[str, Processes] = {}
         for name, job in jobs.items():
@@ -114,7 +114,7 @@ def measure(jobs: dict[str, Holdfast], rounds: int) -> Samples:
 
 
 def take_turns(sides: dict[str, Processes], rounds: int) -> dict[str, list[Turn]]:
-    """With all of them stopped, before and after."""
+    """Take turns with all of them stopped, before and after."""
     turns: dict[str, list[Turn]] = {name: [] for name in sides}
     order = list(sides)
     for _ in range(rounds):
@@ -216,7 +216,7 @@ def trees(pids: Iterable[int]) -> Processes:
 
 # -- what it says ----------------------------------------------------------------------------------
 def table(pairs: Pairs, found: Sequence[Samples]) -> list[str]:
-    """For the page: the samples, and how long a step of one is beside one of the other."""
+    """Table for the page: the samples, and how long a step of one is beside one of the other."""
     lines = []
     for what, field in (("step, s", "step_s"), ("CPU time of a step, s", "cpu_step_s")):
         of = {side: [getattr(start[side], field) for start in found] for side in found[0]}
@@ -246,7 +246,7 @@ def table(pairs: Pairs, found: Sequence[Samples]) -> list[str]:
 
 
 def raw(found: Sequence[Samples]) -> list[dict[str, Any]]:
-    """For the JSON beside the page."""
+    """Samples for the JSON beside the page."""
     return [{side: asdict(sample) for side, sample in start.items()} for start in found]
 
 

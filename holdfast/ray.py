@@ -1,4 +1,4 @@
-"""For code that was written for Ray Train's TorchTrainer: change its imports, not the code.
+"""Ray Train's TorchTrainer for existing code: change its imports, not the code.
 
     from holdfast.ray import RunConfig, ScalingConfig, Trainer      # where the job is started
     from holdfast.ray import Checkpoint, get_checkpoint, get_context, report   # in the function

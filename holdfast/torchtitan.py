@@ -1,4 +1,4 @@
-"""For torchtitan 0.3, one argument, and no line in its code or configuration:
+"""Support of torchtitan 0.3: one argument, and no line in its code or configuration:
 
     -m torchtitan.train --module llama3 --config llama3_8b \
         --override.imports holdfast.torchtitan.in_memory

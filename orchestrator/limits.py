@@ -8,7 +8,7 @@ MAX_SECONDS = 315_360_000
 """Ten years: no job waits longer on purpose, and in nanoseconds it fits 64 bits thirty times."""
 
 MAX_GPUS = 64
-"""Of one worker."""
+"""GPUs of one worker."""
 MAX_SIZES = 64
 """World sizes in spec.elasticity."""
 MAX_NODES = 100_000
@@ -16,18 +16,19 @@ MAX_NODES = 100_000
 the product of three fits 64 bits."""
 
 MAX_VARIABLE_BYTES = 128 * 1024
-"""Of one environment variable with its name: MAX_ARG_STRLEN of Linux. With a longer one no program
-can be started (execve: E2BIG)."""
+"""Bytes of one environment variable with its name: MAX_ARG_STRLEN of Linux. With a longer one no
+program can be started (execve: E2BIG)."""
 
 MAX_COMMAND_CHARS = 16 * 1024
-"""Of entrypoint.command: far above any line that a person writes, and read within milliseconds."""
+"""Characters of entrypoint.command: far above any line that a person writes, and read within
+milliseconds."""
 
 MAX_RESUME_WORDS = 64
 """Words of entrypoint.resumeArgs."""
 
 MAX_ENVIRONMENT_BYTES = 2**20
-"""Of spec.env: half of what Linux passes to a program, arguments included, with the usual stack
-limit of 8 MiB."""
+"""Bytes of spec.env: half of what Linux passes to a program, arguments included, with the usual
+stack limit of 8 MiB."""
 
 MAX_COUNT = 2**31 - 1
 """Steps, samples, restarts, layer widths: steps of 10 ms reach it in eight months."""
@@ -43,8 +44,8 @@ MAX_DOCUMENT_BYTES = 3 * 2**19
 request. A few lines of aliases can stand for more than memory holds."""
 
 MAX_CODE_ARCHIVE_BYTES = 8 * 2**20
-"""Of a job's code on Kubernetes, compressed. It lies in nine ConfigMaps at most; etcd holds 2 GiB
-in all by default. Source code of 5 MB has 1 MB compressed."""
+"""Bytes of a job's code on Kubernetes, compressed. It lies in nine ConfigMaps at most; etcd holds 2
+GiB in all by default. Source code of 5 MB has 1 MB compressed."""
 
 MAX_CODE_BYTES = 64 * 2**20
 """The same, unpacked; so much memory an agent needs for it."""
@@ -57,7 +58,7 @@ MAX_RAY_ARCHIVE_BYTES = 100 * 2**20
 dashboard), and rejects one after the whole of it was sent."""
 
 CODE_PART_BYTES = 960 * 1024
-"""Of the archive, in one ConfigMap (which may hold 1 MiB) and in one message."""
+"""Bytes of the archive in one ConfigMap (which may hold 1 MiB) and in one message."""
 
 # -- connections ------------------------------------------------------------------------------
 PROTOCOL_VERSION = 1
@@ -242,13 +243,14 @@ STACK_TIMEOUT_S = 2.0
 """Collecting the stacks of a hung worker delays recovery by this at most."""
 
 QUESTION_TIMEOUT_S = 10.0
-"""For an agent's answer to a question of a user about its workers, beside what it has to record."""
+"""Limit for an agent's answer to a question of a user about its workers, beside what it has to
+record."""
 
 MAX_SHOWN_RANKS = 512
 """Ranks whose stacks a user gets by default; of a job with more, the first ones."""
 
 MAX_ANSWER_BYTES = 4 * 2**20
-"""Of all stacks, or of one profile as it is sent (compressed)."""
+"""Bytes of all stacks, or of one profile as it is sent (compressed)."""
 
 MAX_PROFILE_S = 120.0
 
@@ -268,12 +270,12 @@ STAGING_BUFFERS = 3
 """Per worker: one being written, one complete, one that an upload may hold."""
 
 BUDDY_NETWORK_PERCENT = 50
-"""Of the time of a push in which it sends: half of the link stays for training even while a buddy
+"""Share of a push's time in which it sends: half of the link stays for training even while a buddy
 gets its copy."""
 
 STAGING_BUDGET_PERCENT = 3.0
-"""Of the step time that staging may cost: at this much a checkpoint in memory is cheaper than what
-it saves on any cluster that fails once a day."""
+"""Share of the step time that staging may cost: at this much a checkpoint in memory is cheaper than
+what it saves on any cluster that fails once a day."""
 
 MAX_STAGING_INTERVAL = 1000
 """Steps between two stagings if only time limits them otherwise."""
@@ -317,7 +319,8 @@ MAX_LAUNCH_INCIDENTS = 4
 finished between them."""
 
 MAX_LAUNCH_INCIDENT_CHARS = 400
-"""Of each text of such an incident: two sentences. It is an environment variable of each worker."""
+"""Characters of each text of such an incident: two sentences. It is an environment variable of each
+worker."""
 
 MAX_INCIDENT_STACK_BYTES = 128 * 1024
 """Stacks kept of one incident: a thousand ranks wait in the same collective, and a few show why."""

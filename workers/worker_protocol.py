@@ -86,13 +86,13 @@ class Pulse(WorkerMessage, frozen=True, kw_only=True, tag="pulse"):
     """The Python interpreter of the worker runs."""
 
     collectives: int = 0
-    """That this process has begun, in all process groups."""
+    """Number of collectives that this process has begun, in all process groups."""
 
 
 class BufferRequest(WorkerMessage, frozen=True, kw_only=True, tag="buffer-request"):
     num_bytes: int
     shared: bool = False
-    """Of a worker with twins: it will write a part of each buffer."""
+    """True for a worker with twins: it will write a part of each buffer."""
     step: int = -1
     """If shared: the step that it will stage; -1: it asks for the descriptors of the buffers that
     it will need."""
@@ -113,11 +113,11 @@ class Staged(WorkerMessage, frozen=True, kw_only=True, tag="staged"):
     step: int
     num_bytes: int
     sample: int = 0
-    """Of a worker with twins: checksum of a few bytes that must be the same on all of them."""
+    """Checksum, by a worker with twins, of a few bytes that must be the same on all of them."""
 
 
 class BufferReturned(WorkerMessage, frozen=True, kw_only=True, tag="buffer-returned"):
-    """Of a worker with twins: its part of this buffer was not staged. It may ask for it again."""
+    """A worker with twins did not stage its part of this buffer. It may ask for it again."""
 
     buffer: int
 
@@ -168,7 +168,7 @@ class FetchShard(WorkerMessage, frozen=True, kw_only=True, tag="fetch-shard"):
 
 
 class StopNoticeWanted(WorkerMessage, frozen=True, kw_only=True, tag="stop-notice-wanted"):
-    """In a planned stop this worker gets StopNotice in place of SIGTERM."""
+    """The worker gets StopNotice in place of SIGTERM in a planned stop."""
 
 
 class StackReport(WorkerMessage, frozen=True, kw_only=True, tag="stack"):

@@ -51,7 +51,7 @@ class RayTrain(Contestant):
 
 
 def wait_until_free(bound_s: float) -> None:
-    """Until the last run has released all resources. Raises TimeoutError."""
+    """Wait until the last run has released all resources. Raises TimeoutError."""
     import ray
 
     give_up = time.monotonic() + bound_s
@@ -64,7 +64,7 @@ def wait_until_free(bound_s: float) -> None:
 
 
 def wait_for_nodes(count: int, bound_s: float = RELEASED_S) -> None:
-    """Until the head lists exactly that many Ray nodes. Raises TimeoutError."""
+    """Wait until the head lists exactly that many Ray nodes. Raises TimeoutError."""
     import ray
 
     give_up = time.monotonic() + bound_s

@@ -48,7 +48,7 @@ class Torchrun(Contestant):
         kill_trees([psutil.Process(worker_pid).ppid()])
 
     def store_host(self) -> int | None:
-        """Of the agents the one that came first to the port: either may be it."""
+        """The agent that came first to the port; either may be it."""
         for process in self.processes:
             for one in psutil.Process(process.pid).net_connections("tcp"):
                 if one.status == psutil.CONN_LISTEN and one.laddr.port == self._port:

@@ -109,7 +109,7 @@ def write(out: Path, measured: Measured) -> None:
 
 
 def versions() -> str:
-    """Of the packages that are in this environment."""
+    """Versions of the packages in this environment."""
     found = []
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

@@ -37,7 +37,8 @@ START_BOUND_S = 120.0
 HANG_BOUND_S = 100.0
 """More than a hang of a script may take that reports nothing."""
 CLOSED_S = 30.0
-"""Until an incident is over for Holdfast: a framework that posts its steps does so every 5 s."""
+"""Limit until an incident is over for Holdfast: a framework that posts its steps does so every 5
+s."""
 SAVE_BOUND_S = 120.0
 DELAYS_S = 0.1
 """A kill in the middle of a save comes after a random part of this."""
@@ -50,15 +51,15 @@ class Result(msgspec.Struct, kw_only=True):
     side: str
     fault: str
     seconds: float | None = None
-    """From the fault to the next step; None: no step within the bound."""
+    """Time from the fault to the next step; None: no step within the bound."""
     gap_s: float | None = None
     trained_twice: int | None = None
     world: int | None = None
     note: str = ""
     named_s: float | None = None
-    """Until Holdfast had named what failed: of a hang the rank, or else in the incident."""
+    """Time until Holdfast had named what failed: a hang's rank, or the incident's culprit."""
     opened_s: float | None = None
-    """Until Holdfast had opened the incident."""
+    """Time until Holdfast had opened the incident."""
     reported_s: float | None = None
     reported_lost: int | None = None
     load: float = 0.0
@@ -66,7 +67,7 @@ class Result(msgspec.Struct, kw_only=True):
     others: float | None = None
     """Cores that processes of others used before the fault."""
     settled_s: float = 0.0
-    """From the first step of a launch to the fault, at least."""
+    """The least time from the first step of a launch to the fault."""
     at: str = ""
     """When the fault was caused, in UTC."""
     bound_s: float = 0.0
@@ -309,7 +310,7 @@ def measure(
 
 
 def causes(faults: list[str], kill_points: int) -> list[tuple[str, Cause]]:
-    """In the order of the table; of the kills in a save as many as `kill_points`."""
+    """Causes in the order of the table; `kill_points` kills in a save."""
     in_save: Cause = KillInSave(seed=0)
     several = [(SAVE, in_save)] * (kill_points if SAVE in faults else 0)
     return [(one, FAULTS[one]) for one in FAULTS if one in faults] + several

@@ -33,7 +33,7 @@ STEPS = 100_000
 """More than there is time for."""
 ANSWER_S = 30.0
 PATIENT = {"budgets": {"infrastructure": {"restarts": 1000}}, "badNodeStrikes": 1000}
-"""As --max-restarts: many faults follow each other in one job."""
+"""The same as --max-restarts: many faults follow each other in one job."""
 HOLD_S = 30.0
 """How long a lost node of Holdfast is not replaced in the case of shrink and grow."""
 
@@ -58,7 +58,7 @@ class Side(ABC):
 
     @property
     def marks(self) -> list[str]:
-        """In the command lines of its processes, see conditions.OtherWork."""
+        """Marks in the command lines of its processes, see conditions.OtherWork."""
         return [str(self.place)]
 
     @abstractmethod
@@ -165,7 +165,7 @@ class UnderHoldfast(Side):
         return time.time()
 
     def grow(self) -> None:
-        """By itself, after HOLD_S."""
+        """The side grows by itself, after HOLD_S."""
 
     def suspend(self) -> None:
         self._ask("suspend")

@@ -14,7 +14,7 @@ from .sides import InMemory
 OTHERS = 0.3
 """Cores that processes of others may use before a fault: more, and its figure is not compared."""
 FACTOR, NAMED_S, NAMED_STEPS, OFF = 4.0, 10.0, 3, 0.05
-"""Of the goals: times faster than torchrun, seconds and steps until a hang is named, and how far
+"""Goals: times faster than torchrun, seconds and steps until a hang is named, and how far
 the report may be from the step log."""
 HEAD = """\
 Each script is written for torchrun and has no line about Holdfast
@@ -208,7 +208,7 @@ def _named(ours: list[Result], step_s: float) -> str:
 
 
 def _off(ours: list[Result], account: Account | None) -> str:
-    """Of goodput, and of the seconds of all incidents together."""
+    """Error of goodput, and of the seconds of all incidents together."""
     if account is None or not account.goodput_by_log:
         return ""
     goodput = account.goodput / account.goodput_by_log - 1
@@ -276,5 +276,5 @@ def whole_runs(accounts: list[Account]) -> Iterator[str]:
 
 
 def load() -> str:
-    """For the conditions."""
+    """Load, for the conditions."""
     return f"{os.getloadavg()[0]:.1f} at the start"

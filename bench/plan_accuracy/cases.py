@@ -19,7 +19,7 @@ class Case:
     recipe: dict[str, Any]
     parallelism: dict[str, Any]
     on_gpu: bool
-    """With kernels of CUDA; else those of the CPU."""
+    """True with CUDA's kernels; else the CPU's."""
 
     @property
     def job(self) -> TrainingJob:

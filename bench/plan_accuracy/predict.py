@@ -17,10 +17,10 @@ from holdfast.orchestrator.protocol.mesh import Mesh
 
 @dataclass(frozen=True)
 class Predicted:
-    """Of one rank, in bytes."""
+    """Memory of one rank, in bytes."""
 
     peak: int
-    """Of tensors on the device, without the CUDA context."""
+    """Peak of tensors on the device, without the CUDA context."""
     phases: dict[str, float]
     """The same in each phase of the planner."""
     states: int

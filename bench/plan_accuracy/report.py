@@ -71,7 +71,8 @@ def _settings(case: Case) -> dict[str, Any]:
 
 
 def recall(case: Case, entry: dict[str, Any]) -> Comparison:
-    """From what as_json gave of this case: the planner is asked again, the step is not traced."""
+    """The comparison by what as_json gave of this case: the planner is asked again, the step is not
+    traced."""
     peaks = {
         phase: Peak(
             found["bytes"],

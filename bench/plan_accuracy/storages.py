@@ -117,7 +117,8 @@ class StorageTracker(TorchDispatchMode):
 
     # -- what is known of a storage -------------------------------------------------------------
     def block_of(self, tensor: Tensor) -> Block | None:
-        """That of a tensor's storage; None for one that no operator made under this mode."""
+        """The block of a tensor's storage; None for a storage that no operator made under this
+        mode."""
         plain = _plain(tensor)
         return None if plain is None else self._live.get(plain.untyped_storage()._cdata)
 

@@ -40,8 +40,8 @@ from .storages import HOST, Peak, StorageTracker
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer state"
 GATHERED, WHOLE, REDUCED = "gathered weights", "whole gradients", "buffers of the reduction"
 PHASES = ("forward", "loss", "loss backward", "backward", "clip", "optimizer")
-"""Of a step. That of the backward is followed by the part of the model whose gradient is computed:
-`backward of blocks.3`."""
+"""Phases of a step. The backward's phase is followed by the part of the model whose gradient is
+computed: `backward of blocks.3`."""
 
 
 _NUMBERS = itertools.count()
@@ -50,12 +50,12 @@ _NUMBERS = itertools.count()
 
 @dataclass
 class Measured:
-    """Of one rank, in bytes."""
+    """Memory of one rank, in bytes."""
 
     peaks: dict[str, Peak]
     """Phase -> peak of the second step."""
     first_peak: int
-    """Of the first step."""
+    """Peak of the first step."""
     states: dict[str, int]
     """Weights and optimizer state, on the device or, with offload, in main memory."""
     sent: dict[tuple[str, str], int]
@@ -202,7 +202,7 @@ def fake_groups(world_size: int, rank: int) -> Iterator[None]:
 
 
 def _session(mesh: Mesh, rank: int) -> Session:
-    """With its meshes, which must not be made of fake tensors."""
+    """A session with its meshes, which must not be made of fake tensors."""
     session = _Session(RankEnv(rank=rank, world_size=mesh.world_size), torch.device("cpu"), mesh)
     session.meshes = Meshes(mesh, "cpu", prefix=f"trace{next(_NUMBERS)}_")
     if mesh.tensor * mesh.context * mesh.pipeline > 1:

@@ -53,7 +53,7 @@ class Size:
 
     of: SizeOf
     option: str
-    """As written."""
+    """The option as written."""
     least: int
     most: int
 
@@ -63,7 +63,7 @@ class Option(NamedTuple):
     use: Use
     has_value: bool = True
     fix: str = ""
-    """Of a refused one."""
+    """The fix of a rejected option."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class Program:
     script: str | None = None
     module: str | None = None
     words: tuple[str, ...] = ()
-    """Of a program that is not run by Holdfast's Python."""
+    """Words of a program that Holdfast's Python does not run."""
     args: tuple[str, ...] = ()
-    """Of the script or module."""
+    """Arguments of the script or module."""
     python: str = ""
     """Interpreter, or directory of an environment; "": the one of the workers."""
     runner: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ class Program:
     env: dict[str, str] = field(default_factory=dict)
     launcher: str = ""
     launcher_args: tuple[str, ...] = ()
-    """For accelerate's own code, which turns them into variables."""
+    """Arguments for accelerate's own code, which turns them into variables."""
     local_rank_option: str = ""
     """The option with which the launcher gives the script its local rank; "": none."""
     sizes: tuple[Size, ...] = ()

@@ -118,7 +118,7 @@ TYPES = {
     "gpt_neox": ModelType(_HEADS_ALONE, False, _GPT, _neox_biases),
 }
 DEFAULT_HEAD_DIM = {"qwen3": 128, "gemma": 256}
-"""Of types whose heads do not simply share hidden_size."""
+"""Head size of types whose heads do not simply share hidden_size."""
 
 
 def architecture_of(config: object, name: str) -> Architecture:
@@ -198,8 +198,8 @@ def _sizes(reader: _Reader, kind: ModelType, model_type: str) -> dict[str, Any]:
 
 
 def _kv_heads(reader: _Reader, kind: ModelType, heads: int, model_type: str) -> int:
-    """As many as heads where the type has no such field or it is null. The default of a field that
-    is left out is a fixed number for all types but llama, so it is taken as missing there."""
+    """The number of heads where the type has no such field or it is null. The default of a field
+    that is left out is a fixed number for all types but llama, so it is taken as missing there."""
     key = kind.keys.num_kv_heads
     if not key:
         return heads

@@ -23,7 +23,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     aliases: tuple[str, ...] = ()
     """Other names that people write, and names that drivers report."""
     memory_bytes: int
-    """As torch reports it for a device of this kind, which is a little less than the name says."""
+    """Bytes as torch reports them for a device of this kind, which is a little less than the name
+    says."""
     flops: dict[str, float]
     """Peak FLOP/s of dense matrix products by format: float32, bfloat16, float16, float8."""
     sustained: float = 1.0

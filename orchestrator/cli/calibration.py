@@ -28,7 +28,7 @@ MODULE = "holdfast.workers.training.calibrate"
 
 STEPS = 20
 TIMEOUT_S = 1800.0
-"""Of the measuring process: compilation of a large block takes minutes."""
+"""Limit of the measuring process: compilation of a large block takes minutes."""
 
 
 def with_calibration(

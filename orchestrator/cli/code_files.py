@@ -59,14 +59,14 @@ CACHES = (
     ".venv", "venv", "node_modules", ".hg", ".svn", ".tox", ".nox",
     ".ipynb_checkpoints", "*.egg-info", ".*_cache", "wandb", "mlruns",
 )  # fmt: skip
-"""Of files and directories that are no code, where git does not say it."""
+"""Files and directories that are not code, where git does not know."""
 NAMED = 5
 """So many files are named in a message."""
 RAY_IGNORE = ".rayignore"
 """Ray's own file of that kind. It is read for every cluster: the first code of a job on Ray and an
 edited one have the same files."""
 HEADER_BYTES = 3072
-"""Of a file in a tar, at most: header, long name, padding."""
+"""Overhead of a file in a tar, at most: header, long name, padding."""
 GIT_S = 60.0
 
 

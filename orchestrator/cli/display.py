@@ -113,7 +113,7 @@ class LineDisplay(SilentDisplay):
         self._last = JobView(name="")
         self._progress_ns = 0
         self._reasons: set[str] = set()
-        """Of this state of this generation, without numbers."""
+        """Reasons of this state of this generation, without numbers."""
         self._open: dict[int, bool] = {}
 
     def show(self, view: JobView) -> None:

@@ -25,7 +25,7 @@ from . import launch_sizes
 PYTHON_FIELD = "spec.entrypoint.python"
 COMMAND_FIELD = "spec.entrypoint.command"
 ANSWER_S = 30.0
-"""For an interpreter that compiles one file, on a busy machine."""
+"""Limit for an interpreter that compiles one file, on a busy machine."""
 _SNIFFED_BYTES = 8192
 _SHELL = re.compile(rb"#!\s*\S*\b(env\s+)?(ba|da|z|k)?sh\b")
 _OTHER_SHEBANG = re.compile(rb"#!\s*(\S+)(?:\s+(\S+))?")

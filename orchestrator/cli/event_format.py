@@ -34,7 +34,7 @@ class _Refusal:
     """An action that failed last time, and is tried again."""
 
     action: str
-    """With its reason."""
+    """The action with its reason."""
     result: str
     num_repeats: int = 0
 

@@ -161,7 +161,7 @@ def find(
 
 
 def generations(directory: JobDirectory) -> list[int]:
-    """With a directory of logs, oldest first."""
+    """Generations with a directory of logs, oldest first."""
     return sorted(
         int(match[1])
         for path in directory.logs.glob("gen-*")

@@ -34,12 +34,12 @@ STATE_STYLES = {
 
 
 def stdout() -> Console:
-    """For results. Colours only on a terminal; NO_COLOR is respected."""
+    """Console for results. Colours only on a terminal; NO_COLOR is respected."""
     return console(sys.stdout)
 
 
 def stderr() -> Console:
-    """For errors and remarks."""
+    """Console for errors and remarks."""
     return console(sys.stderr)
 
 

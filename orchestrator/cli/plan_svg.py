@@ -20,7 +20,7 @@ COLOURS = (
     "#4269d0", "#6cc5b0", "#efb118", "#97bbf5", "#3ca951", "#9c6b4e", "#ff725c", "#9498a0",
     "#a463f2", "#ff8ab7", "#c7b58c",
 )  # fmt: skip
-"""Of Observable's categorical scheme, which stays readable for colour-blind people."""
+"""Colours of Observable's categorical scheme, which stays readable for colour-blind people."""
 
 
 def draw(plan: Plan | ModelPlan) -> str:

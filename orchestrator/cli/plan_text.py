@@ -29,8 +29,8 @@ def render(plan: Plan | ModelPlan, *, explain: bool = False, environment: bool =
     """`explain`: formula, numbers and source of each figure. `environment`: ranks and environment
     of a job."""
     if isinstance(plan, ModelPlan):
-        return Group(*_of_model(plan, explain))
-    return Group(*_of_job(plan, explain, environment))
+        return Group(*_model_parts(plan, explain))
+    return Group(*_job_parts(plan, explain, environment))
 
 
 def _section(title: str) -> Iterator[RenderableType]:
@@ -39,7 +39,7 @@ def _section(title: str) -> Iterator[RenderableType]:
 
 
 # -- of a job -----------------------------------------------------------------------------------
-def _of_job(plan: Plan, explain: bool, environment: bool) -> Iterator[RenderableType]:
+def _job_parts(plan: Plan, explain: bool, environment: bool) -> Iterator[RenderableType]:
     yield _verdict(plan)
     head = f"{plan.strategy} on {plural(plan.num_nodes, 'node')}, "
     head += f"{plural(plan.mesh.world_size, 'worker')}: {plan.mesh.describe()}"
@@ -159,7 +159,7 @@ def _environment(plan: Plan) -> Iterator[RenderableType]:
 
 
 # -- of a model ---------------------------------------------------------------------------------
-def _of_model(plan: ModelPlan, explain: bool) -> Iterator[RenderableType]:
+def _model_parts(plan: ModelPlan, explain: bool) -> Iterator[RenderableType]:
     yield Text(plan.verdict, "bold green" if plan.fits else "bold red")
     yield (
         f"sequences of {plan.sequence_length:,} tokens, {plan.global_batch:,} in a step; "

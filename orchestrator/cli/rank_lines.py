@@ -15,9 +15,9 @@ INTERVAL_S = 0.25
 BAR_INTERVAL_S = 10.0
 """Between two states of a progress bar that has not ended its line."""
 LAST_S = 5.0
-"""For the last lines, where a cluster does not answer."""
+"""Limit for the last lines, where a cluster does not answer."""
 MAX_LINES = 200
-"""In one interval; of more, the last ones are shown."""
+"""Lines shown in one interval; the last ones if there are more."""
 
 
 class RankLines:
@@ -68,7 +68,7 @@ class RankLines:
             self._print(self._tail, over=last)
 
     def _newer(self) -> list[LogTail]:
-        """Of the generations that came since the last look and have a log of rank 0."""
+        """Tails of the generations that came since the last look and have a log of rank 0."""
         newer = [number for number in generations(self._directory) if number > self._generation]
         paths = {number: self._directory.rank_log(number, 0) for number in newer}
         found = {number: path for number, path in paths.items() if path.exists()}

@@ -159,7 +159,7 @@ def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str | 
 
 
 def goodput(view: JobView) -> str:
-    """Of a script whose lost steps are not all known, these count as productive time."""
+    """Goodput; lost steps of a script that are not known count as productive time."""
     unknown = view.steps_lost is None or view.steps_lost_at_least
     return f"{'at most ' if unknown else ''}{view.goodput:.1%}"
 
@@ -182,7 +182,7 @@ def checkpoints(view: JobView) -> str:
 
 
 def copies(view: JobView) -> str:
-    """Of the buddy tier."""
+    """Copies of the buddy tier."""
     return f"step {view.copied_step}" + (f"; {view.copies}" if view.copies else "")
 
 

@@ -152,7 +152,7 @@ def incident_lines(incident: Incident, *, ended: bool = False) -> Iterator[str]:
 
 
 def _stacks(incident: Incident, *, full: bool) -> Iterator[str]:
-    """By default only the culprit's stack: the other ranks wait in the same collective."""
+    """Stacks; by default only the culprit's, since the other ranks wait in the same collective."""
     if not incident.stacks:
         return
     if full:

@@ -24,7 +24,7 @@ from ..runtime.observe.view import JobView
 from .commands import Commands, failure
 
 POLL_S = 0.2
-"""Of files of this machine."""
+"""Interval of looks at files of this machine."""
 _VIEW_LINE = re.compile(r"^\d\d:\d\d:\d\d  ", re.MULTILINE)
 """What `holdfast run` prints of a view, without a terminal: the job exists."""
 
@@ -82,7 +82,7 @@ class LocalAccess(Commands):
         return self._target.free_name(wanted)
 
     def start(self, file: Path, name: str, output: Path) -> None:
-        """As of a cluster; then the controller writes to `output`."""
+        """Start it; on a cluster, too, and then the controller writes to `output`."""
         self._controllers = [one for one in self._controllers if one.poll() is None]
         with output.open("wb") as stream:
             child = self.begin(["run", str(file), "--json"], stream, subprocess.STDOUT)
@@ -132,7 +132,8 @@ Access = LocalAccess | ClusterAccess
 
 
 def client_directory(home: Home, name: str) -> Path:
-    """Of what the client made for jobs of this name: the scripts of functions, and output."""
+    """Directory of what the client made for jobs of this name: the scripts of functions, and
+    output."""
     return home.path / "client" / name
 
 

@@ -20,9 +20,9 @@ from ..protocol import python_command
 
 PROGRAM = "holdfast.orchestrator.cli.main"
 LAST_CHARS = 2000
-"""Of the output of a command that ended without a message for the user."""
+"""Lines of the output of a command that ended without a message for the user."""
 END_S = 10.0
-"""From SIGTERM to SIGKILL."""
+"""Seconds from SIGTERM to SIGKILL."""
 _INTERACTIVE = ("FORCE_COLOR", "CLICOLOR_FORCE", "CLICOLOR", "TTY_COMPATIBLE")
 
 
@@ -77,8 +77,8 @@ class Commands:
 
 
 def environment() -> dict[str, str]:
-    """That of this process, without what a notebook's kernel sets for its own output: workers on
-    this machine inherit it."""
+    """The environment of this process, without what a notebook's kernel sets for its own output:
+    workers on this machine inherit it."""
     found = {name: value for name, value in os.environ.items() if name not in _INTERACTIVE}
     if "inline" in found.get("MPLBACKEND", ""):
         del found["MPLBACKEND"]

@@ -77,12 +77,12 @@ class ScalingConfig:
 
     @property
     def gpus(self) -> int:
-        """Of a worker."""
+        """GPUs of a worker."""
         return int((self.resources_per_worker or {}).get("GPU", 1 if self.use_gpu else 0))
 
     @property
     def cpus(self) -> float:
-        """Of a worker. Ray Train's default is 1, also with a GPU."""
+        """CPUs of a worker. Ray Train's default is 1, also with a GPU."""
         return (self.resources_per_worker or {}).get("CPU", 1)
 
 
@@ -165,7 +165,7 @@ class TorchConfig:
     """nccl, gloo or both, as in cpu:gloo,cuda:nccl. None: nccl with GPUs, gloo without."""
     init_method: str = "env"
     timeout_s: float = 1800
-    """Of a collective."""
+    """Limit of a collective."""
 
     def __post_init__(self) -> None:
         if self.backend not in (None, "nccl", "gloo", "cpu:gloo,cuda:nccl"):
@@ -355,7 +355,7 @@ class RayTrainer:
 
 
 def _result(path: Path, view: JobView) -> Result:
-    """Of a job that has succeeded. Raises UserError where this process does not see it."""
+    """Result of a job that has succeeded. Raises UserError where this process does not see it."""
     try:
         returned = run_directory.returned(path)
     except FileNotFoundError:

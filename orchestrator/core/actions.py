@@ -80,9 +80,9 @@ class StopGroup(Action, frozen=True, kw_only=True, tag="stop-group"):
     grace_s: float = 0.0
     stacks: bool = False
     save_grace_s: float = 0.0
-    """For workers in a declared save, in a stop without grace."""
+    """Grace for workers in a declared save, in a stop without grace."""
     after_step: int = -1
-    """In a stop with grace: a script that asks for notices saves after this step; -1: there is no
+    """Step after which a script that asks for notices saves, in a stop with grace; -1: there is no
     time for one."""
 
 

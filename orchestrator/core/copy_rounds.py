@@ -39,7 +39,7 @@ class CopyOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CopyScheduler:
-    """Of one controller. It reads the controller's state and changes nothing."""
+    """The copy rounds of one controller. It reads the controller's state and changes nothing."""
 
     def __init__(self) -> None:
         self._generation = 0

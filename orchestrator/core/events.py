@@ -69,7 +69,7 @@ class SuspendRequested(Event, frozen=True, kw_only=True, tag="suspend-requested"
 class ResumeRequested(Event, frozen=True, kw_only=True, tag="resume-requested"):
     by: str = ""
     start_over: bool = False
-    """Of a job that holds: begin at step 0."""
+    """True for a job that holds: begin at step 0."""
 
 
 class AgainRequested(Event, frozen=True, kw_only=True, tag="again-requested"):
@@ -192,7 +192,7 @@ class StepCompleted(
 
 
 class HangDetected(Event, frozen=True, kw_only=True, tag="hang-detected"):
-    """From the progress monitor: no progress within the limit while processes are alive."""
+    """The progress monitor observed no progress within the limit while processes are alive."""
 
     generation: int
     ranks: tuple[int, ...]
@@ -205,15 +205,15 @@ class HangDetected(Event, frozen=True, kw_only=True, tag="hang-detected"):
 
 
 class HangSuspected(Event, frozen=True, kw_only=True, tag="hang-suspected"):
-    """From the progress monitor: no progress for almost the hang limit. The workers are inspected
-    and go on; nothing is charged."""
+    """The progress monitor observed no progress for almost the hang limit. The workers are
+    inspected and go on; nothing is charged."""
 
     generation: int
     evidence: str
 
 
 class HangSuspicionEnded(Event, frozen=True, kw_only=True, tag="hang-suspicion-ended"):
-    """From the progress monitor: there is progress again."""
+    """The progress monitor observed progress again."""
 
     generation: int
     seconds: float
@@ -221,8 +221,8 @@ class HangSuspicionEnded(Event, frozen=True, kw_only=True, tag="hang-suspicion-e
 
 
 class CollectivesBegun(Event, frozen=True, kw_only=True, tag="collectives-begun"):
-    """From the progress monitor: all ranks of a script that reports nothing begin collectives, so
-    it probably trains. A later one of the same generation corrects the time."""
+    """The progress monitor observed that all ranks of a script that reports nothing begin
+    collectives, so it probably trains. A later one of the same generation corrects the time."""
 
     generation: int
     ago_s: float = 0.0
@@ -238,7 +238,7 @@ class GroupInspected(Event, frozen=True, kw_only=True, tag="group-inspected"):
 
 
 class StragglerDetected(Event, frozen=True, kw_only=True, tag="straggler-detected"):
-    """From the progress monitor; noted, not acted on."""
+    """The progress monitor found a slow rank; noted, not acted on."""
 
     generation: int
     node: str
@@ -247,7 +247,7 @@ class StragglerDetected(Event, frozen=True, kw_only=True, tag="straggler-detecte
 
 
 class HeartbeatsLost(Event, frozen=True, kw_only=True, tag="heartbeats-lost"):
-    """From the progress monitor: no node sends heartbeats, so the cause is probably on the
+    """The progress monitor observed that no node sends heartbeats, so the cause is probably on the
     controller's side; no node is declared lost yet."""
 
     nodes: int
@@ -258,7 +258,7 @@ class HeartbeatsLost(Event, frozen=True, kw_only=True, tag="heartbeats-lost"):
 
 
 class HeartbeatsRestored(Event, frozen=True, kw_only=True, tag="heartbeats-restored"):
-    """From the progress monitor: heartbeats arrive again."""
+    """The progress monitor observed that heartbeats arrive again."""
 
     seconds: float
     """How long there was none."""
@@ -270,11 +270,11 @@ class ActionSucceeded(Event, frozen=True, kw_only=True, tag="action-succeeded"):
     generation: int = 0
     detail: str = ""
     nodes: tuple[str, ...] = ()
-    """Of RequestNodes: the promised nodes. Empty: the backend cannot name them yet."""
+    """The promised nodes of RequestNodes. Empty: the backend cannot name them yet."""
     start_s: float | None = None
-    """Of RequestNodes: how long a node takes to start now, where the backend knows."""
+    """RequestNodes: how long a node takes to start now, where the backend knows."""
     start_limit_s: float = limits.NODE_WAIT_S
-    """Of RequestNodes: a node that has not joined after this is released."""
+    """RequestNodes: a node that has not joined after this is released."""
 
 
 class ActionFailed(Event, frozen=True, kw_only=True, tag="action-failed"):
@@ -282,7 +282,7 @@ class ActionFailed(Event, frozen=True, kw_only=True, tag="action-failed"):
     generation: int = 0
     detail: str = ""
     final: bool = False
-    """Of CommitManifest: another attempt cannot succeed, as its shards do not hold every value."""
+    """CommitManifest: another attempt cannot succeed, as its shards do not hold every value."""
 
 
 class ActionUnknown(Event, frozen=True, kw_only=True, tag="action-unknown"):

@@ -28,7 +28,7 @@ def planned(ctx: StepContext, event: NodeMemoryPlanned) -> None:
 
 
 def begin_generation(state: JobState, members: tuple[str, ...], mesh: Mesh) -> None:
-    """With what is known of its members."""
+    """Begin with what is known of its members."""
     found = _least(state, members, mesh)
     given_up = found[1].grant.given_up if found is not None else "nothing"
     state.copies_given_up = given_up != "nothing"

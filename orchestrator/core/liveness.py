@@ -24,7 +24,7 @@ BEATS_TO_DOUBT = 1.5
 
 
 class FailureDetector:
-    """Of the nodes of one job. Times are arguments."""
+    """Detects failed nodes of one job. Times are arguments."""
 
     def __init__(self) -> None:
         self._observed: dict[str, int] = {}
@@ -162,6 +162,6 @@ def _why(quiet_ns: int, limit_s: float) -> str:
 
 
 def _doubt_ns(recovery: Recovery) -> int:
-    """For so long all nodes are never silent by chance."""
+    """Time without any heartbeat after which the controller suspects its own machine."""
     beats_s = BEATS_TO_DOUBT * recovery.heartbeat_interval_s
     return seconds(max(recovery.heartbeat_timeout_s / 2, beats_s))

@@ -25,8 +25,8 @@ SLACK_S = 5.0
 SHARE = 1 / 3
 """The share of a leaving node's remaining time that may be spent on waiting."""
 SECOND_MARGIN_S = 12.0
-"""Of the second request, after a rank was past the first step: reports come late where the CPUs are
-busy. There is no third one, as the interruption waits."""
+"""Margin of the second request, after a rank was past the first step: reports come late where the
+CPUs are busy. There is no third one, as the interruption waits."""
 AT_ONCE: tuple[Purpose, ...] = ("failure", "finish", "new-code")
 """Interruptions that wait for no step. Who has edited the code waits for it, so the steps since the
 last one that was staged are trained again."""

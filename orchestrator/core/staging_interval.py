@@ -47,7 +47,7 @@ class IntervalOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """Of one staging, on the slowest rank."""
+    """Costs of one staging, on the slowest rank."""
 
     blocked_s: float
     """Blocks the training loop, without the wait for the staging before."""
@@ -56,7 +56,7 @@ class Costs(msgspec.Struct, frozen=True):
     step_s: float
     """A step without staging."""
     whole_s: float
-    """From its beginning to its end."""
+    """Seconds from its beginning to its end."""
 
     @property
     def total_s(self) -> float:
@@ -68,7 +68,7 @@ def is_auto(checkpoint: Checkpoint) -> bool:
 
 
 def at_launch(state: JobState) -> int:
-    """For LaunchGroup: 0 where the spec has the number."""
+    """The interval for LaunchGroup: 0 where the spec has the number."""
     chosen = state.staging_interval
     differs = is_auto(state.job.spec.checkpoint) or (chosen is not None and chosen.for_storage)
     return state.stage_every_steps if differs else 0

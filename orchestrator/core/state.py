@@ -283,12 +283,12 @@ class JobState(Struct):
     node is its node rank."""
 
     job: TrainingJob
-    """As submitted, with the size and the limits that were last requested."""
+    """The job as submitted, with the size and the limits that were last requested."""
     job_id: str
     submitted_ns: int
     now_ns: int
     checkpoint_path: str = ""
-    """As submitted."""
+    """The path as submitted."""
     phase: JobPhase = "pending"
     reason: Reason = field(default_factory=lambda: Reason("submitted", "submitted"))
     intent: Intent = "run"
@@ -321,7 +321,7 @@ class JobState(Struct):
     """Nodes whose release failed and is tried again -> why they were released."""
     pending_nodes: Promises = field(default_factory=Promises)
     start_durations_ns: list[int] = []
-    """From promise to join, of the last nodes that joined."""
+    """Times from promise to join of the last nodes that joined."""
     expected_start_ns: int | None = None
     """How long a node takes to start, as the backend last said."""
     start_limit_s: float = limits.NODE_WAIT_S
@@ -365,18 +365,20 @@ class JobState(Struct):
     needs_placement: bool = False
     """No workers run and a new generation is wanted."""
     deadline_left_s: float | None = None
-    """Of a suspended job's activeDeadlineSeconds, which does not run while it is suspended."""
+    """Seconds left of a suspended job's activeDeadlineSeconds, which does not run while it is
+    suspended."""
     drain: Drain | None = None
     hold: Hold | None = None
     """Its intent is then "suspend"."""
     num_store_failures: int = 0
     """Generations in a row that could not read the store."""
     staging_interval: StagingInterval | None = None
-    """Of checkpoint.memory.everySteps: auto, once stagings were measured."""
+    """The interval of checkpoint.memory.everySteps: auto, once stagings were measured."""
     staging_samples: list[StagingSample] = field(default_factory=list)
     """The last stagings in this interval."""
     copies_given_up: bool = False
-    """Of the running generation: a member has no memory for buddy copies, so none are made."""
+    """True in the running generation if a member has no memory for buddy copies, so none are
+    made."""
     memory_tier_given_up: bool = False
     """A member has memory for one buffer per worker, or for none."""
 
@@ -404,7 +406,7 @@ class JobState(Struct):
     notes: list[tuple[int, str]] = field(default_factory=list)
     """Recent remarks for people; they decide nothing."""
     traceback: str = ""
-    """Of the error that ended the job."""
+    """Traceback of the error that ended the job."""
 
     @property
     def target_nodes(self) -> int:
@@ -430,7 +432,7 @@ class JobState(Struct):
 
     @property
     def worker_memory(self) -> WorkerMemory:
-        """Of a worker on the smallest of the nodes that are here."""
+        """Memory of a worker on the smallest of the nodes that are here."""
         return memory_of_least(self.job, *self.nodes.least_memory())
 
     @property
@@ -482,7 +484,7 @@ class JobState(Struct):
         return self.members[index] if 0 <= index < len(self.members) else ""
 
     def gpu_model(self, node: str) -> str:
-        """Of a node's first GPU; empty without one, or without the node."""
+        """Model of a node's first GPU; empty without one, or without the node."""
         known = self.nodes.get(node)
         return known.facts.gpus[0].name if known is not None and known.facts.gpus else ""
 

@@ -14,7 +14,7 @@ from statistics import median
 from .. import limits
 
 MAD_TO_DEVIATION = 1.4826
-"""Of a normal distribution."""
+"""Factor of a normal distribution."""
 MANY_NODES = 8
 
 
@@ -40,7 +40,7 @@ class Slow:
 
 @dataclass(slots=True)
 class StragglerFinder:
-    """Of one generation."""
+    """Finds stragglers of one generation."""
 
     since: dict[int, int] = field(default_factory=dict)
     """Rank -> the step at which it was first slow, without a pause since."""

@@ -56,7 +56,7 @@ for stderr, 3 for a Status when the command has ended."""
 
 class _Request(NamedTuple):
     verb: str
-    """As in RBAC rules."""
+    """The verb as in RBAC rules."""
     method: str
     resource: Resource
     path: str
@@ -81,7 +81,7 @@ class KubeClient:
         """`reload` loads the credentials again after a 401."""
         self._credentials = Credentials(api, reload)
         self.namespace = namespace
-        """Of the context or the pod; commands use it by default."""
+        """Namespace of the context or the pod; commands use it by default."""
         self.host = str(api.configuration.host)
         self.requests: Counter[tuple[str, str]] = Counter()
         """(verb, resource) -> requests so far."""
@@ -221,7 +221,7 @@ class KubeClient:
     async def pages(
         self, resource: Resource, namespace: str = "", selector: str = "", fields: str = ""
     ) -> AsyncIterator[tuple[list[Document], str]]:
-        """As `list_all`, page by page."""
+        """The same as `list_all`, page by page."""
         path, token = resource.path(namespace), ""
         while True:
             query = [("limit", str(PAGE)), *_selectors(selector, fields)]

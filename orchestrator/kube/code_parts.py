@@ -21,7 +21,7 @@ NUM_PARTS = "holdfast.dev/parts"
 LABEL_CODE = "holdfast.dev/code"
 """Label: the first digits of the archive's name."""
 DIGITS = 16
-"""Of an archive's name, in names of ConfigMaps; agents check all 64."""
+"""Digits of an archive's name in names of ConfigMaps; agents check all 64."""
 
 
 def part_name(job: str, code: str, number: int) -> str:
@@ -34,7 +34,7 @@ def selector(job: str) -> str:
 
 
 def part_documents(owner: Owner, code: str, archive: bytes) -> list[Document]:
-    """In the order in which they are to be created."""
+    """Documents in the order in which they are to be created."""
     size = limits.CODE_PART_BYTES
     parts = [archive[at : at + size] for at in range(0, len(archive), size)]
     numbered = list(enumerate(parts))

@@ -22,6 +22,6 @@ def definition() -> dict[str, Any]:
 
 
 def definition_text() -> str:
-    """With a header line that names its source."""
+    """The definition with a header line that names its source."""
     head = "# Generated from orchestrator/api/v1alpha1 by `holdfast schema --crd`; do not edit.\n"
     return head + yaml_text(definition())

@@ -26,7 +26,7 @@ class Resource(NamedTuple):
         return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
 
     def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
-        """Of one object or of all; without a namespace, of all namespaces."""
+        """Path of one object or of all; without a namespace, of all namespaces."""
         where = f"/namespaces/{namespace}" if namespace and self.namespaced else ""
         tail = "".join(f"/{part}" for part in (name, subresource) if part)
         return f"{self.base}{where}/{self.plural}{tail}"
@@ -48,7 +48,7 @@ class ApiError(HoldfastError):
         super().__init__(text)
         self.status, self.reason = status, reason
         self.message = message or text
-        """As the API server wrote it."""
+        """The message as the API server wrote it."""
 
 
 class Unreachable(ApiError):

@@ -67,7 +67,7 @@ class Informer:
         """Why `objects` is not current; empty while the watch works."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         backoff = Backoff()
         while True:
             try:

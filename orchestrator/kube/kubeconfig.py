@@ -60,5 +60,5 @@ def _files(kubeconfig: Any) -> tuple[str, list[Path]]:
 
 
 def _path(written: Path | str) -> Path:
-    """With ~ expanded, except where there is no such home."""
+    """The path with ~ expanded, except where there is no such home."""
     return Path(os.path.expanduser(written))  # noqa: PTH111

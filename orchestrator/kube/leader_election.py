@@ -76,9 +76,10 @@ class LeaderElection:
         """(holder, renewTime) of the last change; `_seen_at_s` is its time on the local clock."""
         self._seen_at_s = 0.0
         self.holder = ""
-        """As last observed."""
+        """The holder as last observed."""
         self._written: Document | None = None
-        """As this candidate has last written it; None: it must be read before the next write."""
+        """The lease as this candidate has last written it; None: it must be read before the next
+        write."""
         # A leader survives outages that are shorter than the lease, too.
         self._health = LeaseHealth(lease_s)
 
@@ -221,5 +222,5 @@ class LeaderElection:
 
 
 def _now() -> str:
-    """As a MicroTime of the API."""
+    """The time as a MicroTime of the API."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -52,7 +52,7 @@ CONTAINER = "worker"
 FIELD_MANAGER = "holdfast-operator"
 
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"
-"""As Kubernetes generates names: no vowels, so no words; no letters that look alike."""
+"""Letters as Kubernetes generates names: no vowels, so no words; no letters that look alike."""
 SUFFIX_LENGTH = 5
 
 

@@ -28,18 +28,20 @@ class UnknownField(NamedTuple):
 def misspelt_fields(pod: dict[str, Any]) -> list[UnknownField]:
     """`pod`: metadata and spec of a pod, or a part of them."""
     return [
-        found for part, model in ROOTS.items() for found in _of_model(pod.get(part), model, part)
+        found
+        for part, model in ROOTS.items()
+        for found in _unknown_in_model(pod.get(part), model, part)
     ]
 
 
-def _of_model(value: Any, model: str, path: str) -> Iterator[UnknownField]:
+def _unknown_in_model(value: Any, model: str, path: str) -> Iterator[UnknownField]:
     if not isinstance(value, dict):
         return
     kind = getattr(library, model)
     types = {kind.attribute_map[name]: of for name, of in kind.openapi_types.items()}
     for key, child in value.items():
         if key in types:
-            yield from _of_type(child, types[key], f"{path}.{key}")
+            yield from _unknown_in_type(child, types[key], f"{path}.{key}")
         elif str(key).startswith("$"):
             yield UnknownField(f"{path}.{key}", "null, which removes a field")
         else:
@@ -48,12 +50,12 @@ def _of_model(value: Any, model: str, path: str) -> Iterator[UnknownField]:
                 yield UnknownField(f"{path}.{key}", close[0])
 
 
-def _of_type(value: Any, kind: str, path: str) -> Iterator[UnknownField]:
+def _unknown_in_type(value: Any, kind: str, path: str) -> Iterator[UnknownField]:
     if match := re.fullmatch(r"[Ll]ist\[(.+)\]", kind):
         for number, child in enumerate(value if isinstance(value, list) else ()):
-            yield from _of_type(child, match[1], f"{path}[{number}]")
+            yield from _unknown_in_type(child, match[1], f"{path}[{number}]")
     elif match := re.fullmatch(r"[Dd]ict[(\[]\w+, *(.+)[)\]]", kind):
         for key, child in value.items() if isinstance(value, dict) else ():
-            yield from _of_type(child, match[1], f"{path}.{key}")
+            yield from _unknown_in_type(child, match[1], f"{path}.{key}")
     elif hasattr(getattr(library, kind, None), "attribute_map"):
-        yield from _of_model(value, kind, path)
+        yield from _unknown_in_model(value, kind, path)

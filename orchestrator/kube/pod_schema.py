@@ -34,12 +34,12 @@ QUANTITIES = {
 }
 """The library calls quantities texts; the API accepts numbers, too, such as 0.5."""
 SERVER_FIELDS = ("managedFields", "ownerReferences", "finalizers")
-"""Of metadata. A template cannot set them."""
+"""Fields of metadata that a template cannot set."""
 _SIMPLE = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
 
 
 def pod_template_schema() -> Node:
-    """Of `metadata` and `spec`."""
+    """Schema of `metadata` and `spec`."""
     properties = {name: _object(model) for name, model in ROOTS.items()}
     for name in SERVER_FIELDS:
         del properties["metadata"]["properties"][name]

@@ -13,7 +13,7 @@ _SOURCE = "Korthikanti et al. 2022, section 4, counted for RMSNorm and SwiGLU"
 
 
 def activation_terms(work: Workload, layout: ParallelLayout, part: StageEnds) -> Iterator[Term]:
-    """Of one rank; of a pipeline, of one with `part`."""
+    """Terms of one rank; in a pipeline, of a rank with `part`."""
     tokens, mesh = rank_tokens(work, layout), layout.mesh
     live = layer_bytes(work, layout) * tokens
     kept, what = _kept_of_layers(work, layout, tokens, live)

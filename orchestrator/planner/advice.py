@@ -130,7 +130,7 @@ def _advice(job: TrainingJob, num_nodes: int, memory: WorkerMemory) -> str:
 
 
 def _too_many_states(job: TrainingJob, num_nodes: int, mesh: Mesh, memory: WorkerMemory) -> Problem:
-    """Of a job on CPUs."""
+    """Advice for a job on CPUs."""
     states, host = states_in_main_memory(job, mesh), memory.host
     assert states is not None and host is not None
     return Problem(
@@ -149,7 +149,7 @@ def refused_as_wanted(job: TrainingJob, memory: WorkerMemory) -> Problem | None:
 
 
 def _options(job: TrainingJob, num_nodes: int) -> Iterator[list[_Change]]:
-    """For each field the values that may be tried, beside leaving it."""
+    """The values of each field that may be tried, beside leaving it."""
     parallelism, recipe = job.spec.parallelism, job.spec.entrypoint.recipe
     assert recipe is not None
     inner = parallelism.inner
@@ -158,7 +158,7 @@ def _options(job: TrainingJob, num_nodes: int) -> Iterator[list[_Change]]:
     if isinstance(parallelism.shard, int):
         sizes = range(parallelism.shard + 1, world // inner + 1)
         fitting = [n for n in sizes if (world // inner) % n == 0]
-        yield [_Change(_of_shard(job, n), 0.1 * n / parallelism.shard) for n in fitting[:6]]
+        yield [_Change(_shard_fields(job, n), 0.1 * n / parallelism.shard) for n in fitting[:6]]
     if parallelism.pipeline > 1:  # its ranks keep whole gradients of their stages
         fields: dict[str, Any] = {"parallelism.pipeline": 1}
         if parallelism.pipeline_schedule != "1f1b":
@@ -211,7 +211,7 @@ def _raised(job: TrainingJob, axis: str, size: int, most: int) -> Iterator[_Chan
         yield _Change(fields, _RAISED[axis] + 0.1 * times)
 
 
-def _of_shard(job: TrainingJob, shard: int) -> dict[str, Any]:
+def _shard_fields(job: TrainingJob, shard: int) -> dict[str, Any]:
     """The shard size with the fields that follow from it: replicas, and nodes that whole groups
     fill."""
     fields: dict[str, Any] = {"parallelism.shard": shard}

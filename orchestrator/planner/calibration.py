@@ -46,11 +46,11 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     compiled: bool
     dim: int
     tokens: int
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     sequence_length: int
     vocab_size: int
     chunk_tokens: int
-    """Of the loss; 0: in one piece."""
+    """Tokens of the loss's chunks; 0: in one piece."""
     checkpointing: str
     """Mode of activation checkpointing."""
 
@@ -73,7 +73,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """A step over `parameters`; None: not measured."""
     parameters: int
     link_latency_s: float | None = None
-    """Of one step of a ring; None: one worker, or on GPUs."""
+    """Latency of one step of a ring; None: one worker, or on GPUs."""
     link_bandwidth: float | None = None
     """Bytes/s that one worker sends in an all-reduce."""
 

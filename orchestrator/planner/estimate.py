@@ -24,7 +24,7 @@ class MemoryRow(msgspec.Struct, frozen=True):
     what: str
     num_bytes: int
     phases: tuple[str, ...]
-    """Of a step, in which it is there."""
+    """Phases of a step in which it is there."""
     formula: str
     source: str
     exact: bool
@@ -64,7 +64,7 @@ class TimePlan(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[TimeRow, ...]
     exposed_seconds: float
     hidden_seconds: float
-    """Of communication beside compute."""
+    """Seconds of communication beside compute."""
     tokens_per_s: float
     mfu: float
     device: str
@@ -82,12 +82,12 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     num_micro_batches: int
     flops_per_step: float
     peak_bytes: int
-    """Of one rank's device."""
+    """Peak of one rank's device."""
     peak_phase: str
     phases: dict[str, int]
     memory: tuple[MemoryRow, ...]
     states_bytes: int
-    """Of these: master copy, gradients and moments, wherever they are."""
+    """Part of these: master copy, gradients and moments, wherever they are."""
     traffic: tuple[TrafficRow, ...]
     time: TimePlan | None = None
     """None: the hardware is not known."""

@@ -58,7 +58,7 @@ def calibrated(
     layout: ParallelLayout,
     entries: Iterable[CalibrationEntry],
 ) -> Hardware:
-    """With the factors of the nearest measurement of this device; as it was if there is none. The
+    """The device with the factors of its nearest measurement; as it was if there is none. The
     measured link is that within a machine."""
     found = nearest(entries, key_of(work, layout, hardware.device.name))
     if found is None:

@@ -40,7 +40,7 @@ CERTAINLY_TOO_MUCH = 1.1
 more is refused. In between it is warned about."""
 
 CONTEXT_BYTES = 2e9
-"""Of the CUDA context and NCCL's buffers; 1 to 2 GB on any job."""
+"""Bytes of the CUDA context and NCCL's buffers; 1 to 2 GB on any job."""
 
 MAIN_MEMORY_PER_DEVICE = 240 * 2**30
 """Bytes of a node's main memory for each of its devices that offloaded states may take: of the
@@ -51,7 +51,8 @@ PROCESS_BYTES = 2**30
 context. An assumption; a CPU worker of the recipe has 0.3 GiB."""
 
 BYTES_IN_8_BITS = 2 * (1 + 4 / 256)
-"""Of the two moments of a parameter: an index of one byte, and 4 bytes for each 256 values."""
+"""Bytes of the two moments of a parameter: an index of one byte, and 4 bytes for each 256
+values."""
 
 _ZERO = "ZeRO (Rajbhandari et al. 2020), section 3.1"
 _FSDP2 = "FSDP2 of torch, by trace (bench/plan_accuracy)"
@@ -59,15 +60,15 @@ _FSDP2 = "FSDP2 of torch, by trace (bench/plan_accuracy)"
 
 def device_terms(work: Workload, layout: ParallelLayout) -> tuple[Term, ...]:
     """All that one rank's device holds in a step; of a pipeline, the rank that holds most."""
-    return max(_of_ranks(work, layout), key=peak)
+    return max(_rank_terms(work, layout), key=peak)
 
 
 def device_bytes(work: Workload, layout: ParallelLayout) -> int:
     """Peak memory of one rank's device over the phases of a step."""
-    return math.ceil(max(peak(terms) for terms in _of_ranks(work, layout)))
+    return math.ceil(max(peak(terms) for terms in _rank_terms(work, layout)))
 
 
-def _of_ranks(work: Workload, layout: ParallelLayout) -> Iterator[tuple[Term, ...]]:
+def _rank_terms(work: Workload, layout: ParallelLayout) -> Iterator[tuple[Term, ...]]:
     """Terms of the ranks of a pipeline that may hold most: the first and the last."""
     for part in parts_of(layout):
         terms = [] if layout.offload else [*state_terms(work, layout, part)]
@@ -103,7 +104,8 @@ def moment_bytes(work: Workload) -> float:
 
 
 def factor_elements(work: Workload) -> int:
-    """Of the right factors that Dion keeps of one block: as many rows as the matrix has columns."""
+    """Elements of the right factors that Dion keeps of one block: a row for each column of the
+    matrix."""
     return sum(
         number * shape[1] * factor_rank(shape, work.rank_fraction)
         for shape, number in block_matrices(work.model).items()
@@ -141,9 +143,9 @@ class WorkerMemory(NamedTuple):
     """Bytes that one worker has; None: not known."""
 
     device: int | None = None
-    """Of its devices, or of a job on CPUs spec.resources.memory."""
+    """Bytes of its devices, or spec.resources.memory for a job on CPUs."""
     host: int | None = None
-    """Of its node's main memory, for offloaded states."""
+    """Bytes of its node's main memory, for offloaded states."""
 
 
 UNKNOWN = WorkerMemory()
@@ -305,9 +307,9 @@ def _gathered(work: Workload, layout: ParallelLayout, part: StageEnds) -> Iterat
 
 
 def _transients(work: Workload, layout: ParallelLayout, by: str) -> Iterator[Term]:
-    """Of FSDP2. A group's gather has a buffer beside the parameters, which in forward are those of
-    one group and in backward of two. When backward begins the input of the head's reduction is
-    there; later those of a block, with its whole gradients."""
+    """Transient memory of FSDP2. A group's gather has a buffer beside the parameters, which in
+    forward are those of one group and in backward of two. When backward begins the input of the
+    head's reduction is there; later those of a block, with its whole gradients."""
     counts, width, tensor = work.counts, work.width, layout.mesh.tensor
     reduce, ahead = work.reduce_width, layout.prefetch_blocks
     block, head = counts.layer / tensor, counts.head / tensor

@@ -48,7 +48,7 @@ def follows_memory(job: TrainingJob, mesh: Mesh) -> bool:
 
 
 def chosen_micro_batch(job: TrainingJob, mesh: Mesh, memory_bytes: int | None) -> int:
-    """For the workers of a launch; 0: nothing was chosen by memory."""
+    """The micro-batch for the workers of a launch; 0: nothing was chosen by memory."""
     if memory_bytes is None or not follows_memory(job, mesh):
         return 0
     return fitted_layout(job, mesh, memory_bytes).micro_batch

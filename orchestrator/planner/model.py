@@ -19,7 +19,7 @@ class Counts(msgspec.Struct, frozen=True):
     head: int
     num_layers: int
     matrices: int
-    """Of one layer: those of its matrices, which a tensor axis divides and Muon updates."""
+    """Parameters of one layer's matrices, which a tensor axis divides and Muon updates."""
 
     @property
     def total(self) -> int:
@@ -81,8 +81,8 @@ def of_recipe(model: Model) -> Architecture:
 
 
 def attention_flops_per_token(model: Architecture, sequence_length: int) -> float:
-    """Of the products of queries with keys and of weights with values, forward and backward, as if
-    attention were not causal."""
+    """FLOPs of the products of queries with keys and of weights with values, forward and backward,
+    as if attention were not causal."""
     width = 2 * model.num_heads * model.head_dim
     return 6.0 * model.num_layers * width * sequence_length
 

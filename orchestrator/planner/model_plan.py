@@ -34,10 +34,10 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     nothing."""
     chosen: Alternative | None
     estimate: Estimate | None
-    """Of the chosen one."""
+    """Estimate of the chosen one."""
     device_memory_bytes: int | None
     alternatives: tuple[Alternative, ...]
-    """That fit, best first, the chosen one among them."""
+    """Alternatives that fit, best first, the chosen one among them."""
     lost: tuple[Alternative, ...]
     """Strategies that do not fit."""
     num_considered: int

@@ -65,7 +65,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int | None = None
     """Number of parameters of the recipe's model; None for scripts and modules."""
     estimate: Estimate | None = None
-    """Of the recipe on this mesh; None for scripts and modules."""
+    """Estimate of the recipe on this mesh; None for scripts and modules."""
     host: tuple[HostRow, ...] = ()
     """Main memory of a node, and storage."""
     device_memory_bytes: int | None = None

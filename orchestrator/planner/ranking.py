@@ -113,7 +113,7 @@ def _why_lost(one: Ranked, best: Ranked, order: Order) -> str:
 
 
 def lost_of(found: Iterable[tuple[Cluster, Found]]) -> tuple[Alternative, ...]:
-    """Of the strategies of which nothing fits, the layout that needs least memory."""
+    """The layout that needs least memory for each strategy that does not fit."""
     return tuple(
         Alternative(
             strategy=one.strategy,

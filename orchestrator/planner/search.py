@@ -35,7 +35,8 @@ AXIS_MUST_GAIN = 0.03
 """What each tensor, context or pipeline axis must gain in tokens/s to be ranked before a plainer
 layout: two estimates do not differ by less."""
 MIN_TOKENS_PER_RANK = 1024
-"""Of a sequence that a context axis divides; shorter parts leave attention no work to hide."""
+"""Tokens of a sequence that a context axis divides; shorter parts leave attention no work to
+hide."""
 
 
 class Cluster(NamedTuple):
@@ -45,7 +46,7 @@ class Cluster(NamedTuple):
     per_node: int
     hardware: Hardware
     memory_bytes: int
-    """Of one device."""
+    """Memory of one device."""
     host_bytes: int | None = None
     """Main memory for the offloaded states of one device; None: that of the usual nodes."""
 
@@ -65,7 +66,7 @@ class Candidate(NamedTuple):
 
     @property
     def axes(self) -> int:
-        """Of tensor, context and pipeline."""
+        """Product of tensor, context and pipeline."""
         mesh = self.layout.mesh
         return (mesh.tensor > 1) + (mesh.context > 1) + (mesh.pipeline > 1)
 
@@ -221,7 +222,7 @@ def _divisors(number: int, most: int) -> Iterator[int]:
 def layouts(
     work: Workload, mesh: Mesh, per_node: int, host_bytes: int | None = None
 ) -> Iterator[ParallelLayout]:
-    """Of one mesh; the micro-batch is left at one sample."""
+    """Layouts of one mesh; the micro-batch is left at one sample."""
     share = -(-work.global_batch // mesh.data_parallel_size)
     schedules: tuple[tuple[str, int], ...] = (("1f1b", 1),)
     if mesh.pipeline > 1:
@@ -284,7 +285,7 @@ def _largest_that_fits(
 
 
 def _sizes(layout: ParallelLayout) -> list[int]:
-    """Of a micro-batch: powers of two, of which a pipeline has one for each rank."""
+    """Sizes of a micro-batch: powers of two; a pipeline has one micro-batch for each rank."""
     most = max(1, layout.num_micro_batches // layout.mesh.pipeline)
     return [2**power for power in range(most.bit_length())]
 

@@ -36,7 +36,7 @@ class Hardware(NamedTuple):
     node_link: Link
     """Between the devices of a node."""
     network: Link
-    """Of one device to those of other nodes."""
+    """Link of one device to the devices of other nodes."""
     calibration: Calibration | None = None
     efficiency: Efficiency | None = None
     """None: EFFICIENCY, that of GPUs, with the shares of the device."""
@@ -84,7 +84,7 @@ class StepPart(NamedTuple):
 
     what: str
     seconds: float
-    """Of the step, on the rank that is slowest."""
+    """Seconds of the step on the slowest rank."""
     exposed: bool
     """Communication or waiting that nothing hides; otherwise compute."""
     formula: Callable[[], str]

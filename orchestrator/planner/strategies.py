@@ -28,7 +28,7 @@ class Strategies(msgspec.Struct, frozen=True, kw_only=True):
     """The best layout of each strategy on the job's devices."""
 
     alternatives: tuple[Alternative, ...]
-    """That fit, best first, the job's own among them."""
+    """Alternatives that fit, best first, the job's own among them."""
     of_job: int | None
     """Index of the job's own; None: it does not fit."""
     lost: tuple[Alternative, ...]

@@ -19,8 +19,8 @@ PHASES = (
     "forward", "loss", "backward begins", "backward ends", "backward of the embedding",
     "optimizer step",
 )  # fmt: skip
-"""Of a step. backward begins: in the last block, with the activations of all blocks; it ends in the
-first one, with the gradients of nearly all; the embedding comes after it."""
+"""Phases of a step. backward begins: in the last block, with the activations of all blocks; it ends
+in the first one, with the gradients of nearly all; the embedding comes after it."""
 
 FORWARD, LOSS, BACKWARD_BEGINS, BACKWARD_ENDS, EMBEDDING, STEP = (
     1 << number for number in range(len(PHASES))
@@ -39,7 +39,8 @@ class Term(NamedTuple):
     phases: int
     """A bit for each of PHASES."""
     formula: Callable[[], str]
-    """With the numbers of this case. Made when it is asked for: a search asks for few of many."""
+    """The formula with the numbers of this case. Made when it is asked for: a search asks for few
+    of many."""
     source: str
     exact: bool = False
 

@@ -26,7 +26,7 @@ class Collective(NamedTuple):
     what: str
     kind: Kind
     axes: tuple[str, ...]
-    """Of the mesh, whose ranks form the group."""
+    """Axes of the mesh whose ranks form the group."""
     ranks: int
     num_bytes: float
     calls: int

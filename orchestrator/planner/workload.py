@@ -29,7 +29,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Samples of a step."""
     optimizer: OptimizerName = "adamw"
     rank_fraction: float = 0.25
-    """Of Dion: rank of its updates / the shorter side of a matrix."""
+    """Dion: rank of its updates / the shorter side of a matrix."""
     in_backward: bool = False
     """The optimizer steps each block in the backward pass."""
     compiled: bool = False
@@ -64,14 +64,14 @@ class ParallelLayout(msgspec.Struct, frozen=True, kw_only=True):
     num_micro_batches: int
     """Forward passes of one step on one rank."""
     reshard: bool | int = True
-    """As spec.parallelism.reshardAfterForward."""
+    """The same as spec.parallelism.reshardAfterForward."""
     accumulate_whole: bool = False
     """Whole gradients stay on a rank until the last micro-batch."""
     checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     offload: bool = False
     """Shards, gradients and optimizer state are in main memory."""
     prefetch_blocks: int = 0
-    """As spec.parallelism.prefetchBlocks."""
+    """The same as spec.parallelism.prefetchBlocks."""
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     chunk_tokens: int = 0

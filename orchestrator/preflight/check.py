@@ -16,7 +16,7 @@ from .rules import RULES, Finding
 from .source import MAX_DEPTH, Project, load
 
 _FRAMES_PER_LEVEL = 25
-"""Of Python's stack, for one level of a syntax tree: ast.unparse needs the most."""
+"""Frames of Python's stack for one level of a syntax tree: ast.unparse needs the most."""
 
 
 def check_script(

@@ -110,7 +110,7 @@ class _Collectives:
     def _direct(self, site: Site) -> str:
         name, last = site.name, site.name.rpartition(".")[2]
         if name.startswith("torch.distributed."):
-            return self._of_torch(site, last)
+            return self._torch_collective(site, last)
         if name.startswith("torch.nn.parallel.") and last == "DistributedDataParallel":
             return "" if _has_group(site, "process_group") else _HANG101
         if name:
@@ -123,9 +123,9 @@ class _Collectives:
                 return _HANG101
         if site.method == "full_tensor" and not site.call.args:
             return _HANG103
-        return self._of_model(site, kinds)
+        return self._model_collective(site, kinds)
 
-    def _of_torch(self, site: Site, last: str) -> str:
+    def _torch_collective(self, site: Site, last: str) -> str:
         if last in _GROUP_AT:
             if ".checkpoint." in site.name or ".rpc." in site.name:
                 return ""
@@ -144,7 +144,7 @@ class _Collectives:
         is_fsdp1 = "FullyShardedDataParallel." in site.name and last in _STATE_OF_FSDP1
         return _FSDP203 if is_fsdp1 else ""
 
-    def _of_model(self, site: Site, kinds: set[str]) -> str:
+    def _model_collective(self, site: Site, kinds: set[str]) -> str:
         """Methods and calls of a model that is sharded, or replicated by DDP."""
         if site.method == "backward" and site.receiver is not None:
             loss, line = site.receiver, site.call.lineno

@@ -75,7 +75,7 @@ class Facts:
     # -- reading assignments and calls ------------------------------------------------------------
     def _read(self, function: Function) -> None:
         for binding in function.bindings:
-            kinds = set() if binding.is_loop else self._of_value(function, binding)
+            kinds = set() if binding.is_loop else self._value_kinds(function, binding)
             if self.mentions_rank(function, binding.value):
                 kinds = kinds | {PER_RANK}
             self._add(function, binding.target, kinds)
@@ -87,7 +87,7 @@ class Facts:
         for site in function.sites:
             self._apply(site)
 
-    def _of_value(self, function: Function, binding: Binding) -> set[str]:
+    def _value_kinds(self, function: Function, binding: Binding) -> set[str]:
         value, index = binding.value, binding.place
         kinds = set(self.kinds(function, value))
         if isinstance(value, ast.Call):
@@ -151,16 +151,16 @@ class Facts:
         """The kinds of an expression; empty if nothing is known."""
         match node:
             case ast.Name() | ast.Attribute():
-                return self._of_name(function, node)
+                return self._name_kinds(function, node)
             case ast.Call():
-                return self._of_call(function, node)
+                return self._call_kinds(function, node)
             case ast.IfExp():
                 return self.kinds(function, node.body) | self.kinds(function, node.orelse)
             case ast.Await():
                 return self.kinds(function, node.value)
         return set()
 
-    def _of_name(self, function: Function, node: ast.Name | ast.Attribute) -> set[str]:
+    def _name_kinds(self, function: Function, node: ast.Name | ast.Attribute) -> set[str]:
         text = node.id if isinstance(node, ast.Name) else ast.unparse(node)
         if text.startswith("self.") and function.class_name:
             found = self._kinds.get(((function.module.name, function.class_name), text))
@@ -188,7 +188,7 @@ class Facts:
             return self._kinds.get((id(self.project.modules[module].tree), name), set())
         return set()
 
-    def _of_call(self, function: Function, call: ast.Call) -> set[str]:
+    def _call_kinds(self, function: Function, call: ast.Call) -> set[str]:
         name = self.project.resolve(function.module, call.func)
         last = name.rpartition(".")[2]
         if name.startswith("torch."):
@@ -256,7 +256,7 @@ class Facts:
         """Whether the value of the expression depends on the global or local rank."""
         match node:
             case ast.Name() | ast.Attribute():
-                kinds = self._of_name(function, node)
+                kinds = self._name_kinds(function, node)
                 if RANK in kinds:
                     return True
                 name = node.id if isinstance(node, ast.Name) else node.attr
@@ -307,7 +307,7 @@ class Facts:
                     return True
                 if isinstance(part, (ast.Name, ast.Attribute)) and {
                     PER_RANK, RANK,
-                } & self._of_name(function, part):  # fmt: skip
+                } & self._name_kinds(function, part):  # fmt: skip
                     return True
         return False
 

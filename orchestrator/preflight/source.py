@@ -69,7 +69,7 @@ class Project:
             return ""
         first = module.aliases.get(node.id)
         if first is None and module.stars and not parts:
-            return self._of_a_star(module, node.id)
+            return self._star_name(module, node.id)
         return self.canonical(".".join([first, *reversed(parts)])) if first else ""
 
     def canonical(self, dotted: str) -> str:
@@ -93,7 +93,7 @@ class Project:
                 return found, ".", ".".join(parts[count:])
         return None, "", dotted
 
-    def _of_a_star(self, module: Module, name: str) -> str:
+    def _star_name(self, module: Module, name: str) -> str:
         for star in module.stars:
             owner = self.modules.get(star)
             if owner is None and star.startswith("torch"):

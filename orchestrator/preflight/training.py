@@ -332,13 +332,13 @@ def _check_static_graph(facts: Facts, report: Report) -> None:
             if not function.name.endswith(".forward") or isinstance(function.node, ast.Module):
                 continue
             for node in ast.walk(function.node):
-                if isinstance(node, (ast.If, ast.While, ast.IfExp)) and _of_data(node.test):
+                if isinstance(node, (ast.If, ast.While, ast.IfExp)) and _tests_data(node.test):
                     where = f"{function.module.path.name}:{node.lineno}"
                     what = f"static_graph=True, and the branch {shown(node.test, 40)} of {where}"
                     report.add("DDP303", site.function.module, site.call, what)
 
 
-def _of_data(test: ast.expr) -> bool:
+def _tests_data(test: ast.expr) -> bool:
     text = ast.unparse(test)
     return (
         re.search(r"\.(item|any|all|sum|mean|max|min)\(|\brandom|\brand\(|bernoulli", text)

@@ -45,8 +45,8 @@ JOB_ID = "HOLDFAST_JOB_ID"
 """On each rank: the same in all generations, and another one for a new job of the same name."""
 
 CACHE_VARIABLE = "HOLDFAST_CACHE_DIR"
-"""In the environment of an agent: where the caches of compilers are kept on its machine. The local
-backend sets it; in a pod it can name a volume."""
+"""Variable of an agent's environment: where the caches of compilers are kept on its machine. The
+local backend sets it; in a pod it can name a volume."""
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 ALIASES = {
@@ -96,8 +96,8 @@ def explain_environment(
     log_directory: str = "",
     job_id: str = "",
 ) -> list[Setting]:
-    """As worker_environment, in order, with the reason for each value. A variable of the user takes
-    the place of Holdfast's; its reason names the value that it replaces."""
+    """The same as worker_environment, in order, with the reason for each value. A variable of the
+    user takes the place of Holdfast's; its reason names the value that it replaces."""
     user, has_gpus = job.spec.env, job.spec.resources.num_gpus > 0
     ours = [
         *_contract(job, membership, seat, node_rank),
@@ -161,9 +161,9 @@ def _identity(job_id: str) -> Iterator[Setting]:
 
 
 def _devices(job: TrainingJob, seat: WorkerSeat, facts: NodeFacts) -> Iterator[Setting]:
-    """With gpu: 0 a worker sees no GPU, also on a machine that has some; with more than one it sees
-    its own only. Otherwise it sees all of the node, as torchrun's do, and LOCAL_RANK selects. The
-    backend, or spec.env, decides which GPUs a node has."""
+    """Devices of a worker. With gpu: 0 it sees no GPU, also on a machine that has some; with more
+    than one it sees its own only. Otherwise it sees all of the node, as torchrun's do, and
+    LOCAL_RANK selects. The backend, or spec.env, decides which GPUs a node has."""
     count = job.spec.resources.num_gpus
     why = f"spec.resources.gpu is {count}"
     named = _names(job.spec.env.get(VISIBLE_DEVICES)) or facts.visible_devices

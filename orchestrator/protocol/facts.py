@@ -30,7 +30,7 @@ class Processor(msgspec.Struct, frozen=True):
 
     name: str = "CPU"
     flags: tuple[str, ...] = ("avx2", "fma")
-    """Of hardware.INSTRUCTIONS, as in /proc/cpuinfo."""
+    """Flags of hardware.INSTRUCTIONS, as in /proc/cpuinfo."""
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +61,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     torch_version: str = ""
     pid: int = 0
     cache_directory: str = ""
-    """For what torch.compile and Triton compile; empty: torch's own choice, or the user's."""
+    """Directory for what torch.compile and Triton compile; empty: torch's own choice, or the
+    user's."""
 
 
 class StagedShard(msgspec.Struct, frozen=True):
@@ -106,8 +107,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     step and the view of a job all inherit it, so that a new number is declared here only."""
 
     loss: float | None = None
-    """Of this step on the CPU. On a GPU of the step before, because the host would have to wait for
-    the device; that of the last step follows at the end."""
+    """Loss of this step on the CPU. On a GPU the loss of the step before, because the host would
+    have to wait for the device; that of the last step follows at the end."""
     tokens: int = 0
     """Tokens of the global batch of that step."""
     step_s: float = 0.0
@@ -118,13 +119,14 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     staging_s: float = 0.0
     """Time from its beginning to its end, checksums included."""
     copies_thrown_away: int = 0
-    """In this generation, because a tensor was written while it was copied from the device."""
+    """Copies of this generation, because a tensor was written while it was copied from the
+    device."""
     device_memory_peak_bytes: int = 0
-    """Of torch's tensors on a GPU. On a CPU what the process grew by since the session began: its
-    peak of resident memory less files and shared memory; 0: not known."""
+    """Peak of torch's tensors on a GPU. On a CPU what the process grew by since the session began:
+    its peak of resident memory less files and shared memory; 0: not known."""
     sent_bytes: int = 0
-    """By the rank in the collectives of one step, measured once in a generation; 0: nothing, or not
-    known."""
+    """Bytes that the rank sent in the collectives of one step, measured once in a generation; 0:
+    nothing, or not known."""
     flops_per_step: float = 0.0
     """Model FLOPs of one step of the whole job; 0: the training loop does not report them."""
     total_steps: int = 0
@@ -150,7 +152,7 @@ framework (each step, and not what else it does), or a program that posts the pr
 now and then (protocol of Kubeflow Trainer). Of a job also `collectives`: no one, but its ranks
 begin collectives."""
 SCRIPT_SOURCES: tuple[StepSource, ...] = ("posted", "counted", "script")
-"""Of scripts that keep their own checkpoints, the most exact one last."""
+"""Sources of scripts that keep their own checkpoints, the most exact one last."""
 
 
 class WorkerBeat(StepReport, frozen=True, kw_only=True):
@@ -251,7 +253,7 @@ class GroupProgress(msgspec.Struct, frozen=True):
     """Number of the newest collective that this rank has begun, from 1."""
     operation: str
     done: bool
-    """That collective is complete on this rank."""
+    """True if that collective is complete on this rank."""
 
 
 class Stack(msgspec.Struct, frozen=True):
@@ -305,7 +307,7 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     stages: int = 1
     """Stages of the pipeline that wrote the state, each with as many of the shards."""
     sources: tuple[ShardLocation, ...] = ()
-    """In order of the shards."""
+    """Sources in the order of the shards."""
     directory: str = ""
     """Directory of a committed checkpoint, relative to the checkpoint path; empty: from memory."""
 
@@ -322,7 +324,7 @@ class OwnCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     read_by: int = 0
     """The last generation whose rank 0 read it."""
     failed: bool = False
-    """That one ended with an error of the script before it trained."""
+    """True if that start ended with an error of the script before it trained."""
 
 
 class LaunchIncident(msgspec.Struct, frozen=True, kw_only=True):
@@ -330,7 +332,7 @@ class LaunchIncident(msgspec.Struct, frozen=True, kw_only=True):
     are known only when they train again."""
 
     number: int
-    """From 1, in the job."""
+    """Number in the job, from 1."""
     at_ns: int
     """Unix time of the controller's machine."""
     failure_class: str

@@ -40,7 +40,7 @@ def replacing(path: Path, mode: int = SHARED) -> Iterator[Any]:
 
 
 def replace(path: Path, data: bytes, mode: int = SHARED) -> None:
-    """As `replacing`, with the whole contents."""
+    """The same as `replacing`, with the whole contents."""
     with replacing(path, mode) as file:
         write_all(file, data)
 

@@ -35,7 +35,7 @@ class FrameReader:
 
     def __init__(self, max_bytes: int = limits.MAX_FRAME_BYTES) -> None:
         self.max_bytes = max_bytes
-        """Of the next body."""
+        """Limit of the next body."""
         self._buffer = bytearray()
 
     @property

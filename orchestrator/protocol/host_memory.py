@@ -22,17 +22,19 @@ BUFFERS = 4
 """Per worker, without buddy copies: two steps are kept, because nodes may differ by one step at a
 failure; one is written; and one more keeps a step that goes to storage."""
 MIN_BUFFERS = 2
-"""For a memory tier: the last step is kept while the next one is written."""
+"""A memory tier needs this many: the last step is kept while the next one is written."""
 BUDDY_BUFFERS = 6
-"""With buddy copies: also the step that all buddies hold, and the one that is being copied."""
+"""The most with buddy copies: also the step that all buddies hold, and the one that is being
+copied."""
 MIN_BUDDY_BUFFERS = 5
 """The older of the two kept steps may be given up a moment earlier."""
 COPIES = 3
-"""Of each shard of another node: the newest, the one that all buddies hold, one that arrives."""
+"""Copies of each shard of another node: the newest, the one that all buddies hold, one that
+arrives."""
 RESERVE = 0.1
 """Share of the memory limit that is left to what workers, standbys and libraries allocate later."""
 MIN_RESERVE_BYTES = 256 * 2**20
-"""Of that, for each worker at least."""
+"""The least part of that for each worker."""
 TRANSIENT_SHARDS = 2
 """On the CPU, gradients and gathered parameters come and go within a step: they are not there when
 memory is measured, after a step. Measured: 1.9 shards (FSDP2 over two ranks, gloo)."""
@@ -49,7 +51,8 @@ class HostRoom(msgspec.Struct, frozen=True):
     limit_bytes: int
     """Memory of the node: the smallest limit of its cgroups, or what the machine has."""
     available_bytes: int
-    """Of the limit: neither used by anything else nor needed by another node of the machine."""
+    """The part of the limit that is neither used by anything else nor needed by another node of the
+    machine."""
     on_cpu: bool = False
     """Workers train in this memory, and were measured between two steps."""
 
@@ -79,7 +82,7 @@ class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def usable_bytes(self) -> int:
-        """For buffers and copies."""
+        """Bytes for buffers and copies."""
         kept = reserve_bytes(self.room, shard_bytes=self.shard_bytes, workers=self.workers)
         return max(0, self.room.available_bytes - kept)
 

@@ -48,7 +48,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """RFC 3339, UTC."""
     versions: dict[str, str] = {}
     repaired: dict[str, str] = {}
-    """Of a repaired checkpoint: `file: tensor` -> the checkpoint that it is from, or zeros."""
+    """Repairs of a repaired checkpoint: `file: tensor` -> the checkpoint that it is from, or
+    zeros."""
 
     @property
     def num_bytes(self) -> int:

@@ -252,7 +252,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """Wall clock of the job's submission; 0: not known."""
     job_id: str = ""
     imports: tuple[str, ...] = ()
-    """As ImportsLearned; empty: not known."""
+    """The same as in ImportsLearned; empty: not known."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):
@@ -296,8 +296,8 @@ class StopWorkers(Message, frozen=True, kw_only=True, tag="stop"):
     """Without grace: a worker in a declared save may end it, for so long at most, unless it waits
     for its peers."""
     after_step: int = -1
-    """With grace: workers that have asked for notices get one in place of SIGTERM, and save after
-    this step; -1: there is no time for it."""
+    """Step after which workers that have asked for notices save, if there is grace; they get no
+    SIGTERM; -1: there is no time for it."""
 
 
 class Inspect(Message, frozen=True, kw_only=True, tag="inspect"):

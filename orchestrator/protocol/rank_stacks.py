@@ -34,7 +34,7 @@ class RankStacks(msgspec.Struct, frozen=True):
     """`function (file:line)`, innermost first."""
     activity: StackActivity = ""
     state: str = ""
-    """Of the processes: stopped, blocked in the kernel, or ended; empty: none of these."""
+    """State of the processes: stopped, blocked in the kernel, or ended; empty: none of these."""
     problem: str = ""
     """Why there are no frames; empty: there are."""
     collectives: tuple[CollectiveSpan, ...] = ()
@@ -66,7 +66,7 @@ def _merged(entries: Sequence[RankStacks]) -> RankStacks:
 
 
 def spans_of(groups: Iterable[GroupProgress]) -> tuple[CollectiveSpan, ...]:
-    """Of one rank."""
+    """Spans of one rank."""
     return tuple(
         CollectiveSpan(
             group=one.label or one.group,

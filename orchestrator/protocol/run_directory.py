@@ -39,7 +39,7 @@ class TrainCheckpoint:
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Self:
-        """Of a local directory, for `report`."""
+        """The checkpoint in a local directory, for `report`."""
         return cls(path)
 
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -115,7 +115,7 @@ def metrics(run: Path) -> dict[str, Any] | None:
 
 
 def metrics_of(file: Path) -> dict[str, Any]:
-    """Of one report. Raises FileNotFoundError."""
+    """Metrics of one report. Raises FileNotFoundError."""
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["metrics"]
     return found
 

@@ -49,7 +49,7 @@ def client_context(certificate: str | Path, key: str | Path) -> ssl.SSLContext:
 
 
 def server_context_from_pem(certificate: bytes, key: bytes) -> ssl.SSLContext:
-    """As server_context, from the contents of a Secret. Raises TlsUnusable."""
+    """The same as server_context, from the contents of a Secret. Raises TlsUnusable."""
     with _private_file(certificate) as certificate_file, _private_file(key) as key_file:
         return server_context(certificate_file, key_file)
 

@@ -294,7 +294,7 @@ class Connection(asyncio.Protocol):
         self.route: JobRoute | None = None
         self.link: AgentConnection | None = None
         self.context: ssl.SSLContext | None = None
-        """Of the job that the handshake named; None: no TLS."""
+        """Context of the job that the handshake named; None: no TLS."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called after the handshake."""

@@ -17,6 +17,6 @@ class Clock:
         return self._offset_ns + time.monotonic_ns()
 
     def not_before(self, earliest_ns: int) -> None:
-        """From now on now_ns() is at least this. A controller that takes over writes no record that
-        is older than those of its journal."""
+        """Keep now_ns() at this or later from now on. A controller that takes over writes no record
+        that is older than those of its journal."""
         self._offset_ns += max(0, earliest_ns - self.now_ns())

@@ -34,8 +34,8 @@ class CodeStore(Protocol):
 
 
 class CodeSender:
-    """Of one job. An agent repeats a request that has no answer: so nothing is sent while the store
-    does not answer, or once the connection is lost."""
+    """Sends the code of one job. An agent repeats a request that has no answer: so nothing is sent
+    while the store does not answer, or once the connection is lost."""
 
     def __init__(
         self, store: CodeStore | None, links: Mapping[str, AgentConnection], log: Log

@@ -83,7 +83,7 @@ class ControlApi:
         return wire.Reply(ok=True, body=view_body(self._view()))
 
     async def _spec(self, arguments: dict[str, Any]) -> wire.Reply:
-        """As it is now."""
+        """The spec as it is now."""
         return wire.Reply(ok=True, body={"spec": job_to_mapping(self._driver.state.job)})
 
     async def _watch(self, stream: ReplyStream) -> None:
@@ -269,7 +269,7 @@ class ControlApi:
 
 
 def view_body(view: JobView) -> dict[str, Any]:
-    """As JSON-able values."""
+    """The view as JSON-able values."""
     body: dict[str, Any] = msgspec.to_builtins(view)
     return body
 

@@ -60,7 +60,7 @@ class Driver:
         *,
         listed: bool,
     ) -> int:
-        """As JobLoop.start."""
+        """The same as JobLoop.start."""
         return self.loop.start(self._clock.now_ns(), submission, committed, nodes, listed=listed)
 
     def submit(self, event: AnyEvent) -> None:
@@ -84,8 +84,8 @@ class Driver:
         self._wake.set()
 
     async def run(self, carry_out: CarryOut) -> None:
-        """Until `stop` or the job's end. Raises JournalLost when another controller has taken over,
-        JournalError when the journal cannot be written; in both cases training goes on."""
+        """Run until `stop` or the job's end. Raises JournalLost when another controller has taken
+        over, JournalError when the journal cannot be written; in both cases training goes on."""
         try:
             while not self._stopping:
                 await self._wait()

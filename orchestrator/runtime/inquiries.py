@@ -32,7 +32,7 @@ class Unanswered(msgspec.Struct, frozen=True):
 
 
 class Inquiries:
-    """Of one job."""
+    """Questions to the workers of one job."""
 
     def __init__(
         self, links: Mapping[str, AgentConnection], timeout_s: float = limits.QUESTION_TIMEOUT_S

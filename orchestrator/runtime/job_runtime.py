@@ -129,7 +129,8 @@ class JobRuntime:
         self.links: dict[str, AgentConnection] = {}
         """Connected nodes."""
         self.changes, self.events = ChangeNotifier(), ChangeNotifier()
-        """Of everything that a view shows, heartbeats included; and of the journal's events."""
+        """Changes of everything that a view shows, heartbeats included; and of the journal's
+        events."""
         self.log = JobLogAdapter(logging.getLogger("holdfast"), {"job": key})
         self._token, self._tls_name, self._tls_context = token, tls_name, tls_context
         self._endpoint, self._storage = endpoint, storage
@@ -253,7 +254,7 @@ class JobRuntime:
         )
 
     async def run(self) -> None:
-        """Until the job has ended, or `stop`."""
+        """Run until the job has ended, or `stop`."""
         await self.driver.run(self._executor.carry_out)
 
     def stop(self) -> None:

@@ -36,7 +36,7 @@ END_S = 60.0
 
 
 def make_job() -> TrainingJob:
-    """With a short grace, since the agents have no controller to hand over to."""
+    """A job with a short grace, since the agents have no controller to hand over to."""
     return job_from_mapping(
         {
             "apiVersion": "holdfast.dev/v1alpha1",

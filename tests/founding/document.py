@@ -43,7 +43,8 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     source: str = ""
     """Outside the repository."""
     by: Literal["", "refused", "linted", "answered"] = ""
-    """Of an error: plan or validation refuses it, preflight names it, or this page answers it."""
+    """How an error is met: plan or validation refuses it, preflight names it, or this page answers
+    it."""
 
     def text(self) -> str:
         """What is right, with the numbers."""
@@ -65,7 +66,7 @@ class Evidence(NamedTuple):
     """Below the root of the repository."""
     anchor: str = ""
     symbol: str = ""
-    """Of a file of Python: a test, function or class."""
+    """A symbol of a Python file: a test, function or class."""
 
 
 def sections() -> tuple[Section, ...]:

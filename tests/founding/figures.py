@@ -43,13 +43,13 @@ from .models import (
 Numbers = dict[str, Any]
 FIGURES: dict[str, Callable[[], Numbers]] = {}
 MIXED_BYTES = (2, 2, 12)
-"""Of ZeRO's mixed precision: parameters and gradients in 16 bits, float32 master copy and two
+"""Bytes of ZeRO's mixed precision: parameters and gradients in 16 bits, float32 master copy and two
 moments. Source: Rajbhandari et al. 2020, section 3.1."""
 FLOAT32_BYTES = (4, 4, 8)
 """All in float32: FSDP2's, and those of document B."""
 BUCKETS_MIB = (1, 5, 10, 25, 50, 100, 400)
 NF4_BITS = 4 + 0.127
-"""Of a weight, with double quantisation. Source: Dettmers et al. 2023 (QLoRA), section 3."""
+"""Bits of a weight, with double quantisation. Source: Dettmers et al. 2023 (QLoRA), section 3."""
 
 
 def figure(function: Callable[[], Numbers]) -> Callable[[], Numbers]:
@@ -438,7 +438,7 @@ CLAIMS = {
 }
 """Line -> model, devices, kind and claimed tokens/s."""
 ORDINARY = 0.45
-"""Of the peak: what good runs reach (TorchTitan's tables: 0.38 to 0.52)."""
+"""Share of the peak that good runs reach (TorchTitan's tables: 0.38 to 0.52)."""
 
 
 def claimed(name: str) -> tuple[Workload, int, str, float]:

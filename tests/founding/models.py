@@ -58,7 +58,7 @@ def hardware(name: str) -> Hardware:
 
 
 def cluster(text: str) -> Cluster:
-    """Of "64xH100-80"."""
+    """The cluster of "64xH100-80"."""
     number, one = parse_devices(text, CATALOGUE)
     return cluster_of(number, one, hardware(one.name))
 
@@ -67,7 +67,7 @@ def layout(
     shard: int, replicate: int = 1, *, tensor: int = 1, context: int = 1, pipeline: int = 1,
     micro_batch: int = 1, num_micro_batches: int = 1, **settings: Any,
 ) -> ParallelLayout:  # fmt: skip
-    """Of nodes with eight devices."""
+    """The layout of nodes with eight devices."""
     return ParallelLayout(
         mesh=Mesh(replicate, shard, tensor, context, pipeline), workers_per_node=8,
         micro_batch=micro_batch, num_micro_batches=num_micro_batches, **settings,

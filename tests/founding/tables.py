@@ -133,7 +133,7 @@ class Scenario(NamedTuple):
     devices: str
     says: str
     layouts: tuple[ParallelLayout, ...]
-    """Of the document's strategy, largest memory last; none: it trains adapters only."""
+    """Layouts of the document's strategy, largest memory last; none: it trains adapters only."""
 
 
 SCENARIOS = (
@@ -159,7 +159,7 @@ class Answer(NamedTuple):
     """GB of one device: the document's strategy with all that saves memory, but no offload."""
     have: float
     fits: bool
-    """In USABLE of a device."""
+    """True if it fits in USABLE of a device."""
     best: Alternative | None
     """The planner's choice for full training; None: nothing fits."""
     without_offload: Alternative | None

@@ -25,7 +25,7 @@ class Framework:
     checkpoints: str = "."
     """Folder below `--out` in which a save begins with a new or changed entry."""
     preload: tuple[str, ...] = ()
-    """For spec.preload: what takes long to import."""
+    """Modules for spec.preload, which take long to import."""
     memory: str = ""
     """The same script with the integration that keeps its state in memory."""
     shard: int | str = 1
@@ -68,14 +68,14 @@ TORCHTITAN = Framework(
     "torchtitan", "torchtitan, FSDP2", "titan_llama3.py", "torchtitan", checkpoints="checkpoint",
     memory="titan_memory.py", shard="world",
 )  # fmt: skip
-"""In an environment of its own: it needs a datasets before 4.8. Its data loader needs the number of
-ranks that wrote a checkpoint."""
+"""It has an environment of its own: it needs a datasets before 4.8. Its data loader needs the
+number of ranks that wrote a checkpoint."""
 
 
 SWIFT = Framework(
     "swift", "ms-swift SFT, LoRA", "swift_sft.py", "swift", preload=(*HUGGING_FACE, "trl", "swift")
 )
-"""In an environment of its own: it needs older versions of transformers, trl and datasets."""
+"""It has an environment of its own: it needs older versions of transformers, trl and datasets."""
 APART = (TORCHTITAN, SWIFT)
 """Each in an environment of its own."""
 EVERY = (*FRAMEWORKS, *APART)

@@ -16,7 +16,7 @@ from statistics import median
 import msgspec
 
 LATE_S = 1.0
-"""Until a fault stops rank 0: the others wait for a killed rank in their next collective."""
+"""Time until a fault stops rank 0: the others wait for a killed rank in their next collective."""
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -32,18 +32,19 @@ class Line(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Recovery:
-    """From a fault to the first step of the next launch."""
+    """Recovery from a fault to the first step of the next launch."""
 
     seconds: float
-    """From the fault."""
+    """Seconds from the fault."""
     gap_s: float
-    """From the last step before."""
+    """Seconds from the last step before."""
     step: int
     """The first step afterwards."""
     trained_twice: int
     world: int
     late_steps: int
-    """Of the launch before, that ended more than a step after the fault: it had not stopped."""
+    """Steps of the launch before that ended more than a step after the fault: it had not
+    stopped."""
 
 
 class StepLog:

@@ -1,4 +1,4 @@
-"""With one line more, Holdfast's callback, what the report says is what the step log says."""
+"""The report agrees with the step log if the script has Holdfast's callback."""
 
 from __future__ import annotations
 

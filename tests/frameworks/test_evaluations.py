@@ -22,8 +22,8 @@ SCRIPTS = {
     "hf-memory": "hf_evaluates.py",
 }
 EVALUATION_S = 12
-"""Of one batch. In training a rank hangs that does nothing for 3 s and three steps, or works for
-busyTimeoutSeconds."""
+"""Seconds of one batch. In training a rank hangs that does nothing for 3 s and three steps, or
+works for busyTimeoutSeconds."""
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

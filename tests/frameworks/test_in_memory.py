@@ -1,4 +1,4 @@
-"""With the trainer's state in memory a killed worker costs no step, and the losses are those of an
+"""The trainer's state is in memory: a killed worker costs no step, and the losses are those of an
 undisturbed run."""
 
 from __future__ import annotations

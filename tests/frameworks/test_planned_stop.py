@@ -1,4 +1,4 @@
-"""With the callback a planned stop costs no step: the trainer saves before it."""
+"""The callback: a planned stop costs no step: the trainer saves before it."""
 
 from __future__ import annotations
 

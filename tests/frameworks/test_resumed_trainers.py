@@ -48,7 +48,7 @@ def test_a_killed_worker_costs_the_steps_since_the_trainers_checkpoint(
 
 
 def test_a_new_job_and_one_that_turns_it_off_begin_at_step_0(start: Start, tmp_path: Path) -> None:
-    """In the folder of the job before, which has checkpoints."""
+    """The folder of the job before has checkpoints."""
     framework = replace(by_name("hf"), script=SCRIPTS["hf"])
     job, log = start(framework, steps=12)
     finish(job)

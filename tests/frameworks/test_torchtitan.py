@@ -124,7 +124,7 @@ class SmallTrainer:
 
 
 class Position:
-    """Of a schedule or a data loader."""
+    """Position of a schedule or a data loader."""
 
     def state_dict(self) -> dict[str, int]:
         return {"last_epoch": 0}

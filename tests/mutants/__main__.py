@@ -45,7 +45,7 @@ class Suite:
         self._options, self._chosen = options, chosen
         self._out = Path(options.out)
         self.failure = ""
-        """Of a check without any mutant."""
+        """The failure of a check without any mutant."""
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         checks = self._checks(session)

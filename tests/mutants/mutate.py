@@ -29,12 +29,12 @@ class Mutant:
     change: str
     """`before -> after`"""
     number: int
-    """Of the change in its module."""
+    """Number of the change in its module."""
     lines: range
     """Where the change is; a test that executes none of them cannot notice it."""
     function_lines: range
     source: str
-    """Of the whole module, unchanged."""
+    """Source of the whole module, unchanged."""
 
     @property
     def name(self) -> str:
@@ -42,7 +42,7 @@ class Mutant:
         return f"{self.module}:{self.function}: {self.change}"
 
     def code(self, path: str) -> CodeType:
-        """Of the changed function."""
+        """Code of the changed function."""
         code = compile(_changed(self.source, self.number), path, "exec")
         for name in self.function.split("."):
             found = [c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name]

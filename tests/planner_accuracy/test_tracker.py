@@ -102,7 +102,7 @@ def test_the_peak_of_fsdp_is_that_of_torchs_own_tracker(
     precision = {"precision": {"parameters": parameters}}
     case = Case("FSDP", "FSDP 8", Mesh(shard=8), recipe, precision, on_gpu=False)
     measured = trace.measure(case.job, case.mesh, cuda=False)
-    peak, kinds = _of_torch(case)
+    peak, kinds = _tracked_by_torch(case)
     assert measured.peak.num_bytes == peak
     ours = measured.peak.by_category()
     assert ours["weights"] == kinds["SHARDED_PARAM"]
@@ -110,7 +110,7 @@ def test_the_peak_of_fsdp_is_that_of_torchs_own_tracker(
     assert ours.get("gradients", 0) == kinds["SHARDED_GRAD"]
 
 
-def _of_torch(case: Case) -> tuple[int, dict[str, int]]:
+def _tracked_by_torch(case: Case) -> tuple[int, dict[str, int]]:
     """(peak, bytes by kind) of the second step by FSDPMemTracker."""
     with contextlib.ExitStack() as stack:
         trainer = stack.enter_context(trace.trainer_on_fakes(case.job, case.mesh, 0))

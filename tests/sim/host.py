@@ -155,7 +155,8 @@ class Host:
         self._turn()
 
     def _restored(self) -> JobLoop:
-        """From the journal; a snapshot must give what a replay of all records gives."""
+        """The loop restored from the journal; a snapshot must give what a replay of all records
+        gives."""
         journal = self.journal
         loop = self._restore(journal.snapshot, journal.records)
         if journal.snapshot is not None:

@@ -17,9 +17,9 @@ STALL_STEPS = (0.0, 0.01, 0.05, 0.2)
 class Sizes:
     shard_bytes: int
     copy_bytes_per_s: float
-    """From a worker's memory into its staging buffer."""
+    """Bytes/s from a worker's memory into its staging buffer."""
     network_bytes_per_s: float
-    """Of one node, in each direction."""
+    """Bytes/s of one node, in each direction."""
 
     @classmethod
     def of(
@@ -34,7 +34,7 @@ class Sizes:
 
     @classmethod
     def draw(cls, seed: int, step_s: float, slots: int) -> Sizes:
-        """Of their own random numbers: other draws of the seed stay what they are."""
+        """Draw from their own random numbers: other draws of the seed stay what they are."""
         rng = random.Random(f"sizes {seed}")
         shard_bytes = rng.choice((10**6, 10**9, 13 * 10**9, 52 * 10**9))
         return cls.of(rng.choice(PUSH_STEPS), rng.choice(STALL_STEPS), step_s, slots, shard_bytes)

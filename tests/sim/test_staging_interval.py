@@ -37,7 +37,7 @@ class AutoWorld(World):
 
 
 def faults(world: World) -> None:
-    """By turns a worker and a node."""
+    """Kill a worker and a node by turns."""
     for index, at_s in enumerate(FAULTS_AT_S):
         world.after(at_s, lambda node=index % 2 == 1: _fault(world, node))
 

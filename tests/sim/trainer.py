@@ -52,7 +52,7 @@ class SimWorker:
         """(buffer, part, parts)."""
         self.staged_bytes = 0
         self.parts = 1
-        """Of the last staging."""
+        """Parts of the last staging."""
         self.wants_to_stage: int | None = None
         self.requested = -1
         self.staged_before = self.staged_now = False

@@ -32,12 +32,12 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"warmupSteps": 5, "minLearningRateRatio": 1.0},
 }
 PACED = {"minStepSeconds": 0.3}
-"""Of a job that is disturbed while it trains: few steps last long enough."""
+"""A job that is disturbed while it trains: few steps last long enough."""
 FSDP, HSDP, DDP = "FULL_SHARD (FSDP 4)", "HYBRID_SHARD (HSDP 2 x 2)", "NO_SHARD (DDP 4)"
 WORLD = "FSDP over all ranks (shard: world)"
 """Names of strategies, as the page has them."""
 TWO_PASSES = {"microBatch": 1}
-"""With four ranks: two micro-batches of each."""
+"""Four ranks: two micro-batches of each."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Muon": {"optimizer": {**CONFIG["optimizer"], "name": "muon"}},
     "Dion": {"optimizer": {**CONFIG["optimizer"], "name": "dion"}},
@@ -90,13 +90,13 @@ def alone(place: Path, job: dict[str, Any], world_size: int) -> Numbers:
 def several(
     place: Path, jobs: list[dict[str, Any]], world_size: int, on_gpus: bool = GPUS
 ) -> dict[str, Numbers]:
-    """As `alone`, of each job by name, in the same processes."""
+    """The same as `alone`, for each job by name, in the same processes."""
     place.mkdir(exist_ok=True)
     return losses_by_job(output_of(place, jobs, world_size, on_gpus))
 
 
 def losses_by_job(text: str) -> dict[str, Numbers]:
-    """From what rank 0 of several jobs printed."""
+    """Losses that rank 0 of several jobs printed."""
     return {part.split("\n", 1)[0]: numbers_in(part) for part in text.split(f"{MARK} ")[1:]}
 
 
@@ -181,7 +181,7 @@ def lose_a_worker_and_a_node(job: Job) -> JobView:
 
 
 def losses_of(job: Job) -> dict[int, float]:
-    """Of every step, as rank 0 printed it under Holdfast; of repeated ones the last."""
+    """Losses of every step as rank 0 printed them under Holdfast; the last of repeated ones."""
     found: dict[int, float] = {}
     logs = job.directory.path.glob("logs/gen-*/rank-00000.log")
     for log in sorted(logs, key=lambda path: int(path.parent.name.removeprefix("gen-"))):

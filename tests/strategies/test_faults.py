@@ -69,7 +69,8 @@ PIECE = 6
 def test_a_killed_worker_and_a_lost_node_change_no_bit(
     mesh: str, start: Start, shows: Shows
 ) -> None:
-    """Of weights and optimizer at the end of an undisturbed job on the same mesh, nor a loss."""
+    """Bits of weights and optimizer at the end of an undisturbed job on the same mesh, nor a
+    loss."""
     tiers = {"storage": {"everySteps": 10_000}, "memory": {"everySteps": 1}}
     spec = document(
         "faults", STEPS, MESHES[mesh], nodes=2, workers=2, checkpoint=tiers,
@@ -99,7 +100,7 @@ def test_a_killed_worker_and_a_lost_node_change_no_bit(
 def test_the_loss_scale_of_float16_survives_a_killed_worker(
     start: Start, shows: Shows, tmp_path: Path
 ) -> None:
-    """With the first scale again, the next gradients would overflow once more."""
+    """The first scale again: the next gradients would overflow once more."""
     mesh = {"shard": 2, "precision": {"parameters": "float16"}}
     large = {"loss": {"zLoss": 1000.0}}  # its gradients overflow with the first scale
     spec = document("scaled", STEPS, mesh, nodes=2, workers=2, config={**large, **PACED})

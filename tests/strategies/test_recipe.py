@@ -49,7 +49,7 @@ EVALUATED: dict[str, dict[str, Any]] = {
 
 
 def test_an_evaluation_gives_the_loss_of_one_process_on_every_mesh(tmp_path: Path) -> None:
-    """Of the same samples, whose number the ranks do not divide, in several micro-batches."""
+    """The samples are the same; their number the ranks do not divide, in several micro-batches."""
     validation = {"samples": 7, "share": 0.1}
     config = {
         "evaluateEverySteps": 1,

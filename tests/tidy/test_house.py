@@ -16,48 +16,38 @@ from holdfast.orchestrator.api.v1alpha1.schema import json_schema, reference_pag
 from .language import findings
 
 ROOT = Path(__file__).parents[2]
-MAX_FILE_LINES = 600
+MAX_FILE_LINES = 1000
 MAX_FUNCTION_LINES = 70
 
-MIN_MODULE_LINES = 60
-SMALL_MODULES = {
-    "imported by many packages, imports almost nothing": (
-        "orchestrator/errors.py", "orchestrator/protocol/framing.py",
-        "orchestrator/protocol/python_command.py", "orchestrator/runtime/clock.py",
-        "orchestrator/runtime/notifier.py", "orchestrator/backends/ray/names.py",
-        "orchestrator/backends/topology.py", "orchestrator/cli/targets/tempdir.py",
-        "workers/packets.py", "workers/agent/pool/failures.py",
-        "workers/agent/pool/shims/sitecustomize.py",
-        "workers/integrations/fixed_size.py",
-    ),
-    "one interface of another system, in one place": (
-        "orchestrator/backends/kubernetes/provisioning.py",
-        "orchestrator/backends/kubernetes/queues/finalizers.py",
-        "orchestrator/cli/targets/kubernetes/code_upload.py",
-        "orchestrator/hosts/ray/code_store.py",
-        "orchestrator/hosts/ray/metrics.py",
-        "orchestrator/hosts/ray/view_file.py", "workers/agent/pool/gpu_context.py",
-        "workers/agent/pool/last_output.py", "workers/agent/process/process_env.py",
-        "workers/agent/storage/memfd.py", "orchestrator/kube/pod_fields.py",
-        "workers/integrations/incidents.py",
-    ),
-    "several commands and the operator need it": (
-        "orchestrator/api/v1alpha1/remarks.py", "orchestrator/kube/definition.py",
-    ),
-    "a decision of its own beside larger ones": (
-        "orchestrator/planner/terms.py", "orchestrator/core/host_memory.py",
-        "orchestrator/hosts/kubernetes/peers.py", "workers/agent/pool/learned_imports.py",
-        "workers/session/twins.py",
-        "workers/agent/storage/own_checkpoints.py",
-        "orchestrator/core/own_checkpoints.py",
-    ),
-    "imports no torch, its neighbours do": ("workers/checkpoint/coverage.py",),
-    "one setting of the training each": (
-        "workers/training/initial_values.py", "workers/training/parallel/activations.py",
-        "workers/training/parallel/precision.py", "workers/training/loss.py",
-        "workers/training/schedule.py",
-    ),
-}  # fmt: skip
+# Lines of Python. A budget only falls: a feature pays with something that goes. The goal is 66,000
+# for orchestrator and workers, 65,000 for tests.
+BUDGETS = {
+    "orchestrator": 51878,
+    "workers": 23803,
+    "tests": 85238,
+    "orchestrator/api": 4267,
+    "orchestrator/backends": 6346,
+    "orchestrator/catalogue": 834,
+    "orchestrator/cli": 9390,
+    "orchestrator/client": 1156,
+    "orchestrator/core": 7279,
+    "orchestrator/hosts": 4030,
+    "orchestrator/journal": 858,
+    "orchestrator/kube": 1705,
+    "orchestrator/planner": 3819,
+    "orchestrator/preflight": 3479,
+    "orchestrator/protocol": 3225,
+    "orchestrator/runtime": 5105,
+    "workers/agent": 10789,
+    "workers/checkpoint": 5021,
+    "workers/integrations": 2187,
+    "workers/session": 2261,
+    "workers/training": 3072,
+}
+
+# A docstring that begins with one of these continues the name of what it describes. It begins with
+# a noun phrase or a verb instead.
+NO_BEGINNING = {"As", "By", "For", "From", "In", "Of", "That", "Until", "With"}
 
 # Spelled in pieces, so that this file does not name them either.
 MACHINE_PATHS = [
@@ -84,20 +74,24 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_files_stay_below_600_lines() -> None:
+def lines_below(part: str) -> int:
+    return sum(len(path.read_text().splitlines()) for path in tracked(f"{part}/*.py"))
+
+
+def test_every_part_keeps_its_budget_of_lines() -> None:
+    over = {part: lines for part in BUDGETS if (lines := lines_below(part)) > BUDGETS[part]}
+    assert over == {}, "cut as much as you add"
+
+
+def test_every_part_has_a_budget_of_lines() -> None:
+    tops = [ROOT / "orchestrator", ROOT / "workers"]
+    parts = {name(file.parent) for top in tops for file in top.glob("*/__init__.py")}
+    assert parts - set(BUDGETS) == set()
+
+
+def test_files_stay_below_1000_lines() -> None:
     lengths = {name(path): len(path.read_text().splitlines()) for path in tracked("*.py")}
     assert {n: lines for n, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
-
-
-def test_a_module_below_60_lines_has_a_reason() -> None:
-    small = {
-        name(path)
-        for path in tracked("orchestrator/*.py", "workers/*.py")
-        if path.name != "__init__.py" and len(path.read_text().splitlines()) < MIN_MODULE_LINES
-    }
-    reasons = {path for paths in SMALL_MODULES.values() for path in paths}
-    assert small - reasons == set(), "merge it into a neighbour, or give the reason"
-    assert [path for path in reasons if not (ROOT / path).exists()] == []
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -123,6 +117,37 @@ def test_every_file_has_a_docstring() -> None:
         if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))
     ]
     assert silent == []
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Texts that stand alone, also below a constant or a field, with their lines."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and (isinstance(node.value.value, str))
+        ):
+            yield node.lineno, node.value.value.strip()
+
+
+def test_a_docstring_begins_with_what_it_describes() -> None:
+    wrong = [
+        f"{name(path)}:{line}: {text[:60]}"
+        for path in tracked("*.py")
+        for line, text in docstrings(path)
+        if text.split(" ", 1)[0] in NO_BEGINNING
+    ]
+    assert wrong == []
+
+
+def test_a_function_is_called_by_what_it_returns_or_does() -> None:
+    wrong = [
+        f"{name(path)}: {node.name}"
+        for path in tracked("*.py")
+        for node in functions(path)
+        if node.name.startswith("_of_")
+    ]
+    assert wrong == []
 
 
 def test_no_two_classes_share_a_name() -> None:

@@ -45,7 +45,8 @@ class CopiedTensor:
     on_device: bool = True
     """Else its copy is complete when `start` returns."""
     parameter: bool = False
-    """Of the model; other tensors are written by the optimizer's step only, which waits."""
+    """True for the model's parameters; other tensors are written by the optimizer's step only,
+    which waits."""
 
     @property
     def watched(self) -> list[Tensor]:

@@ -15,7 +15,7 @@ from .layout import RANK, Box, DamagedCheckpoint, Header, header_length, parse_h
 
 
 def coverage_of_file(fd: int) -> CoverageSum | None:
-    """Of a whole shard file. None: its header does not tell in how many parts tensors are."""
+    """Sum of a whole shard file. None: its header does not tell in how many parts tensors are."""
     try:
         length = header_length(os.pread(fd, 8, 0), "the buffer")
         return coverage_sum(parse_header(os.pread(fd, length, 0), "the buffer"))

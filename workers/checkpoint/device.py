@@ -16,7 +16,7 @@ from torch import Tensor
 from .layout import Bytes
 
 Event = Any
-"""Of the device: reached when all work that was queued before its record is complete."""
+"""An event of the device: reached when all work that was queued before its record is complete."""
 
 
 class CopyDevice(Protocol):
@@ -65,7 +65,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Of the tensor's memory as integers of its element size, modulo 2**64."""
+    """Sum of the tensor's memory as integers of its element size, modulo 2**64."""
     return as_integers(tensor).sum(dtype=torch.int64)
 
 

@@ -81,7 +81,7 @@ class Box:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     parts: int = field(default=0, compare=False)
-    """In how many different parts the tensor is, over the ranks of a replica; 0: unknown."""
+    """Number of different parts of the tensor over the ranks of a replica; 0: unknown."""
 
     @property
     def num_elements(self) -> int:
@@ -388,7 +388,7 @@ def copy_and_hash(target: Bytes, source: Bytes) -> int:
 
 
 def copy_and_update(target: Bytes, source: Bytes, state: xxhash.xxh3_64) -> None:
-    """As copy_and_hash, for the next part of what `state` hashes."""
+    """The same as copy_and_hash, for the next part of what `state` hashes."""
     for begin in range(0, source.nbytes, CHUNK_BYTES):
         chunk = target[begin : begin + CHUNK_BYTES]
         chunk[:] = source[begin : begin + CHUNK_BYTES]

@@ -27,7 +27,8 @@ from .tensors import StateTensor
 OnResize = Literal["refuse", "restart", "same-rank"]
 
 MAX_FILE_BYTES = 256 * 2**20
-"""Of all ranks whose state is in one file: each of them sends and stages it with every staging."""
+"""Limit of all ranks whose state is in one file: each of them sends and stages it with every
+staging."""
 
 _LENGTH_BYTES = 8
 _ROOM_UNIT = 1024
@@ -148,7 +149,7 @@ class RankState:
         )
 
     def _make_room(self, length: int) -> None:
-        """For states of which this rank's has `length` bytes. Collective."""
+        """Make room for states; this rank's has `length` bytes. Collective."""
         declared = sum(one.room_bytes for one in self._objects.values())
         wanted = max(2 * length + _ROOM_UNIT, declared)
         if self._twins is not None:

@@ -111,7 +111,7 @@ class Access(NamedTuple):
 
 
 def access(name: str, held: Any) -> Access:
-    """Of an object given as `per_rank`. Raises UserError for one of an unknown kind."""
+    """Access to an object given as `per_rank`. Raises UserError for one of an unknown kind."""
     for read, write in (
         ("state_dict", "load_state_dict"),
         ("get_state", "set_state"),  # torch.Generator, the module numpy.random

@@ -136,7 +136,7 @@ def _checkpoints(store: CheckpointFiles) -> list[Manifest]:
 
 
 def _without_manifest(store: CheckpointFiles, name: str) -> list[Manifest]:
-    """From the names of the files; none if one is missing."""
+    """Manifests by the names of the files; none if one is missing."""
     at = parse_directory_name(name)
     assert at is not None
     try:
@@ -337,5 +337,5 @@ def _intact(source: ShardSource, entry: Entry) -> bool:
 
 
 def _parameter(name: str) -> str:
-    """Of an entry of the optimizer."""
+    """Parameter of an entry of the optimizer."""
     return name.removeprefix(OPTIMIZER).rpartition(".")[0]

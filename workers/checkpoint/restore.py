@@ -231,7 +231,8 @@ class _Names:
         self._stages.add(stage)
 
     def expect_as_far_as_known(self) -> None:
-        """As `expect`, once a shard of each stage has been read: together they have all names."""
+        """The same as `expect`, once a shard of each stage has been read: together they have all
+        names."""
         if len(self._stages) == self._stored_stages:
             self.expect()
 

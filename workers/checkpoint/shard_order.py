@@ -1,4 +1,4 @@
-"""In which order a rank opens the shards of another mesh. Pure.
+"""The order in which a rank opens the shards of another mesh. Pure.
 
 With another number of shards a rank needs those that overlap its parts, and only their headers show
 which do. Every shard that is opened in vain costs requests, and from another node's memory the

@@ -19,7 +19,7 @@ rank's state."""
 MAX_GAP_BYTES = 128 * 1024
 """Bytes between two entries that are not needed: cheaper to read than a further request."""
 REQUESTS_AT_A_TIME = 10
-"""As many connections as botocore keeps open by default."""
+"""The number of connections that botocore keeps open by default."""
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class Stager:
         self._capacity = 0
         self._addresses: list[int] = []
         self._tensors: list[Tensor] = []
-        """In the order of the layout, like their owners."""
+        """Tensors in the order of the layout, like their owners."""
         self._owners: list[Tensor] = []
         self._parts: dict[tuple[int, int], _StagedPart] = {}
         """(part, parts) -> what is staged."""
@@ -169,7 +169,7 @@ class Stager:
         self._parameters: list[tuple[int, str, Tensor]] = []
         """Entries that are parameters: (number in the layout, name, parameter)."""
         self._frozen: tuple[int, ...] = ()
-        """Of the layout's entries: parameters that are not trained now."""
+        """Entries of the layout whose parameters are not trained now."""
         self._not_frozen: set[str] = set()
         """Names of those that were written nevertheless."""
         self._held: dict[WritableBuffer, dict[int, _Held]] = {}
@@ -298,7 +298,7 @@ class Stager:
     def _copy_set(
         self, part: _StagedPart, targets: list[Bytes], held: Mapping[int, _Held]
     ) -> CopySet:
-        """Of all tensors that the buffer does not have."""
+        """Copies of all tensors that the buffer does not have."""
         device = self._device
         assert device is not None
         parameters = {name for _, name, _ in self._parameters}

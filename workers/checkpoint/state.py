@@ -177,7 +177,8 @@ class TrainingState:
         return [*out, *(address_of(held.local) for held in own)]
 
     def _box(self, name: str, parameter: Tensor) -> Box:
-        """As box_of, cached: it is slow for a DTensor, and does not change for a parameter."""
+        """The same as box_of, cached: it is slow for a DTensor, and does not change for a
+        parameter."""
         box = self._boxes.get(name)
         if box is None:
             box = self._boxes[name] = box_of(parameter)

@@ -30,7 +30,7 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 _PLAIN = (Tensor, nn.Parameter)
 _OWN_MEMORY: Any = Tensor.__torch_dispatch__
-"""Of every class whose tensors keep their values in their own memory."""
+"""The method of every class whose tensors keep their values in their own memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from holdfast.orchestrator.errors import UserError
 from holdfast.workers.session import reporting
 
 _reports: list[_Reporting] = []
-"""Of the engines of this process. The steps of the first one count."""
+"""Reports of the engines of this process. The steps of the first one count."""
 
 
 def report_deepspeed(
@@ -57,7 +57,7 @@ def report_deepspeed(
 
 
 class _Reporting:
-    """Of one engine."""
+    """Reports the steps of one engine."""
 
     def __init__(
         self, engine: Any, total_steps: int, tokens: int, save: Callable[[int], object] | None
@@ -65,7 +65,7 @@ class _Reporting:
         self.engine, self._total, self._tokens, self._save = engine, total_steps, tokens, save
         self._counts, self._began, self._ended = not _reports, False, False
         self._losses: list[Tensor] = []
-        """Of the micro-batches since the last step."""
+        """Losses of the micro-batches since the last step."""
 
     def extend(self) -> None:
         engine = self.engine

@@ -14,7 +14,7 @@ from holdfast.orchestrator.errors import UserError
 
 TEXT_BYTES = 32 * 1024
 ROOM_BYTES = TEXT_BYTES // 4 * 3
-"""Of the JSON in it."""
+"""Bytes of the JSON in it."""
 
 
 def to_json(state: Any) -> str:

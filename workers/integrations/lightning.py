@@ -65,7 +65,7 @@ class LightningCallback(Callback):  # type: ignore[misc]
 
 
 def _last_step(trainer: Any) -> int:
-    """That was finished. With manual optimization Trainer.global_step counts the steps of all
+    """The last finished step. With manual optimization Trainer.global_step counts the steps of all
     optimizers, several in a batch."""
     if trainer.lightning_module.automatic_optimization:
         return int(trainer.global_step) - 1

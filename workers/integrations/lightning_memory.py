@@ -39,7 +39,7 @@ class InMemoryLightning(LightningCallback):
         self._loss: Any = None
         self._ended = False
         self._generators: dict[int, torch.Generator] = {}
-        """By the id of the sampler that had none."""
+        """Generators by the id of the sampler that had none."""
 
     # -- before the loop ------------------------------------------------------------------------
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

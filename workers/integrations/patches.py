@@ -152,7 +152,7 @@ def although() -> str:
 
 
 def say(text: str) -> None:
-    """Of rank 0."""
+    """Print a line on rank 0."""
     if os.environ.get("RANK", "0") != "0":
         return
     print(f"holdfast: {text}", file=sys.stderr, flush=True)

@@ -47,14 +47,14 @@ _SHARED_S = 10.0
 
 @dataclass
 class _Run:
-    """Of this process."""
+    """The run of this process."""
 
     path: Path
     name: str
     num_to_keep: int | None
     device: torch.device
     number: int
-    """Of the next checkpoint."""
+    """Number of the next checkpoint."""
     reports: int
     """Before the next one, counted over restarts from the checkpoint."""
 
@@ -259,7 +259,7 @@ class TrainContext:
 
 
 def get_context() -> TrainContext:
-    """In the function of a Trainer. Raises UserError elsewhere."""
+    """The context of a Trainer's function. Raises UserError elsewhere."""
     _run("get_context")
     return TrainContext()
 

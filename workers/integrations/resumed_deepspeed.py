@@ -35,7 +35,7 @@ POLL_S = 0.5
 """How often the ranks exchange whether the program still runs."""
 _RUNS, _SAME, _CONVERTED, _FAILED = "runs", "same", "converted", "failed"
 _OUTPUT_BYTES = 1500
-"""Of what the program printed at last, in the message of its failure."""
+"""Bytes of the program's last output in the message of its failure."""
 
 
 def patch(module: ModuleType) -> None:

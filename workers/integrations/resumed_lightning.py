@@ -49,8 +49,8 @@ def patch(module: ModuleType) -> None:
 
 
 def _in_dirpath(given: dict[str, Any], since_ns: int) -> str | None:
-    """Of the folder of its first ModelCheckpoint that has checkpoints; without a given one it is a
-    new folder (`version_N`) in each start, in which there is none."""
+    """Checkpoint in the folder of its first ModelCheckpoint that has some; without a given one it
+    is a new folder (`version_N`) in each start, in which there is none."""
     trainer = given["self"].trainer
     if str(getattr(trainer.state.fn, "value", trainer.state.fn)) != "fit":
         return None
@@ -100,7 +100,7 @@ class _Notes:
     """One loader's current order."""
 
     states: list[torch.Tensor] = field(default_factory=list)
-    """Of the generators, when it began."""
+    """States of the generators when it began."""
     drawn: deque[tuple[int, int]] = field(default_factory=lambda: deque([(0, 0)], AHEAD))
     """(number of batches, checksum of their indices)."""
     resumed: _Resumed | None = None

@@ -23,8 +23,8 @@ from holdfast.workers import session
 from holdfast.workers.session import reporting
 
 DATA_ROOM_BYTES = 2**20
-"""For the state of a rank's data loader, which has the tokens that it has read ahead: 1 MiB are a
-document of about 100,000."""
+"""Room for the state of a rank's data loader, which has the tokens that it has read ahead: 1 MiB
+are a document of about 100,000."""
 
 
 class ReportedCheckpoints(CheckpointManager):  # type: ignore[misc]
@@ -71,7 +71,7 @@ class ReportedCheckpoints(CheckpointManager):  # type: ignore[misc]
 
     @property
     def _numbers(self) -> dict[str, Any]:
-        """Of the report of a step. The loss is the last one that the trainer has logged."""
+        """Numbers in the report of a step. The loss is the last one that the trainer has logged."""
         trainer, tokens = self._trainer, self._tokens
         flops = max(0, trainer.metrics_processor.num_flops_per_token) * tokens
         total = trainer.config.training.steps
@@ -79,7 +79,7 @@ class ReportedCheckpoints(CheckpointManager):  # type: ignore[misc]
 
     @cached_property
     def _tokens(self) -> int:
-        """Of a global batch."""
+        """Tokens of a global batch."""
         training, dims = self._trainer.config.training, self._trainer.parallel_dims
         batch = training.global_batch_size
         if batch < 0:

@@ -27,7 +27,7 @@ _FIELDS = (
     "epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric",
     "best_global_step", "best_model_checkpoint",
 )  # fmt: skip
-"""Of TrainerState. The others follow from the arguments."""
+"""Fields of TrainerState that are kept. The others follow from the arguments."""
 
 _HOOKS = (
     "_init_training_state", "_prepare_for_training", "_run_epoch", "_maybe_log_save_evaluate",
@@ -36,7 +36,7 @@ _HOOKS = (
 """What this module extends; transformers 5 has them."""
 
 _IN_MEMORY = "memory of the nodes"
-"""In place of the path of a checkpoint: the trainer skips the batches that it has trained."""
+"""Text in place of a checkpoint's path: the trainer skips the batches that it has trained."""
 
 
 class InMemoryTrainer(Trainer):  # type: ignore[misc]
@@ -50,8 +50,8 @@ class InMemoryTrainer(Trainer):  # type: ignore[misc]
     _session: session.Session | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **more: Any) -> Any:
-        """As Trainer.train. What the nodes' memory or storage has comes before
-        `resume_from_checkpoint`, which a first launch uses.
+        """Same as `Trainer.train`, but resumes from memory or storage if either has a newer state
+        than `resume_from_checkpoint`.
 
         Raises UserError for what cannot be kept: a second call, and searches for hyperparameters
         or batch sizes.

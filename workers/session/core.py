@@ -68,7 +68,7 @@ class Session:
         self._stager: Stager | None = None
         self._state: TrainingState | None = None
         self._twins: TwinGroup | None = None
-        """Of ranks with state of their own, which they exchange."""
+        """Exchange between ranks with state of their own."""
         self._last_step, self._last_staged = -1, -1
         self._stall_s = 0.0
         self._loss = LossReport(device.type)
@@ -223,7 +223,7 @@ class Session:
             self._expect_mesh(self._state)
             self._state.expect_storable()
         if self.shape.pipeline > 1:
-            self._state.join_stages(self._of_all_stages(self._state.stage_part()))
+            self._state.join_stages(self._stage_parts(self._state.stage_part()))
         source = self._restore
         if source is not None:
             self._load(source, self._state)
@@ -355,7 +355,7 @@ class Session:
                 file=sys.stderr,
             )
 
-    def _of_all_stages(self, part: StagePart) -> list[StagePart]:
+    def _stage_parts(self, part: StagePart) -> list[StagePart]:
         """What each stage of this rank's pipeline gives. Collective."""
         found: list[Any] = [None] * self.shape.pipeline
         dist.all_gather_object(found, part, group=self.meshes.axis("pipeline").get_group())

@@ -49,8 +49,8 @@ def num_collectives() -> int:
 
 
 def collectives() -> tuple[GroupProgress, ...]:
-    """From torch's flight recorder; empty without torch, without process groups, and where this
-    version of torch has no recorder for the backend."""
+    """Progress by torch's flight recorder; empty without torch, without process groups, and where
+    this version of torch has no recorder for the backend."""
     if "torch.distributed" not in sys.modules:
         return ()
     dump = recorder()

@@ -77,7 +77,7 @@ class SentBytes:
         self._began_ns: int | None = None
         self._steps = 0
         self.num_bytes = 0
-        """Of one step; 0: nothing, or not known."""
+        """Bytes of one step; 0: nothing, or not known."""
 
     def begin(self) -> None:
         """A step begins."""
@@ -93,12 +93,12 @@ class SentBytes:
         if not self._left or self._steps < 2 or self._began_ns is None:
             return
         self._left -= 1
-        found = _of_recorder(self._began_ns)
+        found = _recorded_bytes(self._began_ns)
         if found is not None:
             self.num_bytes, self._left = found, 0
 
 
-def _of_recorder(since_ns: int) -> int | None:
+def _recorded_bytes(since_ns: int) -> int | None:
     dump = recorder()
     if dump is None or "torch.distributed" not in sys.modules:
         return None
@@ -164,7 +164,7 @@ def _sent(entry: Mapping[str, Any], ranks: int) -> float | None:
 
 
 def _bytes(entry: Mapping[str, Any]) -> int:
-    """Of the tensors that go in. Raises KeyError for a format that is not known."""
+    """Bytes of the tensors that go in. Raises KeyError for a format that is not known."""
     pairs = zip(entry["input_sizes"], entry["input_dtypes"], strict=True)
     return sum(prod(size) * _width(dtype) for size, dtype in pairs)
 

@@ -51,7 +51,7 @@ def bind(
 
 
 def cpus_of(system: Path, place: str) -> set[int]:
-    """Of the NUMA node of a PCI device; empty: unknown, as in most virtual machines."""
+    """CPUs of the NUMA node of a PCI device; empty: unknown, as in most virtual machines."""
     try:
         node = int((system / "bus/pci/devices" / place / "numa_node").read_text())
         if node < 0:

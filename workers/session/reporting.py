@@ -28,7 +28,7 @@ class PlannedStop(NamedTuple):
     after_step: int
     """Save after this step, which is the same on all ranks, and end."""
     seconds: float
-    """Until this process is killed."""
+    """Seconds until this process is killed."""
 
 
 class _Steps:
@@ -164,7 +164,7 @@ def phase(name: WorkerPhase) -> Iterator[None]:
 
 @contextmanager
 def within(name: WorkerPhase) -> Iterator[None]:
-    """As `phase`, for any phase: what a worker prepares is no training."""
+    """The same as `phase`, for any phase: what a worker prepares is not training."""
     channel = agent_channel.of_process()
     if channel is None:
         yield

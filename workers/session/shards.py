@@ -62,8 +62,8 @@ class Shards:
     def reduce_and_clip(
         self, loss: Tensor, max_norm: float, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """As clip_grad_norm_, and sums the scalar `loss` over all ranks in the same all-reduce.
-        Gradients that come multiplied by `scale` are divided by it.
+        """The same as clip_grad_norm_, and sums the scalar `loss` over all ranks in the same
+        all-reduce. Gradients that come multiplied by `scale` are divided by it.
 
         Returns (summed loss, norm), two scalars on the session's device.
         """
@@ -96,7 +96,7 @@ class Shards:
     def step_in_backward(
         self, groups: Iterable[Iterable[nn.Parameter]], step: Callable[[], object]
     ) -> None:
-        """From now on calls `step`, of an optimizer over these parts, within backward, as soon as
+        """Call `step`, of an optimizer over these parts, within backward from now on, as soon as
         all parameters of one of the `groups` have their gradients, which are then freed: memory
         holds the gradients of one group. Parameters in no group are stepped one by one.
 

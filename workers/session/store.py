@@ -21,7 +21,7 @@ CONNECT_TIMEOUT_S = 3.0
 FIRST_PAUSE_S = 0.002
 LONGEST_PAUSE_S = 1.0
 ATTEMPTS_PER_S = 20_000
-"""Of all ranks together."""
+"""Attempts of all ranks together."""
 SHARE_OF_WAIT = 1 / 32
 """A pause is at most this share of the wait before it: a small job finds the store at once, and a
 long wait costs few attempts."""

@@ -59,7 +59,7 @@ class Settings(NamedTuple):
     sharded: bool
     """FSDP2 wraps the model and casts its parameters; otherwise autocast does."""
     port: int
-    """Of the store that the processes meet at."""
+    """Port of the store that the processes meet at."""
 
 
 def main(arguments: list[str]) -> int:
@@ -103,7 +103,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _threads(job: TrainingJob, workers: int) -> int:
-    """Of each worker, as the agents of local nodes choose it."""
+    """Threads of each worker, as the agents of local nodes choose them."""
     cpu = job.spec.resources.cpu
     return max(1, int(cpu) if cpu is not None else cpus() // workers)
 
@@ -230,7 +230,7 @@ def _inputs_of_blocks(model: Transformer, tokens_bt: Tensor) -> tuple[Tensor, ..
 
 
 def _loss(model: Transformer, config: Pretrain, x_btd: Tensor, targets_bt: Tensor) -> Tensor:
-    """As the recipe's trainer computes it."""
+    """The loss as the recipe's trainer computes it."""
     assert model.norm is not None and model.head is not None
     size, z_loss = config.loss.chunk_tokens, config.loss.z_loss
     if size:

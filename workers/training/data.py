@@ -23,9 +23,9 @@ from .corpus import FIELD, Corpus
 _MASK = 2**64 - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _ROUNDS = 6
-"""Of the Feistel network; four are enough to look random, more cost little."""
+"""Rounds of the Feistel network; four are enough to look random, more cost little."""
 _VALIDATION_SAMPLES = 64
-"""Of one evaluation with data.validation.samples: auto."""
+"""Samples of one evaluation with data.validation.samples: auto."""
 
 Numbers = npt.NDArray[np.uint64]
 
@@ -178,7 +178,8 @@ class Dataset:
         return self.train.read(self.ids(indices))
 
     def validation_batch(self, indices: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """As `batch`, of the `num_evaluated` samples that lie evenly over the validation data."""
+        """The same as `batch`, of the `num_evaluated` samples that lie evenly over the validation
+        data."""
         there = len(self.validation)
         return self.validation.read([index * there // self.num_evaluated for index in indices])
 

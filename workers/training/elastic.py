@@ -37,7 +37,7 @@ class StepOfRank(Protocol):
 
 @dataclass(frozen=True)
 class _Fixed:
-    """Of a session, for a process of a DataLoader."""
+    """The part of a session that a process of a DataLoader needs."""
 
     data_parallel_rank: int
     data_parallel_size: int
@@ -106,7 +106,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     # -- the plan ---------------------------------------------------------------------------------
     def _num_batches(self) -> int | None:
-        """From the step on at which this rank began; None: endless."""
+        """Batches from the step at which this rank began; None: endless."""
         if self.epochs is None:
             return None
         full, rest = divmod(max(0, self.epochs * self.size - self._position), self.batch)
@@ -191,7 +191,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._trained_before = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process of a DataLoader, which has no session."""
+        """State for a process of a DataLoader, which has no session."""
         s = self._session
         fixed = _Fixed(s.data_parallel_rank, s.data_parallel_size, s.next_step)
         return {**self.__dict__, "_session": fixed}

@@ -61,7 +61,7 @@ class Kubernetes(Part):
     native (Kubernetes 1.36 and newer). none: Holdfast releases the nodes of an incomplete gang
     after a while. See docs/operations/queues.md."""
     workload_priority_class_name: str | None = Field(default=None, max_length=253)
-    """With gang kueue: the WorkloadPriorityClass, which decides the order of admission."""
+    """The WorkloadPriorityClass with gang kueue, which decides the order of admission."""
     start_timeout_s: Seconds = START_TIMEOUT_S
     """Seconds that a pod may fail to start (unschedulable, image cannot be pulled, refused by the
     kubelet) before it is deleted and requested again, with the reason in the job's conditions."""

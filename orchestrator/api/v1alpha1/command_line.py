@@ -68,7 +68,7 @@ _RUNNERS: dict[str, set[str]] = {
 _PYTHON = re.compile(r"python(\d(\.\d+)?t?)?")
 _UV_TEMPORARY = ("-w", "--with", "--with-editable", "--with-requirements", "--isolated", "-s",
                  "--script", "--gui-script")  # fmt: skip
-"""With these uv makes an environment for one command, so uv itself is started."""
+"""Options with which uv makes an environment for one command, so uv itself is started."""
 _SHELL_TEXT = re.compile(
     r'(?:(?<=\s)|^)(?:\S*/)?(?:ba|da|z|k)?sh(?:\s+(?:-\S+|pipefail))*?\s+-\w*c\s+"(?:\\.|[^"\\])*"'
 )

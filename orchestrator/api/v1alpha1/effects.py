@@ -30,10 +30,10 @@ def without_effect(job: TrainingJob, *, as_written: bool = False) -> list[Proble
     """Every such field with the fix. `as_written`: the job is as a user wrote it; an API server
     fills in defaults."""
     recipe = job.spec.entrypoint.recipe
-    found = list(_of_a_script(job) if recipe is None else _of_a_recipe(job))
-    found += _of_a_tensor_axis(job)
-    found += _of_the_guard(job)
-    found += _of_elasticity(job, as_written)
+    found = list(_script_effects(job) if recipe is None else _recipe_effects(job))
+    found += _tensor_axis_effects(job)
+    found += _guard_effects(job)
+    found += _elasticity_effects(job, as_written)
     if job.spec.recovery.gpu_standbys and job.spec.resources.gpu not in ("auto", 1):
         got = f"true with resources.gpu {job.spec.resources.gpu}"
         fix = "set spec.resources.gpu: 1, or remove the field"
@@ -45,7 +45,7 @@ def without_effect(job: TrainingJob, *, as_written: bool = False) -> list[Proble
     return found
 
 
-def _of_a_script(job: TrainingJob) -> Iterator[Problem]:
+def _script_effects(job: TrainingJob) -> Iterator[Problem]:
     program = job.spec.entrypoint.program
     if program.python or program.words or program.runner:
         what = program.python or " ".join(program.runner) or program.words[0]
@@ -68,7 +68,7 @@ def _of_a_script(job: TrainingJob) -> Iterator[Problem]:
             )
 
 
-def _of_a_tensor_axis(job: TrainingJob) -> Iterator[Problem]:
+def _tensor_axis_effects(job: TrainingJob) -> Iterator[Problem]:
     if problem := mesh_checks.tensor_over_nodes(job.spec):
         yield dataclasses.replace(problem, field=f"spec.{problem.field}")
     mesh, workers = job.spec.parallelism, job.spec.workers_per_node
@@ -81,7 +81,7 @@ def _of_a_tensor_axis(job: TrainingJob) -> Iterator[Problem]:
         )
 
 
-def _of_elasticity(job: TrainingJob, as_written: bool) -> Iterator[Problem]:
+def _elasticity_effects(job: TrainingJob, as_written: bool) -> Iterator[Problem]:
     nodes, workers, allowed = job.spec.nodes, job.spec.workers_per_node, job.spec.elasticity
     low, full, where = nodes.min * workers, nodes.max * workers, "spec.elasticity"
     chosen = nodes.min > 1 or (as_written and "min" in nodes.model_fields_set)
@@ -105,7 +105,7 @@ def _of_elasticity(job: TrainingJob, as_written: bool) -> Iterator[Problem]:
         yield Problem(where, got, f"the full size of {full} among them", fix)
 
 
-def _of_the_guard(job: TrainingJob) -> Iterator[Problem]:
+def _guard_effects(job: TrainingJob) -> Iterator[Problem]:
     checkpoint = job.spec.checkpoint
     is_recipe = job.spec.entrypoint.recipe is not None
     expected = "it for scripts, modules and commands"
@@ -125,14 +125,14 @@ def _of_the_guard(job: TrainingJob) -> Iterator[Problem]:
         yield Problem("spec.checkpoint.guardDirectories", got, "them with guard: auto", fix)
 
 
-def _of_a_recipe(job: TrainingJob) -> Iterator[Problem]:
-    yield from _of_float8(job)
-    yield from _of_shards(job)
-    yield from _of_replicas(job)
-    yield from _of_a_pipeline(job)
-    yield from _of_activations(job)
-    yield from _of_config(job)
-    yield from _of_optimizers(job)
+def _recipe_effects(job: TrainingJob) -> Iterator[Problem]:
+    yield from _float8_effects(job)
+    yield from _shard_effects(job)
+    yield from _replica_effects(job)
+    yield from _pipeline_effects(job)
+    yield from _activation_effects(job)
+    yield from _config_effects(job)
+    yield from _optimizer_effects(job)
     yield from _in_backward(job)
     mesh = job.spec.parallelism
     if mesh.precision.reduce == "bfloat16" and _world(job) == mesh.tensor * mesh.pipeline:
@@ -144,7 +144,7 @@ def _of_a_recipe(job: TrainingJob) -> Iterator[Problem]:
         )
 
 
-def _of_float8(job: TrainingJob) -> Iterator[Problem]:
+def _float8_effects(job: TrainingJob) -> Iterator[Problem]:
     mesh = job.spec.parallelism
     if mesh.precision.linear != "float8":
         return
@@ -172,7 +172,7 @@ def _of_float8(job: TrainingJob) -> Iterator[Problem]:
         )
 
 
-def _of_shards(job: TrainingJob) -> Iterator[Problem]:
+def _shard_effects(job: TrainingJob) -> Iterator[Problem]:
     """What only FSDP2 does."""
     spec, mesh = job.spec, job.spec.parallelism
     one_copy = (mesh.shard in (1, "auto") and mesh.context == 1) or _world(job) == 1
@@ -221,7 +221,7 @@ def _of_shards(job: TrainingJob) -> Iterator[Problem]:
         )
 
 
-def _of_a_pipeline(job: TrainingJob) -> Iterator[Problem]:
+def _pipeline_effects(job: TrainingJob) -> Iterator[Problem]:
     mesh, fields = job.spec.parallelism, Parallelism.model_fields
     for name in ("pipeline_schedule", "pipeline_stages_per_rank"):
         if mesh.pipeline == 1 and getattr(mesh, name) != fields[name].default:
@@ -242,7 +242,7 @@ def _of_a_pipeline(job: TrainingJob) -> Iterator[Problem]:
             )
 
 
-def _of_replicas(job: TrainingJob) -> Iterator[Problem]:
+def _replica_effects(job: TrainingJob) -> Iterator[Problem]:
     """What only DDP does."""
     mesh, world = job.spec.parallelism, _world(job)
     if mesh.ddp == Ddp():
@@ -268,7 +268,7 @@ def _of_replicas(job: TrainingJob) -> Iterator[Problem]:
         )
 
 
-def _of_activations(job: TrainingJob) -> Iterator[Problem]:
+def _activation_effects(job: TrainingJob) -> Iterator[Problem]:
     settings = job.spec.parallelism.activation_checkpointing
     where, recipe = f"{PREFIX}activationCheckpointing", job.spec.entrypoint.recipe
     acts_with = {
@@ -304,7 +304,7 @@ def _of_activations(job: TrainingJob) -> Iterator[Problem]:
         )
 
 
-def _of_optimizers(job: TrainingJob) -> Iterator[Problem]:
+def _optimizer_effects(job: TrainingJob) -> Iterator[Problem]:
     recipe, mesh = job.spec.entrypoint.recipe, job.spec.parallelism
     assert recipe is not None
     settings, where = recipe.config.optimizer, "spec.entrypoint.recipe.config.optimizer."
@@ -392,7 +392,7 @@ def _world(job: TrainingJob) -> int:
     return job.spec.nodes.max * job.spec.workers_per_node
 
 
-def _of_config(job: TrainingJob) -> Iterator[Problem]:
+def _config_effects(job: TrainingJob) -> Iterator[Problem]:
     recipe, where = job.spec.entrypoint.recipe, "spec.entrypoint.recipe.config."
     assert recipe is not None
     config = recipe.config

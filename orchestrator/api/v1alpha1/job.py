@@ -191,9 +191,9 @@ class JobSpec(Part):
     kubernetes: Kubernetes = Kubernetes()
     ray: Ray = Ray()
     priority: int = Field(default=0, ge=-limits.MAX_COUNT, le=limits.MAX_COUNT)
-    """Of the jobs of one namespace that have a part of their nodes, those with a higher priority
-    keep them. Only for Kubernetes with kubernetes.gang none, and after the priority of the pods,
-    which kubernetes.priorityClassName gives: queues and schedulers have priority classes."""
+    """Among a namespace's jobs that have a part of their nodes, jobs with a higher priority keep
+    them. Only for Kubernetes with kubernetes.gang none, and after the priority of the pods, which
+    kubernetes.priorityClassName gives: queues and schedulers have priority classes."""
     queue: str | None = None
     """LocalQueue of the job's namespace that admits the job, with kubernetes.gang kueue."""
     managed_by: str | None = Field(default=None, max_length=63, pattern=MANAGER_PATTERN)

@@ -304,4 +304,4 @@ MESH_CHECKS: tuple[Callable[[SizedSpec], str], ...] = (
     _tensor,
     _loss,
 )
-"""In this order: each one relies on those before it."""
+"""The order matters: each check relies on the checks before it."""

@@ -43,11 +43,11 @@ class ActivationCheckpointing(Part):
     forward pass; selective: recompute each block except the results of some operations, see keep;
     budget: torch.compile chooses what it recomputes, see budget."""
     every_nth_block: int = Field(default=1, ge=1, le=limits.MAX_COUNT)
-    """With mode full or selective: recompute every Nth block only."""
+    """Recompute every Nth block only, with mode full or selective."""
     keep: Annotated[tuple[Kept, ...], Field(min_length=1, max_length=2)] = ("matmul", "attention")
-    """With mode selective: the operations whose results are kept."""
+    """The operations whose results are kept, with mode selective."""
     budget: float = Field(default=0.5, ge=0, le=1, allow_inf_nan=False)
-    """With mode budget, for a compiled model: share of the activation memory of a compiled block
+    """Mode budget, for a compiled model: share of the activation memory of a compiled block
     that may be used; 1: nothing is recomputed, 0: all that can be."""
 
 
@@ -98,9 +98,9 @@ class Parallelism(Part):
     pipeline_schedule: Literal[
         "gpipe", "1f1b", "interleaved1f1b", "interleavedZeroBubble", "zbvZeroBubble"
     ] = "1f1b"
-    """In which order the micro-batches pass through the pipeline. gpipe keeps the activations of
-    all of them, 1f1b of as many as there are stages; the others have several stages on each rank,
-    which leaves ranks idle for a smaller part of a step."""
+    """The order in which the micro-batches pass through the pipeline. gpipe keeps the activations
+    of all of them, 1f1b of as many as there are stages; the others have several stages on each
+    rank, which leaves ranks idle for a smaller part of a step."""
     pipeline_stages_per_rank: Auto | Count = "auto"
     """Parts of the layers on one rank. auto: 1 with gpipe and 1f1b, 2 with the other schedules."""
     reshard_after_forward: bool | Annotated[int, Field(le=limits.MAX_COUNT)] = True
@@ -108,11 +108,11 @@ class Parallelism(Part):
     (ZeRO-2); an integer: reshard to groups of that many ranks. A pipeline keeps them during a
     step in any case: each micro-batch would gather them again."""
     accumulate_gradients: Literal["sharded", "whole"] = "sharded"
-    """With several micro-batches: sharded: reduce the gradients after each one and keep this rank's
-    shard; whole: keep whole gradients on each rank and reduce them once, after the last one, as a
-    pipeline does in any case. whole with reshardAfterForward: false is ZeRO-1: only the optimizer
-    state and the float32 master copy are divided, and each step sends the parameters and the
-    gradients once."""
+    """What several micro-batches do. sharded: reduce the gradients after each one and keep this
+    rank's shard; whole: keep whole gradients on each rank and reduce them once, after the last one,
+    as a pipeline does in any case. whole with reshardAfterForward: false is ZeRO-1: only the
+    optimizer state and the float32 master copy are divided, and each step sends the parameters and
+    the gradients once."""
     prefetch_blocks: int = Field(default=0, ge=0, le=limits.MAX_COUNT)
     """How many blocks ahead FSDP2 gathers parameters, in forward and backward. 0: torch decides,
     which is one in backward."""

@@ -118,7 +118,7 @@ class Loss(Part):
 
 
 class Optimizer(Part):
-    """With linear warm-up, then a schedule of the learning rate."""
+    """The optimizer, with linear warm-up, then a schedule of the learning rate."""
 
     name: Literal["adamw", "adamw8bit", "muon", "dion"] = "adamw"
     """adamw: AdamW (fused) for all parameters. adamw8bit: AdamW with moments of 8 bits for matrices
@@ -126,12 +126,12 @@ class Optimizer(Part):
     for the matrices of the blocks, and AdamW for embedding, norms and head. Their updates are
     scaled so that learningRate and weightDecay of AdamW serve."""
     momentum: float = Field(default=0.95, ge=0, lt=1, allow_inf_nan=False)
-    """Of muon and dion: decay rate of the average of gradients."""
+    """Decay rate of the average of gradients, for muon and dion."""
     rank_fraction: float = Field(default=0.25, gt=0, le=1, allow_inf_nan=False)
-    """Of dion: rank of the update of a matrix, as a share of its smaller side."""
+    """Rank of a matrix's update, for dion, as a share of its smaller side."""
     in_backward: bool = False
-    """Of adamw: true: step each block as soon as backward has its gradients, and free them. It
-    excludes clipping, several micro-batches, float16, and DDP of several workers."""
+    """Only for adamw. true: step each block as soon as backward has its gradients, and free them.
+    It excludes clipping, several micro-batches, float16, and DDP of several workers."""
     learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     """Learning rate at the end of the warm-up."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"

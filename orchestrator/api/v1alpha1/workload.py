@@ -51,7 +51,7 @@ class Resources(Part):
 
     @property
     def num_gpus(self) -> int:
-        """Of a worker. 0 for `auto`, which only a spec has that was not submitted yet, or was
+        """GPUs of a worker. 0 for `auto`, which only a spec has that was not submitted yet, or was
         journaled before `auto` existed: 0 was the default then."""
         return 0 if self.gpu == "auto" else self.gpu
 

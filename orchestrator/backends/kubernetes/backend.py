@@ -73,12 +73,12 @@ class Refusal:
     code: str = "NoRoom"
     """CamelCase, the reason in the job's conditions."""
     of_size: bool = False
-    """That number of pods was refused; a smaller one may not be."""
+    """True if this number of pods was rejected and a smaller one may not be."""
 
     @classmethod
     def of(cls, count: int, error: HoldfastError, until_s: float, created: int = 0) -> Refusal:
-        """Of a request for `count` pods, `created` were created. Quotes the API server, except for
-        errors that the user has to fix: a missing right and an unusable Secret."""
+        """The refusal of a request for `count` pods; `created` were created. Quotes the API server,
+        except for errors that the user has to fix: a missing right and an unusable Secret."""
         code, why = "NoRoom", error.message if isinstance(error, ApiError) else str(error)
         if isinstance(error, Forbidden) and error.right_missing:
             code, why = "MissingRight", str(error)

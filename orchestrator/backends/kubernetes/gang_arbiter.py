@@ -32,7 +32,7 @@ class GangPriority:
     created: str = ""
     """creationTimestamp, RFC 3339: sorts as text."""
     class_priority: int = 0
-    """Of the pods' PriorityClass."""
+    """Priority of the pods' PriorityClass."""
     priority: int = 0
     """spec.priority; compared within the namespace only."""
     trained: bool = False
@@ -86,7 +86,7 @@ class GangArbiter:
 
 
 def _in_order(jobs: Iterable[Contender]) -> list[Contender]:
-    """Of equal tier, the namespace with the oldest job comes first, then the order within the
+    """Sort by tier, then the namespace with the oldest job comes first, then the order within the
     namespace: an order without cycles."""
     found = list(jobs)
     oldest: dict[tuple[object, str], str] = {}

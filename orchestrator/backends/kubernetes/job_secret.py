@@ -83,7 +83,7 @@ async def _copied(cluster: KubeClient, owner: Owner) -> TlsKeyPair | None:
 
 
 async def _keep_copy(cluster: KubeClient, owner: Owner, keys: TlsKeyPair) -> None:
-    """Of a Secret that was just made."""
+    """Keep a copy of a Secret that was just made."""
     document = secret_document(owner, keys)
     document["metadata"]["name"] = names.secret_copy_name(owner.name)
     with contextlib.suppress(Conflict):

@@ -63,7 +63,7 @@ class OrphanPods:
             self._tasks.pop(node).cancel()
 
     async def _watch(self, node: str) -> None:
-        """Until the node has no such pods; `_forget` cancels this task then."""
+        """Run until the node has no such pods; `_forget` cancels this task then."""
         backoff = Backoff(self._check_min_s, CHECK_MAX_S)
         while True:
             await asyncio.sleep(backoff.next_s())

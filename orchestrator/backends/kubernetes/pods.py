@@ -51,7 +51,7 @@ class PodSettings:
     endpoint: str
     """HOST:PORT[,HOST:PORT...] where agents find the operator."""
     image: str = ""
-    """For jobs whose spec names none."""
+    """Image of jobs whose spec names none."""
     image_pull_policy: str = ""
     """Empty for the default of Kubernetes."""
     requests: Mapping[str, str] = field(default_factory=dict)

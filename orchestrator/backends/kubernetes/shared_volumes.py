@@ -54,8 +54,8 @@ def checkpoints(source: Mapping[str, Any], root: str, own: str, path: str) -> Sh
 
 
 def compile_cache(source: Mapping[str, Any], namespace: str) -> SharedVolume:
-    """With the directory of the namespace, which the kubelet creates with the mode of the volume's
-    own directory."""
+    """The volume with the directory of the namespace, which the kubelet creates with the mode of
+    the volume's own directory."""
     mount = {"name": CACHE, "mountPath": CACHE_DIRECTORY, "subPath": namespace} if source else {}
     return SharedVolume(CACHE, source, mount, "what pods of other namespaces compile and run")
 

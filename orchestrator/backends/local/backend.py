@@ -42,9 +42,9 @@ class LocalTiming:
     """The pidfd of an agent reports its end just before the launcher reports how it ended. After
     this time without a report of the launcher, the end alone counts."""
     save_delay_s: float = 0.05
-    """From a change of nodes to their record."""
+    """Seconds from a change of nodes to their record."""
     end_timeout_s: float = 10.0
-    """From SIGKILL to reaped, for the launcher and all nodes together."""
+    """Seconds from SIGKILL to reaped, for the launcher and all nodes together."""
 
 
 def node_limit(job: TrainingJob) -> int:
@@ -66,7 +66,7 @@ class LocalPaths:
     endpoint_file: Path
     logs: Path
     cache: Path | None = None
-    """For compilers; the same for all jobs."""
+    """Cache of compilers; the same for all jobs."""
 
 
 class LocalBackend:

@@ -72,7 +72,7 @@ def split_names(visible: str) -> tuple[str, ...]:
 
 
 def _usable() -> tuple[str, ...]:
-    """As values of CUDA_VISIBLE_DEVICES."""
+    """Usable GPUs as values of CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get(VISIBLE_DEVICES)
     if visible is not None:
         return split_names(visible)

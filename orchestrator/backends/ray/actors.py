@@ -208,7 +208,7 @@ FRAMES = re.compile(r"Traceback \(most recent call last\):\n(?:[ ].*\n)*")
 GENERAL = re.compile(r"(Failed to set up runtime environment|Could not create the actor because).*")
 """Lines that every such error has."""
 SUMMARY_CHARS = 200
-"""Of each end: the request comes first in pip's output, and its error last."""
+"""Characters of each end: the request comes first in pip's output, and its error last."""
 
 
 def runtime_env_error(text: str) -> str:

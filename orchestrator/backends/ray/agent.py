@@ -183,7 +183,7 @@ class SecretDirectory:
 
     LOCK = "owner"
     PATTERN = f"holdfast-{'[0-9a-f]' * 16}-*"
-    """With a job's id, which no other directory has in its name."""
+    """Pattern with a job's id, which no other directory has in its name."""
 
     def __init__(self, job_id: str, parent: Path | None = None) -> None:
         """Raises OSError."""

@@ -35,7 +35,7 @@ class RayBackendTiming:
     answer_s: float = 1.0
     """An actor whose connection broke and that does not answer within this has ended."""
     end_s: float = 10.0
-    """For all actors to end when the job has."""
+    """Seconds for all actors to end when the job has."""
     placement: PlacementTiming = field(default_factory=PlacementTiming)
 
 
@@ -247,7 +247,7 @@ class RayBackend:
         return started
 
     def _next_name(self) -> str:
-        """For a node, or for a group whether its name is used for a node or not."""
+        """The next name of a node, or of a group, whether a node uses the name or not."""
         self._registry.next_number += 1
         return f"node-{self._registry.next_number - 1}"
 

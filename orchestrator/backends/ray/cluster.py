@@ -122,7 +122,7 @@ def check_version(version: str, cluster: str = "") -> None:
 
 
 def submission_id() -> str:
-    """Of the Ray job that this process belongs to; empty outside of one."""
+    """Id of the Ray job that this process belongs to; empty outside of one."""
     try:
         # Ray's job server sets it for a driver; no other process has it.
         config = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))

@@ -96,7 +96,7 @@ class Drains:
 
 
 def notice_text(ray_node: str, reason: str, left_s: float) -> str:
-    """For the incident."""
+    """Text for the incident."""
     # A Ray node that is in use can be drained for no other reason than preemption.
     why = reason or "preemption"
     until = f", which ends in {left_s:.0f} s," if left_s else ""

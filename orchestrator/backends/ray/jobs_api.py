@@ -52,7 +52,7 @@ class ServerGone(HoldfastError):
 
 
 class JobsApi:
-    """Of one cluster."""
+    """The Jobs API of one cluster."""
 
     def __init__(self, address: str) -> None:
         """`auto`: the cluster that this machine belongs to. Raises UserError when no job server

@@ -36,7 +36,7 @@ def logs(job: str, job_id: str) -> str:
 
 
 def view_file(job: str) -> str:
-    """In Ray's log directory."""
+    """Name of the file in Ray's log directory."""
     return f"holdfast-{job}.view.json"
 
 

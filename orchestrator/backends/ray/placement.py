@@ -116,13 +116,14 @@ class GroupApi(Protocol):
         """A group of an earlier controller."""
 
     def remove(self, group: PlacementGroupHandle) -> None:
-        """With the actors in it. A group that does not exist is removed already."""
+        """Remove the group with the actors in it. A group that does not exist is removed
+        already."""
 
     def states(self) -> dict[str, GroupState]:
         """All groups of this job that exist, of any controller."""
 
     async def wait(self, group: PlacementGroupHandle) -> None:
-        """Until it has been placed."""
+        """Wait until it has been placed."""
 
     async def large(self) -> set[str]:
         """Ray nodes that could hold a bundle if they were empty."""
@@ -217,7 +218,7 @@ class RayGroups:
 
 
 def remove_all(job: str) -> None:
-    """With the actors in them."""
+    """Remove the groups with the actors in them."""
     groups = RayGroups(job, {})
     for name in groups.states():
         if (group := groups.find(name, 1)) is not None:

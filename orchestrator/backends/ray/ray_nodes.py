@@ -47,7 +47,7 @@ def alive_nodes() -> dict[str, dict[str, Any]]:
 
 
 async def topology(ray_node: str, keys: Sequence[str]) -> tuple[str, ...]:
-    """From its labels (`ray start --labels`)."""
+    """Topology by its labels (`ray start --labels`)."""
     found = await asyncio.to_thread(alive_nodes)
     return coordinates(found.get(ray_node, {}).get("Labels", {}), keys)
 

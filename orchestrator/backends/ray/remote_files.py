@@ -12,13 +12,13 @@ from typing import Any, BinaryIO, NamedTuple
 from . import ray_nodes
 
 MAX_BYTES = 8 << 20
-"""Of one file in one call."""
+"""Bytes of one file in one call."""
 ANSWER_S = 60.0
 
 
 class FilePart(NamedTuple):
     identity: str
-    """Of the file on all machines."""
+    """Identity of the file on all machines."""
     path: str
     """Below the log directory, of the log to which the bytes belong."""
     data: bytes
@@ -146,14 +146,14 @@ def _read_log(path: Path, name: str, wanted: bool, offsets: dict[str, int]) -> l
 
 
 def _identity(file: BinaryIO) -> tuple[str, int]:
-    """Of an open file on all machines, and its size."""
+    """Identity of an open file on all machines, and its size."""
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     status: Any = os.fstat(file.fileno())
     return f"{machine}:{status.st_dev}:{status.st_ino}", status.st_size
 
 
 def matching(root: Path, wanted: LogFilter) -> set[Path]:
-    """Of the log files of a job below `root`, those whose content is wanted."""
+    """Log files of a job below `root` whose content is wanted."""
     if wanted.node is not None:
         return {root / f"agent-{wanted.node}.log"}
     generations = _numbered(root, r"gen-(\d+)")

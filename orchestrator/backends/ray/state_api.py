@@ -20,7 +20,8 @@ class ControllerProcess(NamedTuple):
 
 
 class StateApi:
-    """Of one cluster. Every method raises what Ray and requests raise: callers have another way."""
+    """The state API of one cluster. Every method raises what Ray and requests raise: callers have
+    another way."""
 
     def __init__(self, address: str) -> None:
         """`address`: of a dashboard."""

@@ -448,7 +448,7 @@ def _storage(job_or_path: str, target: Target) -> Iterator[str]:
 
 
 def _manifests(path: str, job_or_path: str = "") -> list[Manifest]:
-    """Of the job `job_or_path`; of all jobs if that is a path."""
+    """Manifests of the job `job_or_path`; of all jobs if that is a path."""
     from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 
     return CheckpointStore(path, "" if _is_path(job_or_path) else job_or_path).manifests()

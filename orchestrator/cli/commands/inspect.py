@@ -156,7 +156,7 @@ def logs(
         if follow or wanted != LogSelector():
             got, expected = "--failed with another option", "it alone: it chooses the log"
             raise UserError(str(Problem("--failed", got, expected)))
-        wanted = _of_failure(found.view())
+        wanted = _failure_selector(found.view())
     try:
         found.print_logs(wanted, follow=follow)
     except LogMissing:
@@ -168,7 +168,7 @@ def logs(
         raise UserError(str(Problem("--failed", got, "a log that is kept", fix))) from None
 
 
-def _of_failure(view: JobView) -> LogSelector:
+def _failure_selector(view: JobView) -> LogSelector:
     """The log of the newest failure's culprit; of all its workers if no rank is one. Raises
     UserError if the job has not failed."""
     from ..render import incident_title

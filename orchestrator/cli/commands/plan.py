@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 DEFAULT_NETWORK = "infiniband-400"
 TOKENS_PER_STEP = 4 * 2**20
-"""Of a model without a job: as Llama 3 405B began (Llama Team 2024, section 3.4.1)."""
+"""Tokens per step of a model without a job: as Llama 3 405B began (Llama Team 2024, section
+3.4.1)."""
 DOES_NOT_FIT = 2
 
 
@@ -180,7 +181,7 @@ def plan(
         flags = {"--calibrate": calibrate or None, "--environment": environment or None}
         _refuse_with("--model", of_job | flags)
         between = network or DEFAULT_NETWORK
-        made: Any = _of_model(known, model, devices or [], between, sequence, batch, by, host)
+        made: Any = _model_plan(known, model, devices or [], between, sequence, batch, by, host)
     else:
         _refuse_with(
             "a job",
@@ -188,7 +189,7 @@ def plan(
         )
         assert file is not None
         measure, memory = (home, calibrate), (device_memory, host)
-        made = _of_job(known, file, devices or [], network, nodes, memory, measure, by)
+        made = _job_plan(known, file, devices or [], network, nodes, memory, measure, by)
     if svg is not None:
         _write(svg, "--svg", _picture(made))
     if save is not None:
@@ -221,7 +222,7 @@ def _refuse_with(what: str, given: dict[str, Any]) -> None:
 
 
 # -- of a model ---------------------------------------------------------------------------------
-def _of_model(
+def _model_plan(
     known: Catalogue, name: str, devices: list[str], network: str,
     sequence: int | None, batch: int | None, by: str, host: int | None,
 ) -> Any:  # fmt: skip
@@ -293,7 +294,7 @@ def _hardware(known: Catalogue, device: Device, network: str) -> Hardware:
 
 
 # -- of a job -----------------------------------------------------------------------------------
-def _of_job(
+def _job_plan(
     known: Catalogue, file: Path, devices: list[str], network: str | None,
     nodes: int | None, given: tuple[str | None, int | None],
     measure: tuple[Path | None, bool], by: str,

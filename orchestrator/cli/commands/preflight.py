@@ -127,7 +127,7 @@ def _findings(file: Path) -> tuple[list[Finding], dict[str, Any], str]:
 
     if file.suffix == ".py":
         found, project = check_script(file, [file.absolute().parent, Path.cwd()])
-        remark = _of_skipped(project.skipped)
+        remark = _skipped_files(project.skipped)
         return found, {"num_files": len(project.modules) + len(project.unreadable)}, remark
     from holdfast.orchestrator.api.v1alpha1 import load_job
     from holdfast.orchestrator.api.v1alpha1.load import read_job_file
@@ -146,10 +146,10 @@ def _findings(file: Path) -> tuple[list[Finding], dict[str, Any], str]:
     resumes = bool(job.spec.entrypoint.resume_args)
     more, project = check_script(script, roots, resumes=resumes)
     count = 1 + len(project.modules) + len(project.unreadable)
-    return found + more, {"num_files": count}, _of_skipped(project.skipped)
+    return found + more, {"num_files": count}, _skipped_files(project.skipped)
 
 
-def _of_skipped(skipped: int) -> str:
+def _skipped_files(skipped: int) -> str:
     return f"{plural(skipped, 'file')} were not read: too many, too large or too deep" * bool(
         skipped
     )

@@ -41,7 +41,8 @@ class RunsEnded(Protocol):
     """A target that can run a job again that has ended."""
 
     def run_ended(self, name: str, display: Display) -> RunResult:
-        """With its code as it is now, from its newest checkpoint, and show it until it ends."""
+        """Run the job again with its code as it is now, from its newest checkpoint, until it
+        ends."""
         ...
 
 

@@ -215,7 +215,7 @@ class LocalTransport:
             )
 
     def _deleting_damaged(self, keep: Path | None, error: Damaged) -> str:
-        """For a job whose state is unknown, but of which no process runs."""
+        """Delete a job whose state is unknown and of which no process runs."""
         from holdfast.orchestrator.backends.local import node_registry
 
         living = node_registry.living(self._directory.nodes_file)

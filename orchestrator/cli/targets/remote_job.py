@@ -64,7 +64,7 @@ class Transport(Protocol):
 
     @property
     def job(self) -> TrainingJob:
-        """As its record has it."""
+        """The job as its record has it."""
         ...
 
     def perform(self, verb: str, arguments: dict[str, Any]) -> Reply:

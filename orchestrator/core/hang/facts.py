@@ -190,8 +190,8 @@ class HangFacts:
         outside_s = [self.live[r].beat.idle_s for r in does if does[r] == "outside"]
         outside_ns = self.now_ns - seconds(max(outside_s, default=0.0))
         self.excused_ns = max(self.generation.busy_ns, min(starved_until_ns, outside_ns))
-        """Until when a rank worked or its machine was starved. A rank that does nothing waits for
-        no CPU."""
+        """Time until which a rank worked or its machine was starved. A rank that does nothing waits
+        for no CPU."""
         launched_ns, startup_s = self.state.launched_ns, self.recovery.startup_timeout_s
         complete = bool(every) and len(every) == len(ranks)
         worked = (known.seen_ns - seconds(known.beat.idle_s) for known in every)

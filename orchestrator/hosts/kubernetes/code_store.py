@@ -15,12 +15,12 @@ KEEP_S = 60.0
 """Parts stay in memory for so long after their last use: all nodes of a launch ask for them at
 about the same time."""
 WAIT_S = 10.0
-"""For the upload, which comes right after the job."""
+"""Wait for the upload, which comes right after the job."""
 LOOK_S = 0.2
 
 
 class ClusterCodeStore:
-    """Of one job."""
+    """The code of one job."""
 
     def __init__(self, cluster: KubeClient, owner: Owner) -> None:
         self._cluster, self._owner = cluster, owner

@@ -32,8 +32,8 @@ class JobStorage:
         """`report`: called when the job has to wait for its storage."""
         self._owner, self._settings, self._report = owner, settings, report
         self._executors: dict[str, SerialExecutor] = {}
-        """By path. The next attempt waits for a call that hangs: a job holds one thread, however
-        often it tries a path."""
+        """Executors by path. The next attempt waits for a call that hangs: a job holds one thread,
+        however often it tries a path."""
 
     def store(self, job: TrainingJob, path: str) -> ThreadedCheckpointStore:
         """The storage at a path. Raises as storage_of, here or at its first use."""

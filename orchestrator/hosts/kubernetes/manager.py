@@ -46,7 +46,8 @@ class Options:
 
 
 class Manager:
-    """Of one term as leader. `run()` until cancelled; training then goes on without controllers."""
+    """Manages jobs during one term as leader. `run()` until cancelled; training then goes on
+    without controllers."""
 
     def __init__(self, cluster: KubeClient, options: Options) -> None:
         self._options = options

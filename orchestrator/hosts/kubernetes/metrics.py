@@ -35,9 +35,9 @@ class OperatorState(NamedTuple):
     requests: Mapping[tuple[str, str], int]
     """(verb, resource) -> requests to the API server so far."""
     views: Mapping[JobKey, JobView]
-    """Of the jobs that have a controller here."""
+    """Views of the jobs that have a controller here."""
     states: Mapping[JobKey, JobPhase]
-    """Of all other TrainingJob objects: ended, refused, suspended, or not started yet."""
+    """Phases of all other TrainingJob objects: ended, refused, suspended, or not started yet."""
 
 
 @dataclass(frozen=True)

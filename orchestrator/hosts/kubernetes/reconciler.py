@@ -123,10 +123,11 @@ class JobReconciler:
         self._storage = JobStorage(self.owner, context.shared.settings, self._report)
         self._code = ClusterCodeStore(context.cluster, self.owner)
         self._checked_kubernetes: Kubernetes | None = None
-        """Of the spec that the API server has accepted, or with which the job was started."""
+        """The part of the spec that the API server has accepted, or with which the job was
+        started."""
         self._secret_checked = False
         self._num_gpus = 0
-        """Of a worker: what `auto` means for this job since it was submitted."""
+        """GPUs of a worker: what `auto` means for this job since it was submitted."""
         self._reported_view: JobView | None = None
         self._final_view: JobView | None = None
         self._labelled_generation = 0
@@ -150,7 +151,7 @@ class JobReconciler:
         return self._located(self._runtime.view()) if self._runtime is not None else None
 
     def _located(self, view: JobView) -> JobView:
-        """With the machines of the nodes that caused incidents."""
+        """The view with the machines of the nodes that caused incidents."""
         found = dict(self._prior.machines)
         if self._backend is not None:
             found |= self._backend.machines
@@ -178,14 +179,14 @@ class JobReconciler:
 
     # -- life cycle ----------------------------------------------------------------------------
     async def run(self) -> None:
-        """Until nothing is left to do for the job. Cancelling it leaves training alone."""
+        """Run until nothing is left to do for the job. Cancelling it leaves training alone."""
         if not is_finished(self._document):
             await self._run_until_finished()
         ended = ended_s(self._document, self._final_view, self._clock.now_ns())
         await self._delete_after_ttl(ended)
 
     async def _run_until_finished(self) -> None:
-        """Until the job has ended and its last status is written."""
+        """Run until the job has ended and its last status is written."""
         writing = asyncio.create_task(self._status_writer.run())
         pauses = self._retries()
         try:
@@ -224,7 +225,7 @@ class JobReconciler:
         self._status_writer.mark_dirty(urgent=True)
 
     async def _wait_for_change(self, condition: ConditionState) -> None:
-        """Until a user edits the object."""
+        """Wait until a user edits the object."""
         if condition != self._condition:
             self._condition = condition
             severity: Severity = "Normal" if condition.accepted else "Warning"
@@ -338,7 +339,7 @@ class JobReconciler:
         return job, fresh, journal
 
     async def _run_controller(self, runtime: JobRuntime) -> None:
-        """Until the controller ends; meanwhile edits of the object become requests to it."""
+        """Run until the controller ends; meanwhile edits of the object become requests to it."""
         self._spec_sync = SpecSync(
             self.owner, self._context.cluster, runtime, self.events, self._code
         )
@@ -546,7 +547,7 @@ def _lines(error: SpecError) -> str:
 
 
 def is_finished(document: Document) -> bool:
-    """By the object's status, which only an operator writes."""
+    """True by the object's status, which only an operator writes."""
     status = document.get("status") or {}
     return status.get("state") in TERMINAL and bool(status.get("completionTime"))
 

@@ -51,7 +51,7 @@ class OperatorProcess:
 
 
 async def run_operator(process: OperatorProcess, options: Options) -> None:
-    """Until SIGTERM or SIGINT. Raises UserError for invalid options."""
+    """Run until SIGTERM or SIGINT. Raises UserError for invalid options."""
     raise_descriptor_limit()
     operator = Operator(process, options)
     loop = asyncio.get_running_loop()
@@ -80,7 +80,7 @@ class Operator:
         self._clusters: tuple[KubeClient, ...] = ()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         server, context = HttpServer(self._not_ready, self._metrics), self._process.context
         # The lease has a client of its own: queued behind the requests of a thousand jobs, it
         # would be renewed too late.
@@ -114,7 +114,7 @@ class Operator:
                 await leader.release()
 
     async def _lead(self, cluster: KubeClient, leader: LeaderElection) -> str:
-        """Until the lease is lost; returns why. Raises what the manager raises."""
+        """Run until the lease is lost; returns why. Raises what the manager raises."""
         self.manager = Manager(cluster, self._options)
         managing = asyncio.create_task(self.manager.run())
         endpoint = self._options.pods.endpoint

@@ -38,7 +38,7 @@ MAX_ID, MAX_MESSAGE = 64, 4096
 
 
 class SpecSync:
-    """Of one running job."""
+    """Keeps one running job's spec in step with its object."""
 
     def __init__(
         self,

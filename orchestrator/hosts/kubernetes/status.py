@@ -41,7 +41,7 @@ PHASE_REASONS: dict[JobPhase, str] = {
 
 
 HOLD_REASON = "CheckpointsUnusable"
-"""Of a suspended job that waits for a user's decision about its checkpoints."""
+"""Reason of a suspended job that waits for a user's decision about its checkpoints."""
 
 
 NOT_SEEN = "the operator has not looked at this job yet"
@@ -128,8 +128,8 @@ def status_without_controller(
     before: Sequence[Document] = (),
     prior: Document | None = None,
 ) -> Document:
-    """Of a job that is suspended or whose controller cannot be started. `prior`: fields that its
-    last controller wrote, which are kept."""
+    """Status of a job that is suspended or whose controller cannot be started. `prior`: fields that
+    its last controller wrote, which are kept."""
     status = _document(
         TrainingJobStatus(
             conditions=conditions(state, context, before),

@@ -47,7 +47,7 @@ BuildStatus = Callable[[Sequence[Document]], Document]
 
 
 class StatusWriter:
-    """Of one job."""
+    """Writes the status of one job."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class StatusWriter:
             self.mark_dirty(urgent=True)
 
     async def run(self) -> None:
-        """Until cancelled or the object is gone. Failed writes are retried."""
+        """Run until cancelled or the object is gone. Failed writes are retried."""
         pauses = Backoff(0.5, 30.0)
         while True:
             await self._dirty.wait()

@@ -58,12 +58,12 @@ class JobDirectory:
 
     @property
     def home(self) -> Path:
-        """Of all jobs of the user."""
+        """Home of all jobs of the user."""
         return self.path.parent.parent
 
     @property
     def home_cache(self) -> Path:
-        """Of all jobs of the home directory."""
+        """Cache of all jobs of the home directory."""
         return self.home / CACHE
 
     @property

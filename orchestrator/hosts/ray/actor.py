@@ -48,7 +48,7 @@ class JobHost(Protocol):
     """Runs one job, from the actor's start to the job's end."""
 
     async def run(self) -> None:
-        """Until the job has ended and its record is written. Raises HoldfastError."""
+        """Run until the job has ended and its record is written. Raises HoldfastError."""
 
     async def perform(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]: ...
 
@@ -113,7 +113,7 @@ def create(
 
 
 def own_runtime_env() -> dict[str, Any]:
-    """Of this process; its actors inherit it. JSON, as Ray keeps it."""
+    """Runtime environment of this process; its actors inherit it. JSON, as Ray keeps it."""
     import ray
 
     return dict(ray.get_runtime_context().runtime_env)

@@ -17,7 +17,7 @@ PREFIX = "code/"
 
 
 class KeyValueCodeStore:
-    """Of one job."""
+    """The code of one job."""
 
     def __init__(self, store: JobKeyValueStore) -> None:
         self._store = store

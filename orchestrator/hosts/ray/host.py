@@ -224,7 +224,7 @@ class RayHost:
             await asyncio.sleep(self._timing.trim_s)
 
     async def _publish(self) -> None:
-        """For commands over http://, which read files of this machine's logs."""
+        """Publish the view for commands over http://, which read files of this machine's logs."""
         seen = -1
         while True:
             with contextlib.suppress(TimeoutError):

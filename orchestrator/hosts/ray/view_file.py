@@ -18,8 +18,8 @@ from holdfast.orchestrator.runtime.control_api import view_body
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 SHARE = 0.01
-"""Of the controller's processor time, at most, that goes into writing: the view of a large job has
-megabytes."""
+"""Share of the controller's processor time, at most, that goes into writing: the view of a large
+job has megabytes."""
 MAX_PERIOD_S = 20.0
 """Readers do not show a view that is older than a minute."""
 

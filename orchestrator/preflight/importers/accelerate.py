@@ -126,7 +126,7 @@ def _fsdp(keys: ConfigKeys, draft: Draft) -> None:
 
 
 def _reshard(keys: ConfigKeys, name: str) -> bool | None:
-    """With fsdp_version 1 the field may still have the name of a strategy."""
+    """The field; with fsdp_version 1 it may still have the name of a strategy."""
     value = keys.take(name)
     if value is None or isinstance(value, bool):
         return value

@@ -135,7 +135,7 @@ class Draft:
             axes |= settings
         else:
             spec["entrypoint"] = {"script": script}
-            for name, value in {**settings, **self._of_the_recipe()}.items():
+            for name, value in {**settings, **self._recipe_settings()}.items():
                 self.keys.drop(name, OWN_CODE, value)
         spec["nodes"] = {"min": self.nodes, "max": self.nodes}
         spec["workersPerNode"] = self.workers
@@ -193,7 +193,7 @@ class Draft:
             found["activationCheckpointing"] = self.checkpointing
         return found
 
-    def _of_the_recipe(self) -> dict[str, Any]:
+    def _recipe_settings(self) -> dict[str, Any]:
         """What the recipe's config would get, by name."""
         batch = {"microBatch": self.micro_batch, "globalBatch": self.global_batch,
                  "sequenceLength": self.sequence_length}  # fmt: skip

@@ -98,8 +98,8 @@ CLIENTS = ("botocore", "aiobotocore", "aiohttp")
 NUMBERS = ("AWS_MAX_ATTEMPTS",)
 MOST_ATTEMPTS = 5
 MOST_WAIT_S = 20.0
-"""For a connection, and for the next bytes. s3fs repeats the attempts of botocore five times. With
-these bounds a driver answers or fails within ten minutes, whatever spec.env says, and does not
+"""Limit for a connection, and for the next bytes. s3fs repeats the attempts of botocore five times.
+With these bounds a driver answers or fails within ten minutes, whatever spec.env says, and does not
 occupy a thread of a process of many jobs without end."""
 SCHEMES = {
     "s3": "s3",

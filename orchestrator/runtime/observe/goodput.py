@@ -50,8 +50,8 @@ class TimeTotals:
     interrupted_ns: int = 0
     """Training time of an interrupted generation since its last reported step."""
     unassigned_ns: int = 0
-    """Of the last interruption: time that belongs to the recovery, unless it turns out that steps
-    were finished in it."""
+    """Nanoseconds of the last interruption: time that belongs to the recovery, unless it turns out
+    that steps were finished in it."""
     unassigned_before_ns: int = 0
     """The same of earlier generations."""
     silent_ns: int = 0
@@ -185,14 +185,14 @@ class TimeAccounting:
         totals.high = step
 
     def _hang(self, event: HangDetected) -> None:
-        """Of a script that reports no steps, the time in which it did nothing."""
+        """Count the time in which a script that reports no steps did nothing."""
         if not self._totals.reported:
             quiet_ns = min(self._totals.open_ns, int(event.quiet_s * SECOND_NS))
             self._totals.ns["recovering"] += quiet_ns
             self._totals.open_ns -= quiet_ns
 
     def _not_training(self, state: JobState, trained_ns: int) -> None:
-        """Of the time that its workers run, a script has trained for so long."""
+        """Count how long a script has trained while its workers ran."""
         totals = self._totals
         cause: LedgerCause = "recovering" if state.num_incidents else "starting"
         before_ns = max(totals.open_ns - trained_ns, -totals.ns[cause])

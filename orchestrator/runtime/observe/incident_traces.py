@@ -94,8 +94,8 @@ def _is_over(one: Incident, state: JobState) -> bool:
 
 
 def of_environment(job: str) -> IncidentTraces | None:
-    """For a job, if the environment of this process asks for traces. None, with a warning, if they
-    cannot be exported."""
+    """Traces for a job, if the environment of this process asks for traces. None, with a warning,
+    if they cannot be exported."""
     tracer = _tracer() if any(os.environ.get(name) for name in ENDPOINTS) else None
     return None if tracer is None else IncidentTraces(tracer, job)
 

@@ -168,7 +168,7 @@ def _short(text: str) -> str:
 
 
 def _seconds(record: IncidentRecord) -> dict[str, float]:
-    """By phase, in order; their sum is the time until now, and `total` once it is over."""
+    """Seconds by phase, in order; their sum is the time until now, and `total` once it is over."""
     early = record.noticed_ns > record.at_ns
     ends = {
         **({"detect": record.noticed_ns} if early else {}),

@@ -37,8 +37,8 @@ class _Asked(NamedTuple):
 
 
 class PlannedFigures:
-    """Of one job; computed once for each mesh and kind of node. `measured`: entries of the user's
-    file of measurements."""
+    """Figures of one job; computed once for each mesh and kind of node. `measured`: entries of the
+    user's file of measurements."""
 
     def __init__(self, job: TrainingJob, measured: Sequence[CalibrationEntry] = ()) -> None:
         self._job, self._measured = job, measured

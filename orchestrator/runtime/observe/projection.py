@@ -246,7 +246,7 @@ class JobProjection:
         return view
 
     def _last_step(self, state: JobState) -> int:
-        """Of a script that has not reported since its restart, the last one before it."""
+        """The last step; before a restarted script reports, the last one before the restart."""
         before = self.memory.progress
         if state.step < 0 and before is not None and state.counted_by in SCRIPT_SOURCES:
             return before.step

@@ -82,8 +82,8 @@ def _restarts(view: JobView) -> Iterator[Sample]:
 
 
 def _incidents(view: JobView) -> Iterator[Sample]:
-    """From 0 on: what a series begins with is no increase for Prometheus, and an alert on it would
-    miss the first of each kind."""
+    """Samples from 0 on: what a series begins with is no increase for Prometheus, and an alert on
+    it would miss the first of each kind."""
     counts = dict.fromkeys(KINDS, 0)
     counts |= {(one.failure_class, one.scope): one.count for one in view.incident_counts}
     for (name, scope), count in counts.items():
@@ -141,7 +141,7 @@ def _plan_errors(view: JobView) -> Iterator[Sample]:
 
 @functools.cache  # the version is looked up in files
 def build_labels() -> dict[str, str]:
-    """Of holdfast_build_info."""
+    """Labels of holdfast_build_info."""
     python = ".".join(str(part) for part in sys.version_info[:3])
     return {"version": importlib.metadata.version("holdfast"), "python": python}
 

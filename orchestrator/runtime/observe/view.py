@@ -96,7 +96,7 @@ class PhaseTotal(msgspec.Struct, kw_only=True):
 
 
 class HostMemoryView(msgspec.Struct, kw_only=True):
-    """Of the node that can hold least of the staged state. Bytes; buffers are per worker."""
+    """Memory of the node that can hold least of the staged state. Bytes; buffers are per worker."""
 
     node: str
     buffers: int
@@ -136,7 +136,7 @@ class PlannedView(msgspec.Struct, kw_only=True):
     device_memory_bytes: int
     """Peak of torch's tensors on one worker's device."""
     sent_bytes: int
-    """By one rank in a step."""
+    """Bytes that one rank sends in a step."""
     step_s: float | None = None
     """None: the device is not in the catalogue."""
 
@@ -173,7 +173,7 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     tokens_total: int = 0
     """Trained so far; steps that were trained twice count twice."""
     first_step_s: float | None = None
-    """From submission to the first step of all ranks."""
+    """Seconds from submission to the first step of all ranks."""
     commits: int = 0
     """Checkpoints committed to storage so far."""
     durable_s: float = 0.0
@@ -213,7 +213,7 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     num_incidents: int = 0
     incident_counts: list[IncidentCount] = []
     recovery: dict[str, PhaseTotal] = {}
-    """By phase, and total."""
+    """Recovery times by phase, and total."""
     steps_lost: int | None = 0
     """Finished steps that had to be trained again; None: not known, the script reports none."""
     steps_lost_at_least: bool = False
@@ -221,7 +221,7 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     goodput: float = 0.0
     """productive / time since the first launch, 0 to 1."""
     traceback: str = ""
-    """Of the error that ended the job."""
+    """Traceback of the error that ended the job."""
     metrics_port: int = 0
     controller_alive: bool = True
     controller_restarts: int = 0

@@ -94,7 +94,7 @@ class Job:
         return sorted(pod["spec"]["nodeName"] for pod in running)
 
     def last_step(self) -> int:
-        """From the pods' logs, which need no operator."""
+        """The last step by the pods' logs, which need no operator."""
         text = self.kubectl.run("logs", f"--selector=holdfast.dev/job={self.name}", "--tail=400")
         found = re.findall(r"^\[rank 0, gen \d+\] step +(\d+)", text, re.MULTILINE)
         return max(map(int, found), default=0)

@@ -33,7 +33,7 @@ def test_without_go_the_build_reports_what_to_install(tmp_path: Path) -> None:
 
 
 def test_without_a_module_proxy_the_build_reports_the_cause(tmp_path: Path) -> None:
-    """With a fake go that fails with the same message on every machine."""
+    """A fake go fails with the same message on every machine."""
     go = tmp_path / "go"
     go.write_text(
         "#!/bin/sh\n"

@@ -505,8 +505,8 @@ def commands() -> list[str]:
 
 
 def test_every_kubectl_line_of_the_docs_works(user: Kubectl) -> None:
-    """In order, from the root of the repository. There are no nodes: the test writes the status as
-    the operator would."""
+    """The lines run in order, from the root of the repository. There are no nodes: the test writes
+    the status as the operator would."""
     lines = [line for line in commands() if not line.startswith("kubectl apply -k")]
     assert len(lines) > 15
     for line in lines:

@@ -124,7 +124,7 @@ def test_a_viewer_sees_jobs_and_gets_the_missing_right_otherwise(
 
 
 def test_rejected_credentials_are_reported(jobs: Kubectl, own_control_plane: ControlPlane) -> None:
-    """As with an expired token: the API server only answers Unauthorized."""
+    """The same as with an expired token: the API server only answers Unauthorized."""
     old = own_control_plane.write_kubeconfig("expired", token="expired")
     result = HoldfastCli(jobs, old)("status")
     assert result.code == 2

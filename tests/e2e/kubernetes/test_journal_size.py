@@ -113,7 +113,7 @@ def running(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 async def train(cluster: KubeClient, owner: Owner, spec: dict[str, Any]) -> None:
-    """From nothing to the first step of all 8,000 ranks."""
+    """Train until the first step of all 8,000 ranks."""
     first = Controller(spec)
     await first.open(cluster, owner)
     await first.tell(

@@ -204,7 +204,7 @@ def test_promtool_accepts_the_rules(rules: Rules) -> None:
 
 @pytest.mark.parametrize("page", [DASHBOARD, ray_dashboard.TARGET], ids=["chart", "ray"])
 def test_promtool_parses_every_query_of_the_dashboards(rules: Rules, page: Path) -> None:
-    """As recording rules; Grafana's variables only occur in strings."""
+    """The queries are recording rules; Grafana's variables only occur in strings."""
     panels = json.loads(page.read_text())["panels"]
     asked = [target["expr"] for panel in panels for target in panel.get("targets", ())]
     assert len(asked) > 20

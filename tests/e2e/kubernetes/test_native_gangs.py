@@ -45,7 +45,7 @@ NUM_NODES = 3
 
 @pytest.fixture(scope="module")
 def plane(binaries: programs.Binaries) -> Iterator[ControlPlane]:
-    """With the feature gates, capacity for three pods, and the CRD."""
+    """A plane with the feature gates, capacity for three pods, and the CRD."""
     skip_without(binaries, programs.CONTROL_PLANE)
     with Run() as run:
         made = ControlPlane(run, binaries, settings=GANGS)

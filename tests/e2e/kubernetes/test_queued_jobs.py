@@ -121,7 +121,7 @@ def admit(kubectl: Kubectl, found: dict[str, Document]) -> None:
 
 
 def finalize(kubectl: Kubectl, found: dict[str, Document]) -> None:
-    """As Kueue's webhook does for each queued pod."""
+    """Do what Kueue's webhook does for each queued pod."""
     patch = json.dumps({"metadata": {"finalizers": ["kueue.x-k8s.io/managed"]}})
     for name in found:
         kubectl.run("patch", "pod", name, "--type=merge", "--patch", patch)

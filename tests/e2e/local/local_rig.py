@@ -62,8 +62,8 @@ def spec(name: str, steps: int, **changes: Any) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, str]:
-    """Of this process, without the directories that torch writes into it when a test imports
-    torch._dynamo: a job would take them for the user's choice."""
+    """The environment of this process, without the directories that torch writes into it when a
+    test imports torch._dynamo: a job would take them for the user's choice."""
     return {name: value for name, value in os.environ.items() if name not in CACHES}
 
 
@@ -252,14 +252,14 @@ def losses_of(job: Job) -> dict[int, str]:
 
 
 def last_state(job: Job, step: int) -> dict[str, Any]:
-    """Of the last committed checkpoint, which is that of `step`."""
+    """State of the last committed checkpoint, which is `step`'s."""
     found = state_in(job.directory.path / "checkpoints")
     assert found["step"] == step
     return found
 
 
 def state_in(store: Path) -> dict[str, Any]:
-    """Of the newest checkpoint there: its step, the checksum of every tensor of every shard
+    """State of the newest checkpoint there: its step, the checksum of every tensor of every shard
     (weights, moments and step counters), and the numbers of the optimizer."""
     manifest, files = inspect.find(str(store)), CheckpointFiles(str(store))
     found: dict[str, Any] = {"step": manifest.step}

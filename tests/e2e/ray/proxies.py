@@ -25,7 +25,7 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        """From now on, connections to this address are refused."""
+        """Refuse connections to this address from now on."""
         # A thread in accept() keeps a closed socket open.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)

@@ -46,7 +46,7 @@ def order(**spec: Any) -> Any:
 
 
 def record(order: Any) -> Any:
-    """As `holdfast run` does first."""
+    """Record what `holdfast run` records first."""
     from holdfast.orchestrator.backends.ray import kv
 
     keys = kv.JobKeyValueStore(NAME)

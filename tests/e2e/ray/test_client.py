@@ -115,7 +115,7 @@ def test_a_script_that_is_on_no_node_is_refused_with_the_command_that_uploads_it
 def test_a_recipe_runs_where_no_node_has_the_directory_of_its_spec(
     address: str, tmp_path: Path
 ) -> None:
-    """As with a spec that is mounted only into the head's pod."""
+    """The same as with a spec that is mounted only into the head's pod."""
     for way, where in (("client", address), ("head", cluster_rig.connected().address)):
         name = f"spec-only-{way}"
         done = run_alone(tmp_path / way, written(tmp_path, name), where)

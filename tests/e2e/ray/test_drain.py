@@ -37,7 +37,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 
 def drain(job: Job, ray_node: str) -> None:
-    """As a user or a cloud's handler does."""
+    """Drain as a user or a cloud's handler does."""
     subprocess.run(
         [sys.executable, "-m", "ray.scripts.scripts", "drain-node",
          "--address", job.cluster.address, "--node-id", ray_node,

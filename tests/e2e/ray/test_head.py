@@ -89,7 +89,7 @@ class WatchedJob:
         raise AssertionError(f"{view}\n{self.output.read_text()[-3000:]}")
 
     def _next_view(self) -> dict[str, Any]:
-        """From one process that stays connected: a command takes seconds to connect."""
+        """The next view by one process that stays connected: a command takes seconds to connect."""
         if self._views is None:
             words = [sys.executable, "-c", VIEWS, self.cluster.address, self.name]
             self._views = subprocess.Popen(

@@ -140,7 +140,7 @@ def test_stopping_the_ray_job_cancels_the_training_job(client: Any, tmp_path: Pa
 def test_a_killed_driver_is_replaced_and_the_ray_job_stays_running(
     client: Any, tmp_path: Path
 ) -> None:
-    """With FAILED for good, KubeRay would delete the cluster of a RayJob while it trains."""
+    """If it stayed FAILED, KubeRay would delete the cluster of a RayJob while it trains."""
     from holdfast.orchestrator.cli.targets.ray.target import RayTarget
 
     done = submit(tmp_path, "orphaned", 1_000_000)

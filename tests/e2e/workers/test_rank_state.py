@@ -77,7 +77,7 @@ def test_a_restored_rank_continues_with_its_own_state_at_hsdp() -> None:
 
 
 def test_a_step_that_one_of_the_twins_is_asked_for_is_staged_by_both() -> None:
-    """With an interval that has no step; the other rank gets no request."""
+    """The interval has no step; the other rank gets no request."""
     job = make_job(checkpoint={"memory": {"everySteps": 1000}})
     generation = Generation(job, Mesh(replicate=2), entry=loop)
     asked = generation.seats[1]

@@ -135,7 +135,7 @@ def test_a_damaged_job_can_be_deleted_once_none_of_its_processes_runs(
 def test_a_job_directory_without_a_record_can_be_deleted_as_the_message_says(
     tmp_path: Path, holdfast: Holdfast
 ) -> None:
-    """As an earlier version leaves it after an interrupted deletion."""
+    """The state after an interrupted deletion."""
     directory = ended_job(tmp_path / "home", "done")
     job, checkpoints = directory.job(), directory.path / "checkpoints"
     (directory.path / "job.json").unlink()
@@ -162,7 +162,8 @@ def test_a_job_directory_without_a_record_can_be_deleted_as_the_message_says(
 def test_a_job_whose_files_cannot_be_read_now_is_not_deleted(
     tmp_path: Path, holdfast: Holdfast, name: str
 ) -> None:
-    """As on an unavailable network share. A directory stands for it, since root reads any file."""
+    """The same as on an unavailable network share. A directory stands for it, since root reads any
+    file."""
     directory = ended_job(tmp_path / "home", "waiting", ended=False)
     (directory.path / name).unlink()
     (directory.path / name).mkdir()

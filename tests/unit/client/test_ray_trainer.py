@@ -151,7 +151,7 @@ def trained(config: dict[str, Any]) -> Any:
 
 
 def result(tmp_path: Path, *, plain: bool) -> holdfast_ray.Result:
-    """Of a script that one worker has run, without an agent."""
+    """Result of a script that one worker has run, without an agent."""
     config = {"place": str(tmp_path / "mine"), "returns": {1: ("a", None)}, "plain": plain}
     trainer = Trainer(trained, train_loop_config=config)
     script = trainer._script(tmp_path, tmp_path / "run", "mine")

@@ -19,7 +19,7 @@ from holdfast.orchestrator.protocol.mesh import Mesh
 from .harness import Transcript, spec
 
 
-def _of_generation(generation: int) -> Callable[[JobState], None]:
+def _with_generation(generation: int) -> Callable[[JobState], None]:
     def change(state: JobState) -> None:
         state.membership = msgspec.structs.replace(state.membership, generation=generation)
 
@@ -71,7 +71,7 @@ STOP = PendingStop("failure", Reason("hang", ""), 0, False, 0.0)
 HELD = {"active": False, "needs_placement": False}
 BROKEN: list[tuple[Callable[[JobState], None], str]] = [
     (_set(members=("a", "a")), "a node is a member twice"),
-    (_of_generation(2), "the membership is of generation 2"),
+    (_with_generation(2), "the membership is of generation 2"),
     (_set(members=("a",)), "2 nodes wanted"),
     (_world, "a world of 3 on 2 nodes"),
     (_same_seats, "ranks are no bijection"),

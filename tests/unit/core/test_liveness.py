@@ -143,7 +143,7 @@ def test_a_replay_without_heartbeats_gives_the_same_state() -> None:
 
 
 def test_a_shorter_heartbeat_interval_makes_no_earlier_heartbeat_late() -> None:
-    """From an interval of 5 s and a timeout of 20 s to the defaults."""
+    """The interval of 5 s and timeout of 20 s become the defaults."""
     slow = {"heartbeatIntervalSeconds": 5, "heartbeatTimeoutSeconds": 20}
     watch = Watch(recovery=slow)
     watch.beat(0, node="a")

@@ -36,7 +36,7 @@ def _report(job: Transcript, step: int, *, stall_s: float, **more: float) -> Non
 
 
 def _reports(job: Transcript, first: int, **costs: float) -> int:
-    """As many stagings as a decision needs; returns the next step."""
+    """Report as many stagings as a decision needs; returns the next step."""
     every = job.state.stage_every_steps
     for number in range(SAMPLES):
         _report(job, first + number * every, **costs)

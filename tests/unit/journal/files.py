@@ -40,7 +40,7 @@ def write(directory: Path, *added: Record) -> None:
 
 
 def records(directory: Path) -> list[Record]:
-    """As a reader sees them."""
+    """Records as a reader sees them."""
     store = FileStore(directory)
     found = [one for chunk in read(store) for one in chunk.records]
     store.close()

@@ -61,7 +61,7 @@ def test_a_snapshot_replaces_what_is_before_it_and_no_record_since(run: Run) -> 
 
 
 def test_there_is_one_writer(run: Run) -> None:
-    """Of files it is the first one while it lives, elsewhere the one that came last."""
+    """The first writer of files stays while it lives; elsewhere the last one wins."""
 
     async def scenario(place: Place) -> None:
         first = await place.open()

@@ -1,4 +1,4 @@
-"""For any job, nodes and device memory the planned mesh is what the controller launches."""
+"""The planned mesh is what the controller launches, for any job, nodes and device memory."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_scripts_and_jobs_on_cpus_are_launched_as_planned(job: TrainingJob | Non
 
 
 def test_a_job_on_cpus_whose_states_exceed_the_main_memory_of_its_nodes_is_refused() -> None:
-    """By plan and controller. Exactly: weights, gradients and two moments in float32."""
+    """Plan and controller reject it. Exactly: weights, gradients and two moments in float32."""
     recipe = {"model": {"dim": 2048, "numLayers": 8, "numHeads": 8, "vocabSize": 32000}}
     job = make_job(nodes=(2, 2), workers=2, recipe=recipe, parallelism={"shard": 4})
     work = workload_of(job)

@@ -86,7 +86,7 @@ def test_the_figures_of_a_candidate_are_those_of_the_estimates(case: tuple[str, 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_best_first(case: tuple[str, int, str]) -> None:
-    """By tokens/s, of which each tensor, context or pipeline axis must gain 3 %."""
+    """The order is by tokens/s; each tensor, context or pipeline axis must gain 3 %."""
     _work, answer = found(*case)
     best, *others = answer.ranked
     for other in others:
@@ -154,7 +154,7 @@ def test_thousands_of_layouts_are_estimated_for_a_thousand_devices() -> None:
 
 @pytest.mark.parametrize(("model", "batch"), [("llama3-405b", 1024), ("llama3-8b", 1024)])
 def test_a_thousand_devices_are_searched_in_less_than_a_second(model: str, batch: int) -> None:
-    """Of processor time: other processes on the machine take the rest of the clock's."""
+    """The second is processor time: other processes on the machine take the rest of the clock's."""
     work, on, spent = workload(model, batch), cluster(1024), []
     for _ in range(3):
         begin = time.process_time()

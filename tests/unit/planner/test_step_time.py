@@ -134,7 +134,7 @@ def test_communication_over_nodes_is_less_hidden_than_within_one() -> None:
 
 
 def test_more_nodes_expose_more() -> None:
-    """With one sample a rank, compute stays the same and collectives get longer."""
+    """One sample a rank: compute stays the same and collectives get longer."""
     on = hardware(network="ethernet-100")
     times = [time_of(layout(Mesh(shard=ranks), 1, 1), on) for ranks in (8, 16, 64, 256)]
     exposed = [time.exposed for time in times]
@@ -233,7 +233,7 @@ def test_compiled_blocks_and_float8_are_faster() -> None:
 
 
 def test_products_take_what_their_flops_take() -> None:
-    """By hand: 2 FLOPs for each parameter of a matrix and token, three times."""
+    """Computed by hand: 2 FLOPs for each parameter of a matrix and token, three times."""
     one, on = layout(Mesh(), 2, 3), hardware()
     work = work_of(one)
     tokens = 2 * 3 * work.sequence_length

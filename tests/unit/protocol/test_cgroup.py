@@ -56,7 +56,7 @@ def test_the_smallest_limit_of_a_group_and_its_parents_applies(tmp_path: Path) -
 def test_on_version_1_the_group_is_found_below_the_visible_mount(
     tmp_path: Path, inside: str
 ) -> None:
-    """With the group itself mounted, or the whole hierarchy of which only a part is visible."""
+    """The group itself is mounted, or the whole hierarchy of which only a part is visible."""
     files = {
         "fs/memory/memory.limit_in_bytes": "9663676416",
         "fs/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1",

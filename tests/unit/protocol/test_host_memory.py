@@ -20,7 +20,7 @@ UNIT = SHARD * WORKERS
 
 
 def planned(units: float, *, buddy: bool = True) -> HostMemory:
-    """With usable memory for so many buffers of each worker."""
+    """The plan with usable memory for so many buffers of each worker."""
     room = HostRoom(LIMIT, int(units * UNIT) + LIMIT // 10)
     return plan_host_memory(room, shard_bytes=SHARD, num_shards=4, workers=WORKERS, buddy=buddy)
 

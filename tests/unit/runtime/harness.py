@@ -79,7 +79,7 @@ class FakeAgent:
     """Every launch continues to its first step by itself."""
     last_beat: wire.Heartbeat = field(default_factory=lambda: wire.Heartbeat(generation=0))
     exits: list[wire.WorkerExitReport] = field(default_factory=list)
-    """Of the current generation; sent again after every reconnect."""
+    """Exits of the current generation; sent again after every reconnect."""
 
     async def live(self) -> None:
         """Connect, and reconnect after every lost connection, until killed."""
@@ -252,7 +252,7 @@ class FakeBackend:
         self.kill(node)
 
     def kill(self, node: str) -> None:
-        """As SIGKILL: the process and its sockets are gone."""
+        """The same as SIGKILL: the process and its sockets are gone."""
         agent = self.agents.pop(node, None)
         if agent is not None:
             agent.kill()

@@ -165,7 +165,7 @@ def test_a_client_without_the_key_of_the_job_cannot_connect(tmp_path: Path) -> N
 async def refused_in_the_handshake(
     endpoint: AgentServer, context: ssl.SSLContext, job: Job
 ) -> bool:
-    """In TLS 1.3 a client gets the error with its first read."""
+    """A client of TLS 1.3 gets the error with its first read."""
     try:
         opening = asyncio.open_connection(
             endpoint.address, endpoint.port, ssl=context, server_hostname=job.tls_name

@@ -100,7 +100,7 @@ class Hosted:
         self.task = asyncio.create_task(self.runtime.run())
 
     async def stop(self) -> None:
-        """As an operator that ends: agents get no message."""
+        """Stop like an operator that ends: agents get no message."""
         if self.task is not None:
             self.task.cancel()
             await asyncio.wait([self.task])

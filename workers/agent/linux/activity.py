@@ -17,21 +17,21 @@ MIN_INTERVAL_S = 0.3
 ACTIVE_SHARE = 0.05
 """Share of a core from which a process is active: pulse and transport threads use a tenth of it."""
 WINDOW_S = 1.0
-"""That share is used over this time too. The kernel counts CPU time in ticks of 10 ms: three ticks
+"""The share counts over this time too. The kernel counts CPU time in ticks of 10 ms: three ticks
 of those threads that come together are the share of a shorter time."""
 ACTIVE_BYTES = 4096
 """Read and written in one interval: wake-ups of event loops read 8 bytes each."""
 MIN_WANTED_SHARE = 0.05
-"""Of a core: with less, nothing that waits is worth a measurement."""
+"""Share of a core: with less, nothing that waits is worth a measurement."""
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Of one worker's main process and its children. Times in seconds, since its start."""
+    """Counters of one worker's main process and its children. Times in seconds, since its start."""
 
     cpu_s: float = 0.0
     ran_s: float = 0.0
-    """Of the main thread."""
+    """Seconds of the main thread."""
     waited_s: float = 0.0
     """The main thread was runnable and waited for a CPU."""
     num_bytes: int = 0
@@ -53,13 +53,13 @@ class _Process:
 
 
 class ActivityMeter:
-    """Of the workers of a node. `proc` is a parameter for tests."""
+    """Measures the workers of a node. `proc` is a parameter for tests."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
         self._tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
         self._known: dict[int, _Process] = {}
-        """By pid."""
+        """Processes by pid."""
         self._at_s: float | None = None
         self._stalled_s: float | None = None
 

@@ -64,7 +64,7 @@ def cache_directory() -> str:
 
 
 def available_bytes() -> int:
-    """Of hardware.memory_bytes(): what is free now, or could be."""
+    """The part of hardware.memory_bytes() that is free now, or could be."""
     left = cgroup.memory_available_bytes(cgroup.find("memory"))
     available = psutil.virtual_memory().available
     return available if left is None else min(available, left)

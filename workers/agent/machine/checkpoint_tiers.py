@@ -159,7 +159,7 @@ class CheckpointTiers:
         if not complete:
             return self._carry_out(group, self.buffers.settle())
         out: list[Command] = []
-        seats = [worker.seat for worker in self._of_slot(group, seat)]
+        seats = [worker.seat for worker in self._slot_workers(group, seat)]
         if len(seats) > 1:
             out.append(commands.SealBuffer(message.buffer))
         requested = [one for one in seats if self._requested(one, message.step)]
@@ -181,7 +181,7 @@ class CheckpointTiers:
     def finished(self, group: Generation, seat: WorkerSeat) -> list[Command]:
         """The training loop is complete: persist the last staged step, whatever the interval. Of
         twins, when all have staged their part of it."""
-        twins = self._of_slot(group, seat)
+        twins = self._slot_workers(group, seat)
         if not all(worker.finished or worker.ended for worker in twins):
             return []
         keepers = [worker.seat for worker in twins if worker.seat.persists]
@@ -398,7 +398,7 @@ class CheckpointTiers:
         self._marks[seat.rank] = [mark for mark in marks if mark > step]
         return len(self._marks[seat.rank]) < len(marks)
 
-    def _of_slot(self, group: Generation, seat: WorkerSeat) -> list[Worker]:
+    def _slot_workers(self, group: Generation, seat: WorkerSeat) -> list[Worker]:
         """The worker of a seat, and those that share its buffers."""
         slot = self.buffers.slot_of(seat.local_rank)
         workers = group.workers.values()

@@ -44,7 +44,7 @@ from .script_progress import SECOND_NS as SECOND_NS
 from .script_progress import ScriptProgress
 
 MAX_INSPECTED_BYTES = 4096
-"""Of one stack in Inspected: the innermost 40 frames."""
+"""Limit of one stack in Inspected: the innermost 40 frames."""
 NO_ERROR = worker_protocol.Failed(error_type="", message="", traceback="")
 LOOK_AT_SAVES_S = 0.5
 """Workers that end a save are asked so often whether they wait for a peer that is gone."""
@@ -68,7 +68,7 @@ class Worker:
     progress_ns: int = 0
     pulse_ns: int = 0
     idle_s: float = 0.0
-    """As of the last measurement."""
+    """Seconds at the last measurement."""
     last: worker_protocol.Progress | worker_protocol.Reported | None = None
     script: ScriptProgress = field(default_factory=ScriptProgress)
     collectives: int = 0
@@ -260,7 +260,7 @@ class Generation:
             worker.idle_s = idle_s.get(rank, 0.0)
 
     def min_step(self) -> int:
-        """Of all workers; of a script, of those that report steps."""
+        """The lowest step of all workers; in a script, of the workers that report steps."""
         workers = self.workers.values()
         reporting = [w for w in workers if w.script.source in SCRIPT_SOURCES]
         return min((worker.step for worker in reporting or workers), default=-1)

@@ -111,7 +111,7 @@ class MemoryMeasured(InputBase, frozen=True):
     available_bytes: int
     """What is free, this node's own buffers apart."""
     held_bytes: int
-    """Of those buffers."""
+    """Bytes in those buffers."""
     on_cpu: bool = False
     """The workers train in this memory."""
 

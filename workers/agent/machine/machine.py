@@ -171,7 +171,7 @@ class AgentMachine:
                 return self.tiers.unpin(group, given.buffer)
 
     def _obey(self, now_ns: int, message: m.ToAgent) -> list[Command]:
-        running = self._of_generation(getattr(message, "generation", 0))
+        running = self._group_of(getattr(message, "generation", 0))
         match message:
             case m.Welcome():
                 return self._welcomed(now_ns, message)
@@ -346,7 +346,7 @@ class AgentMachine:
         return [*out, commands.OfferPort()]
 
     def _forked(self, given: inputs.WorkerForked) -> list[Command]:
-        group = self._of_generation(given.generation)
+        group = self._group_of(given.generation)
         if group is None or given.rank not in group.workers:
             return []
         group.workers[given.rank].pid = given.pid
@@ -356,7 +356,7 @@ class AgentMachine:
         return self._answer_launch(group, ok=True)
 
     def _fork_failed(self, now_ns: int, given: inputs.ForkFailed) -> list[Command]:
-        group = self._of_generation(given.generation)
+        group = self._group_of(given.generation)
         if group is None:
             return []
         group.workers[given.rank].ended = True
@@ -379,7 +379,7 @@ class AgentMachine:
 
     # -- workers ------------------------------------------------------------------------------
     def _from_rank(self, now_ns: int, given: inputs.FromRank) -> list[Command]:
-        group = self._of_generation(given.generation)
+        group = self._group_of(given.generation)
         worker = group.workers.get(given.rank) if group else None
         if group is None or worker is None:
             return []
@@ -420,7 +420,7 @@ class AgentMachine:
         return self._heartbeat(now_ns) if self._connected else []
 
     def _worker_ended(self, now_ns: int, given: inputs.WorkerEnded) -> list[Command]:
-        group = self._of_generation(given.generation)
+        group = self._group_of(given.generation)
         worker = group.workers.get(given.rank) if group else None
         if group is None or worker is None or worker.ended:
             return []
@@ -497,7 +497,7 @@ class AgentMachine:
 
     # -- stop ---------------------------------------------------------------------------------
     def _stop(self, now_ns: int, message: m.StopWorkers) -> list[Command]:
-        generation, group = message.generation, self._of_generation(message.generation)
+        generation, group = message.generation, self._group_of(message.generation)
         self._fence = max(self._fence, generation)
         if self._waiting and self._waiting.membership.generation <= generation:
             self._waiting = None
@@ -511,7 +511,7 @@ class AgentMachine:
         return []
 
     def _stacks_taken(self, now_ns: int, given: inputs.StacksTaken) -> list[Command]:
-        group = self._of_generation(given.generation)
+        group = self._group_of(given.generation)
         if group is None or group.stop is None or group.stop.stage != "stacks":
             return []
         group.stop.stacks = given.stacks
@@ -578,7 +578,7 @@ class AgentMachine:
         return group.kill_all()
 
     def _with_mesh(self, command: commands.WriteStorage) -> commands.WriteStorage:
-        """With the note by which the next controller can commit it."""
+        """The command with the note by which the next controller can commit it."""
         group = self.group
         if group is None or group.generation != command.staged.generation:
             return command
@@ -588,7 +588,7 @@ class AgentMachine:
         self._ended = True
         return [commands.EndNode(self._ending)]
 
-    def _of_generation(self, generation: int) -> Generation | None:
+    def _group_of(self, generation: int) -> Generation | None:
         """The group if it is of this generation, running or stopped."""
         group = self.group
         return group if group is not None and group.generation == generation else None

@@ -15,10 +15,12 @@ from .generation import SECOND_NS
 @dataclass(frozen=True)
 class MachineTiming:
     refill_delay_s: float = 1.0
-    """From the first step of a generation to the fork of standbys: start-up needs the cores."""
+    """Time from the first step of a generation to the fork of standbys: start-up needs the
+    cores."""
     spare_delay_s: float = 4.0
-    """From Welcome to the fork of standbys on a node without ranks. A spare often joins because
-    another node was just lost, and where nodes share cores its warm-up would delay the recovery."""
+    """Time from Welcome to the fork of standbys on a node without ranks. A spare often joins
+    because another node was just lost, and where nodes share cores its warm-up would delay the
+    recovery."""
     stack_margin_s: float = 0.5
     """After limits.STACK_TIMEOUT_S and this, workers are killed without their stacks."""
     save_share: float = 0.5

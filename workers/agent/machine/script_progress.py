@@ -17,7 +17,7 @@ SECOND_NS = 1_000_000_000
 
 @dataclass
 class ScriptProgress:
-    """Of one worker."""
+    """Progress of one worker."""
 
     source: StepSource = ""
     began_after: int | None = None

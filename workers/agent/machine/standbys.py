@@ -17,7 +17,7 @@ from .generation import SECOND_NS
 
 @dataclass
 class Standbys:
-    """Of one node."""
+    """The standbys of one node."""
 
     due_ns: int | None = None
     """When they are forked; None: they are, or shall not be."""

@@ -35,7 +35,7 @@ _INLINE_REQUIREMENTS = re.compile(rb"^# /// script\s*$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Descriptors:
-    """Of a worker, which a program in its place inherits."""
+    """Descriptors of a worker, which a program in its place inherits."""
 
     wire: int
     stack: int

@@ -31,9 +31,9 @@ class ForkWorker(ForkMessage, frozen=True, kw_only=True, tag="fork"):
 
     worker: int
     local_rank: int = -1
-    """That a standby will probably get; -1: the worker has a rank already."""
+    """Local rank that the standby is expected to take; -1 for a running worker."""
     modules: tuple[str, ...] = ()
-    """That workers of this script imported. A template forks it with them, or a standby imports
+    """Modules that workers of this script imported: the template has them, or a standby imports
     them while it waits."""
     left_out: tuple[str, ...] = ()
     """Those among them with which a template must not fork, as far as it is known."""
@@ -72,8 +72,8 @@ class ImportLeftOut(ForkMessage, frozen=True, kw_only=True, tag="left-out"):
     """An import template must not fork any more, and ends. The agent remembers the modules."""
 
     modules: tuple[str, ...]
-    """That the next template does not import. The first one is what was imported, the others are
-    what it imported."""
+    """Modules that the next template does not import. The first one is what was imported, the
+    others are what it imported."""
     problem: str
 
 

@@ -195,7 +195,7 @@ class Forkserver:
         self._forked(fork_protocol.Forked(worker=request.worker, pid=pid))
 
     def _run_worker(self, request: fork_protocol.ForkWorker, fds: Sequence[int]) -> NoReturn:
-        """In the new process."""
+        """Runs in the new process."""
         assert self._job is not None
         processes.name_process("standby")
         processes.allow_reading_by(self._agent)
@@ -313,7 +313,7 @@ class Forkserver:
             self._fork(request, fds)
 
     def _wait_s(self) -> float | None:
-        """Until workers have waited long enough for the template; None: no limit."""
+        """Seconds until workers have waited long enough for the template; None: no limit."""
         template, due_s = self._template, self._template_due_s
         if template is None or template.ready:
             return None

@@ -65,7 +65,7 @@ class ImportTemplate:
         theirs.close()
 
     def ranks_waiting(self) -> list[tuple[fork_protocol.ForkWorker, list[int]]]:
-        """Of the requests that wait, those of workers that have ranks."""
+        """Waiting requests of workers that have ranks."""
         return [one for one in self.waiting if one[0].local_rank < 0]
 
     def serves(self, modules: Sequence[str]) -> bool:

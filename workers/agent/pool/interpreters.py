@@ -91,12 +91,12 @@ def of_runner(runner: Sequence[str]) -> Interpreter:
         )  # fmt: skip
     except OSError as error:
         got = f"{runner[0]} ({error.strerror} on this node)"
-        raise _of_command(got, "a program of every node", "install it there") from None
+        raise _command_error(got, "a program of every node", "install it there") from None
     line = next((text for text in done.stdout.splitlines() if text.startswith(_MARK)), "")
     if done.returncode or not line:
         last = " ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
         got = f"{name}, which ended with exit code {done.returncode} ({last})"
-        raise _of_command(got, f"an environment in which `{name} python` starts", "")
+        raise _command_error(got, f"an environment in which `{name} python` starts", "")
     path, prefix, environment = json.loads(line.removeprefix(_MARK))
     changed = {
         key: value
@@ -106,5 +106,5 @@ def of_runner(runner: Sequence[str]) -> Interpreter:
     return Interpreter(path, changed, Path(prefix).resolve() == Path(sys.prefix).resolve())
 
 
-def _of_command(got: str, expected: str, fix: str) -> UserError:
+def _command_error(got: str, expected: str, fix: str) -> UserError:
     return UserError(str(Problem("spec.entrypoint.command", got, expected, fix)))

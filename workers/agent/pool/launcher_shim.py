@@ -27,7 +27,7 @@ HOLDFAST_PYTHON = "HOLDFAST_PYTHON"
 """Environment variable of a rank: the Python that runs this program."""
 USAGE_CODE = 2
 NOT_FOUND_CODE = 127
-"""As a shell's."""
+"""Exit code of a shell for a command that is not there."""
 _OF_THE_JOB = {
     "nodes": ("GROUP_WORLD_SIZE", "nodes"),
     "workers": ("LOCAL_WORLD_SIZE", "workers on each node"),

@@ -26,7 +26,7 @@ class _Kept(msgspec.Struct):
 
 
 class LearnedImports:
-    """Of one job on this node."""
+    """Modules that one job's workers on this node imported."""
 
     def __init__(self) -> None:
         self._modules: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class LearnedImports:
         self._file: Path | None = None
 
     def keep_in(self, cache_directory: str, job: TrainingJob) -> None:
-        """From here on they are kept in a file below `cache_directory`, and read from it."""
+        """Keep them from now on in a file below `cache_directory`, and read from it."""
         if job.spec.learn_preload and job.spec.entrypoint.recipe is None:
             of = job.spec.entrypoint.model_dump_json().encode()
             name = f"{job.name}-{hashlib.sha256(of).hexdigest()[:12]}.json"

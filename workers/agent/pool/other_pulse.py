@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 INHERITED = "HOLDFAST_INHERITED"
-"""As worker_transport has it, whose import of the whole spec takes longer than that of the rest."""
+"""The same as in worker_transport, which imports the whole spec and therefore takes longer."""
 
 
 def start(wire_fd: int, asked_fd: int) -> None:

@@ -50,12 +50,12 @@ def main(order: dict[str, Any]) -> int:
         if error.code is None or isinstance(error.code, int):
             _leave(order)
         else:
-            error.__traceback__ = _of_user(error.__traceback__)
+            error.__traceback__ = _user_traceback(error.__traceback__)
             _report(order, error)
         raise
     except BaseException as error:
         leaving.silence_signals()
-        error.__traceback__ = _of_user(error.__traceback__)
+        error.__traceback__ = _user_traceback(error.__traceback__)
         traceback.print_exception(type(error), error, error.__traceback__)
         _report(order, error)
         leaving.call_excepthook(error)
@@ -82,7 +82,7 @@ def _load(name: str) -> Any:
     return module
 
 
-def _of_user(begin: Any) -> Any:
+def _user_traceback(begin: Any) -> Any:
     """The traceback from the user's first frame on; None: the script did not run."""
     frame = begin
     while frame is not None:

@@ -76,7 +76,7 @@ def activity(text: str, line_of: Callable[[str, int], str] = linecache.getline) 
 
 
 def waits_for_peers(kind: StackActivity) -> bool:
-    """In a collective, or in a wait for the device, whose queue holds the collective."""
+    """True in a collective, or in a wait for the device, whose queue holds the collective."""
     return kind in ("peers", "device")
 
 

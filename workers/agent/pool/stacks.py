@@ -22,12 +22,12 @@ from .stack_activity import Inspection
 FAULTHANDLER_TIMEOUT_S = 0.4
 """A live process writes its stacks within milliseconds; on a busy node, 0.1 s or so."""
 INSPECTION_TIMEOUT_S = 0.7
-"""For the pulse threads of workers that go on. The controller asks 1 s before it decides."""
+"""Limit for the pulse threads of workers that go on. The controller asks 1 s before it decides."""
 CLASSIFY_TIMEOUT_S = 0.2
 UNABLE = ("T", "t", "D", "Z", "")
 """States in which a process answers nothing."""
 SHOWN_TIMEOUT_S = 6.0
-"""For py-spy, where a user waits and no recovery does."""
+"""Limit for py-spy, where a user waits and no recovery does."""
 MAX_SPIES = 8
 """At the same time, for a user."""
 STATES = {"T": "stopped", "t": "stopped", "D": "blocked in the kernel", "Z": "ended", "": "ended"}

@@ -22,7 +22,7 @@ from ..process import process_env
 from . import preload
 
 MAX_NAMES_BYTES = 100_000
-"""Of the names in one message: about 3,000 modules."""
+"""Limit of the names in one message: about 3,000 modules."""
 
 
 def import_before_fork(job: TrainingJob) -> str:
@@ -41,8 +41,8 @@ def import_before_fork(job: TrainingJob) -> str:
 
 
 def import_after_fork(job: TrainingJob, learned: Sequence[str] = ()) -> None:
-    """In a standby, while it waits for a rank. `learned`: what workers of the script imported; the
-    script imports by itself what cannot be imported here."""
+    """Import modules in a standby while it waits for a rank. `learned`: what workers of the script
+    imported; the script imports by itself what cannot be imported here."""
     if job.spec.preload or learned:
         process_env.adopt(job.spec.env)  # libraries read it when they are imported
     for name in job.spec.preload:
@@ -80,8 +80,8 @@ def import_quietly(name: str) -> None:
 
 
 def expect_imported(job: TrainingJob) -> None:
-    """In a worker, before its entrypoint. Raises UserError for a module that cannot be
-    imported."""
+    """Check the imports of a worker before its entrypoint. Raises UserError for a module that
+    cannot be imported."""
     for position, name in enumerate(job.spec.preload):
         try:
             importlib.import_module(name)

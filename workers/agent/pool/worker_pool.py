@@ -35,7 +35,7 @@ from .stack_activity import Inspection
 MAX_COMMAND_CHARS = 200
 """Shown of a program's command line."""
 OOM_KILLS_S = 2.0
-"""For the exits of other workers that the kernel killed for the same lack of memory."""
+"""Wait for the exits of other workers that the kernel killed for the same lack of memory."""
 
 _CHILD_KILLED = re.compile("killed by signal: Killed|terminated abruptly")
 """What torch's DataLoader and concurrent.futures raise about a process of theirs."""
@@ -58,15 +58,15 @@ class WorkerProcess:
     seat: Seat | None = None
     """None: a standby."""
     local_rank: int = -1
-    """Of a standby: the local rank that it is prepared for."""
+    """Local rank that a standby is prepared for."""
     imported: bool = False
-    """Of a standby: it has imported what the script imports."""
+    """True for a standby that has imported what the script imports."""
     reading: bool = False
     log_file: str = ""
     stack_text: str = ""
-    """Of its newest StackReport."""
+    """Text of its newest StackReport."""
     answer: asyncio.Future[Inspection] | None = None
-    """Of the inspection under way."""
+    """Result of the inspection under way."""
 
 
 Audited = worker_protocol.CheckpointWritten | worker_protocol.CheckpointOpened

@@ -31,11 +31,11 @@ NUM_RESOLVERS = 4
 @dataclass(frozen=True)
 class ConnectTiming:
     timeout_s: float = limits.CONNECT_TIMEOUT_S
-    """For all addresses, with name resolution and TLS handshake."""
+    """Limit for all addresses, with name resolution and TLS handshake."""
     resolve_timeout_s: float = 2.0
     """After it, the previous addresses of a name are used."""
     stagger_s: float = 0.25
-    """From the start of one attempt to the next (RFC 8305)."""
+    """Time from the start of one attempt to the next (RFC 8305)."""
 
 
 def endpoint_in(file: Path) -> Callable[[], tuple[Endpoint, ...]]:

@@ -36,7 +36,7 @@ class StartSetting:
 
 
 class GuardedStarts:
-    """Of one node. `fork` starts a worker."""
+    """Starts the workers of one node. `fork` starts a worker."""
 
     def __init__(
         self,

@@ -91,7 +91,7 @@ class NodeOptions:
     failure_domain: str = ""
     """Nodes with the same value may be lost together; empty: this node alone."""
     grace_s: float | None = None
-    """From SIGTERM to SIGKILL; None: spec.recovery.terminationGraceSeconds."""
+    """Time from SIGTERM to SIGKILL; None: spec.recovery.terminationGraceSeconds."""
     log_file: Path | None = None
     """Where the output of this process goes, opened for appending: the agent bounds it."""
 
@@ -168,7 +168,7 @@ class AgentProcess:
         self._own_checkpoints = OwnCheckpoints()
         self._starts = GuardedStarts(self._start, self._give, self._link.send, self._code)
         self._progress: ProgressServer | None = None
-        """Of a script."""
+        """Server for a script's reports."""
         self._rank_logs: set[Path] = set()
         self.ended: asyncio.Future[str] = self._loop.create_future()
 
@@ -346,7 +346,7 @@ class AgentProcess:
         self._give(inputs.JobConfigured(must_import))
 
     def _posted(self, seat: tuple[int, int], report: worker_protocol.Reported) -> None:
-        """In a thread of the progress server."""
+        """Runs in a thread of the progress server."""
         self._loop.call_soon_threadsafe(self._give, inputs.FromRank(*seat, report))
 
     def _audited(self, seat: tuple[int, int], report: Audited) -> None:

@@ -159,7 +159,7 @@ class NodeLauncher:
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._reap(order.node, pid))
 
     def _become(self, order: p.StartNode) -> NoReturn:
-        """In the child: close the launcher's descriptors and run an agent."""
+        """Runs in the child: close the launcher's descriptors and run an agent."""
         log = output.log_descriptor(order.log_file)
         os.dup2(log, 1)
         os.dup2(log, 2)

@@ -18,7 +18,7 @@ from holdfast.orchestrator.protocol import code_archive
 from holdfast.orchestrator.protocol import messages as m
 
 FETCH_S = 120.0
-"""For a whole archive. The controller gives a launch up earlier, and then launches again."""
+"""Limit for a whole archive. The controller gives a launch up earlier, and then launches again."""
 REPEAT_S = 5.0
 """A part that has not come by then is requested again: the connection may have been lost."""
 MAX_PARTS = -(-limits.MAX_CODE_ARCHIVE_BYTES // limits.CODE_PART_BYTES)
@@ -29,8 +29,8 @@ class CodeUnavailable(HoldfastError):
 
 
 class UploadedCode:
-    """Of one node. `send` gives a message to the controller; nothing is sent while there is no
-    connection."""
+    """The uploaded code of one node. `send` gives a message to the controller; nothing is sent
+    while there is no connection."""
 
     def __init__(self, send: Callable[[m.FetchCode], None], repeat_s: float = REPEAT_S) -> None:
         self._send, self._repeat_s = send, repeat_s
@@ -100,7 +100,7 @@ class UploadedCode:
                 continue
 
     def _unpack(self, code: str, archive: bytes) -> Path:
-        """In a thread."""
+        """Runs in a thread."""
         if self._place is None:
             self._place = Path(tempfile.mkdtemp(prefix="holdfast-code-"))
         target = self._place / code[:16]

@@ -46,7 +46,7 @@ LOOK_TIMEOUT_S = 5.0
 """After this the workers are started all the same: a launch is sent again after 15 s."""
 TOO_SLOW = f"the file system did not answer within {LOOK_TIMEOUT_S:.0f} s; the rest stays as it is"
 GROWTH_S = 0.5
-"""For so long a checkpoint that may be another job's must not change before it is renamed."""
+"""A checkpoint that may be another job's is renamed only if it has not changed for this long."""
 SETTLED_S = 60.0
 """Since so long what no rank reported must not have changed: a download from another node may
 pause."""
@@ -56,13 +56,13 @@ _RESUMED = re.compile(
     r"(?<![a-z])(?:last|latest|checkpoint|ckpt|snapshot|state|epoch|step|iter|resume)(?![a-z])",
     re.IGNORECASE,
 )
-"""In the name of a file from which a script resumes."""
+"""Words in the name of a file from which a script resumes."""
 _EXPORTED = re.compile(
     r"(?<![a-z])(?:best|ema|swa|avg|weights?|final|export(?:ed)?|adapter|optim(?:izer)?|scheduler"
     r"|rng|scaler)(?![a-z])",
     re.IGNORECASE,
 )
-"""In the name of a file that lacks a part of the state."""
+"""Words in the name of a file that lacks a part of the state."""
 SAME_SAVE_NS = 30 * 10**9
 """Files of one directory that are this close in time may be from one save: the largest counts."""
 _LARGER = 1.2
@@ -204,7 +204,7 @@ class _Look:
         return self.findings
 
     def _written(self, written: list[Path]) -> None:
-        """From the top: what is in a checkpoint is judged with it."""
+        """Judge from the top: what is in a checkpoint is judged with it."""
         judged: set[Path] = set()
         directories = {path.parent for path in written}
         for directory in sorted(directories, key=lambda path: len(path.parts)):

@@ -29,7 +29,7 @@ class MemfdPool:
         return self._fds[number]
 
     def copy_of_fd(self, number: int) -> int:
-        """For a thread: it stays valid when the buffer is freed. The caller closes it."""
+        """A copy for a thread: it stays valid when the buffer is freed. The caller closes it."""
         return os.dup(self._fds[number])
 
     def free(self, number: int) -> None:

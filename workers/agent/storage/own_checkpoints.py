@@ -15,7 +15,7 @@ REPEATED_AFTER_S = 30.0
 
 
 class OwnCheckpoints:
-    """Of one node."""
+    """Checkpoints that the scripts of one node wrote."""
 
     def __init__(self) -> None:
         self._known: dict[str, OwnCheckpointWritten] = {}
@@ -59,5 +59,5 @@ class OwnCheckpoints:
         return message
 
     def known(self) -> list[OwnCheckpointWritten]:
-        """For a new connection: what was reported over the old one may be lost."""
+        """Repeat them for a new connection: what was reported over the old one may be lost."""
         return list(self._known.values())

@@ -71,7 +71,7 @@ class Put(PeerMessage, frozen=True, kw_only=True, tag="put"):
     token: str
     staged: StagedShard
     confirmed: int = -1
-    """As in commands.PushToBuddy."""
+    """The same as in commands.PushToBuddy."""
 
 
 class Yes(PeerMessage, frozen=True, kw_only=True, tag="yes"):
@@ -108,7 +108,7 @@ class PeerCredentials:
 
 
 def credentials(token: str, directory: Path | None, name: str) -> PeerCredentials:
-    """From the directory with the job's tls.crt and tls.key. Raises TlsUnusable."""
+    """Read them from the directory with the job's tls.crt and tls.key. Raises TlsUnusable."""
     if directory is None:
         return PeerCredentials(token)
     files = tls.files(directory)
@@ -322,7 +322,7 @@ def _take_bytes(sock: socket.socket, hold: TransferBuffer) -> None:
 def _send_file(
     sock: socket.socket, fd: int, num_bytes: int, network: NetworkShare | None = None
 ) -> None:
-    """From the page cache to the socket. socket.sendfile waits while the socket is full."""
+    """Send from the page cache to the socket. socket.sendfile waits while the socket is full."""
     network = network or NetworkShare(1.0)
     if isinstance(sock, ssl.SSLSocket):
         _send_mapped(sock, fd, num_bytes, network)

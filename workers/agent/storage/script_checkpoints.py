@@ -25,7 +25,8 @@ Kind = Literal["transformers", "accelerate", "dcp", ""]
 
 SENTINEL = "checkpoint-is-incomplete.txt"
 MAX_HEADER_BYTES = 16 * 2**20
-"""Of a safetensors file that is read; a larger one counts as complete."""
+"""Largest header of a safetensors file that is read; a file with a larger one counts as
+complete."""
 SAVED_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 """Files whose end can be looked for."""
 _WEIGHTS = re.compile(
@@ -33,7 +34,7 @@ _WEIGHTS = re.compile(
     r"|pytorch_model_fsdp.*|pytorch_model|global_step.*|.*\.(safetensors|distcp)"
 )
 _HOLDS_OTHERS = re.compile(r"checkpoint[-_]\d+|checkpoints")
-"""In the folder of a run, not in a checkpoint."""
+"""Names in the folder of a run, not in a checkpoint."""
 _OF_RANK = re.compile(r"(?:^rng_state|^random_states|zero_pp_rank|expp_rank|^rank|^_)_(\d+)")
 """Files of which each rank writes one."""
 _STEP = re.compile(r"(?:checkpoint|ckpt|step|iter)[-_=]?(\d+)")
@@ -67,7 +68,7 @@ ALL = Share()
 
 
 def kind_of(directories: Collection[Path]) -> Kind:
-    """Of directories that follow each other, such as checkpoint-10 and checkpoint-20."""
+    """The kind of directories that follow each other, such as checkpoint-10 and checkpoint-20."""
     names = {name for path in directories for name in names_in(path)}
     if any(_HOLDS_OTHERS.fullmatch(name) for name in names):
         return ""
@@ -129,7 +130,8 @@ def _overwritten(directory: Path, names: Collection[str], share: Share) -> str:
 
 
 def unfinished(kind: Kind, directory: Path) -> str:
-    """As problem, by what a save writes last and without opening tensors. Raises OSError."""
+    """The same as problem, by what a save writes last and without opening tensors. Raises
+    OSError."""
     names = names_in(directory)
     return _transformers_end(directory, names) if kind == "transformers" else ""
 
@@ -174,13 +176,13 @@ def _torn_files(directory: Path, names: Collection[str], share: Share) -> Iterat
         if path.suffix in SAVED_SUFFIXES and path.is_file():
             yield torn(path)
         elif name.endswith(".index.json"):
-            yield _of_index(path)
+            yield _index_problem(path)
         elif name.startswith(("pytorch_model_fsdp", "optimizer_")) and path.is_dir():
             yield "" if ".metadata" in names_in(path) else f"{name} has no .metadata"
 
 
-def _of_index(path: Path) -> str:
-    """Of weights in several files: the index names all of them."""
+def _index_problem(path: Path) -> str:
+    """Problem of weights in several files: the index names all of them."""
     try:
         wanted = set(json.loads(path.read_bytes())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError):

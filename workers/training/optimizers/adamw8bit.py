@@ -35,7 +35,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def __init__(
         self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float = 1e-8
     ) -> None:
-        self._quantized, self._step_one = _of_torchao()
+        self._quantized, self._step_one = _torchao_functions()
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     def state_placements(self, key: str, whole: DTensor) -> Sequence[Any] | None:
@@ -85,7 +85,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def _moment(
         self, state: dict[str, Tensor], key: str, signed: bool, dtype: torch.dtype
     ) -> Tensor:
-        """As torchao takes it; what it writes lands in the state."""
+        """The tensor as torchao takes it; what it writes lands in the state."""
         if key in state:
             return local_of(state[key])
         codes, scales = local_of(state[f"{key}_codes"]), local_of(state[f"{key}_scales"])
@@ -116,7 +116,7 @@ def _scales(whole: Tensor, device: torch.device) -> Tensor:
     return made
 
 
-def _of_torchao() -> tuple[Callable[..., Tensor], Callable[..., None]]:
+def _torchao_functions() -> tuple[Callable[..., Tensor], Callable[..., None]]:
     """A moment from its codes and scales, and the step of one parameter, which is compiled for
     GPUs: its intermediate values are in float32, and eager steps would keep each of them."""
     try:

@@ -64,7 +64,7 @@ def make_optimizer(
 
 
 def _adamw(config: Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """With weight decay on matrices only."""
+    """AdamW with weight decay on matrices only."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},

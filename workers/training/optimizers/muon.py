@@ -20,7 +20,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 
 class WholeMuon(torch.optim.Muon):
-    """As torch.optim.Muon, with the options and the state of it. A parameter may be this rank's
+    """The same as torch.optim.Muon, with its options and state. A parameter may be this rank's
     part of a DTensor, which is its `whole` (see Session.shards)."""
 
     @torch.no_grad()
@@ -99,6 +99,6 @@ def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def num_parts(whole: DTensor) -> int:
-    """In how many parts it is divided."""
+    """Number of parts into which it is divided."""
     mesh = whole.device_mesh
     return math.prod(mesh.size(n) for n, p in enumerate(whole.placements) if not p.is_replicate())

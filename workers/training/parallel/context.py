@@ -73,8 +73,8 @@ def divide(mesh: DeviceMesh, *whole: Tensor, dim: int = 1) -> Iterator[tuple[Ten
 def divide_batches(
     mesh: DeviceMesh | None, batches: Sequence[MicroBatch]
 ) -> Iterator[Sequence[MicroBatch]]:
-    """As `divide`, of micro-batches. Without a mesh there is no context axis, and they stay
-    whole."""
+    """The same as `divide`, for micro-batches. Without a mesh there is no context axis, and they
+    stay whole."""
     if mesh is None:
         yield batches
         return
@@ -95,14 +95,14 @@ def _add_kernel_of_cpus() -> None:
     """Adds the two operators to the table that `context_parallel` hands to DTensor."""
     operators = torch.ops.aten
     ring.custom_ops[operators._scaled_dot_product_flash_attention_for_cpu.default] = (
-        functools.partial(_of_local_parts, _forward)
+        functools.partial(_on_local_parts, _forward)
     )
     ring.custom_ops[operators._scaled_dot_product_flash_attention_for_cpu_backward.default] = (
-        functools.partial(_of_local_parts, _backward)
+        functools.partial(_on_local_parts, _backward)
     )
 
 
-def _of_local_parts(
+def _on_local_parts(
     compute: Any, _operator: object, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[DTensor, ...]:
     """A handler of DTensor: all tensors are divided by sequence, so are the results."""

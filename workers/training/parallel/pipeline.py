@@ -56,7 +56,7 @@ class StageModule(Transformer):
         self.norm, self.head = (model.norm, model.head) if last else (None, None)
         self.next_batch: Callable[[], tuple[dict[str, Any], Callable[[Tensor], Tensor]]] | None
         self.next_batch = None
-        """Of the last stage: arguments of the head for the next micro-batch, and the loss of what
+        """Last stage only: arguments of the head for the next micro-batch, and the loss of what
         the head gives."""
         self.positions_t: Tensor | None = None
         """Where the tokens of all micro-batches are in their sequences; None: they are whole."""
@@ -271,7 +271,7 @@ def _schedule_class(name: str) -> Any:
 
 
 def _padded(batch: MicroBatch, num_samples: int) -> MicroBatch:
-    """With samples of zeros, whose weight is 0, up to this number of samples."""
+    """The batch with samples of zeros, whose weight is 0, up to this number of samples."""
     missing = num_samples - len(batch.inputs_bt)
     if not missing:
         return batch

@@ -33,7 +33,7 @@ def parallelize(model: Transformer, mesh: DeviceMesh) -> None:
     feed-forward part, vocabulary and sequence length. The logits come as a DTensor that is divided
     by vocabulary: compute the loss and its backward in `loss_parallel()`."""
     for block in model.blocks:
-        of_block = _of_block() | (_of_norms() if model.config.qk_norm else {})
+        of_block = _block_plan() | (_norm_plan() if model.config.qk_norm else {})
         parallelize_module(block, mesh, of_block)
     model.sequence_parts = mesh.size()
     plan = {
@@ -56,7 +56,7 @@ def _copied(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     return output.clone()
 
 
-def _of_block() -> dict[str, Any]:
+def _block_plan() -> dict[str, Any]:
     whole = Replicate()
     return {
         "attention_norm": SequenceParallel(),
@@ -76,7 +76,7 @@ def _of_block() -> dict[str, Any]:
     }
 
 
-def _of_norms() -> dict[str, Any]:
+def _norm_plan() -> dict[str, Any]:
     """Each rank normalises its own heads (B, T, H, E), by weights that all ranks share."""
     heads = SequenceParallel(sequence_dim=2, use_local_output=True)
     return {"attention.query_norm": heads, "attention.key_norm": heads}

@@ -56,7 +56,7 @@ class Trainer:
         return (losses_bt.sum(1) * batch.weights_b).sum() / self.tokens_per_step
 
     def head_arguments(self, batch: MicroBatch) -> dict[str, Any]:
-        """Of the model, if its head computes the losses."""
+        """Arguments of the model if its head computes the losses."""
         size = self.config.loss.chunk_tokens
         if not size:
             return {}

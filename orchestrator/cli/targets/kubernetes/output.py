@@ -213,7 +213,8 @@ class LinesOfRank0:
         self._resources.close()
 
     async def follow(self, cluster: KubeClient, document: Document, *, only_new: bool) -> None:
-        """Until the job has ended. What cannot be read is noted once: the display goes on."""
+        """Follow until the job has ended. What cannot be read is noted once: the display goes
+        on."""
         wanted, file = self._display.wants_lines, self._file
         if wanted is None:
             wanted = "recipe" not in (document["spec"].get("entrypoint") or {})
@@ -230,7 +231,7 @@ class LinesOfRank0:
 
 
 class LineFilter:
-    """From a line of a pod to the one that is printed; None: it is not selected."""
+    """Turns a line of a pod into the printed one; None: it is not selected."""
 
     def __init__(self, selector: LogSelector, world_size: int, *, headings: bool = False) -> None:
         """`headings`: a line before the first one of another generation than the last line's."""
@@ -277,7 +278,7 @@ class LineFilter:
 def select_pods(
     pods: list[Document], selector: LogSelector, workers_per_node: int
 ) -> list[Document]:
-    """In the order of their ranks; spares last."""
+    """Pods in the order of their ranks; spares last."""
 
     def first_rank(pod: Document) -> int:
         label = (pod["metadata"].get("labels") or {}).get(names.LABEL_RANK, "")

@@ -108,7 +108,7 @@ def nodes_of(document: Document, pods: list[Document]) -> list[NodeView]:
 
 
 def _first_rank(pod: Document, status: Document) -> int | None:
-    """In the current generation; None: the pod has no ranks."""
+    """First rank in the current generation; None: the pod has no ranks."""
     labels = pod["metadata"].get("labels") or {}
     rank = labels.get(LABEL_RANK, "")
     current = labels.get(LABEL_GENERATION) == str(status.get("generation", ""))

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 NAMESPACES = Resource("", "v1", "namespaces", namespaced=False)
 OPERATOR_CHECK_INTERVAL_S = 5.0
 LAST_LINES_S = 6.0
-"""For the last lines of a job that has ended; its pods go soon."""
+"""Limit for the last lines of a job that has ended; its pods go soon."""
 
 
 class KubernetesTarget:

@@ -46,7 +46,7 @@ from ..tempdir import scratch
 FOLLOW_INTERVAL_S = 0.5
 LINES_INTERVAL_S = 2.0
 END_RECORD_S = 30.0
-"""From a job's last view to its end record."""
+"""Seconds from a job's last view to its end record."""
 
 
 class RayTransport:
@@ -94,7 +94,7 @@ class RayTransport:
         return self.fold() if ended is None else _view(ended["view"])
 
     def fold(self) -> JobView:
-        """As of the last event in its journal. Raises JournalError."""
+        """The view at the last event in its journal. Raises JournalError."""
         snapshot, records = contents(read(GcsStore(self._store, self.name)))
         projection = replay(self.job, records, snapshot)
         path = checkpoint_path(self.order, self.job.spec.checkpoint.path)

@@ -41,7 +41,7 @@ class Submitted(NamedTuple):
     job: str
     """metadata.name, which all other commands take."""
     exit_code: int | None
-    """Of the Ray job; None: it was not followed."""
+    """Exit code of the Ray job; None: it was not followed."""
     remarks: list[str]
     """What the user should know about the spec."""
 

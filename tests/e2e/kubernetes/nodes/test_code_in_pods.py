@@ -68,7 +68,7 @@ def test_a_function_runs_in_the_pods_of_a_cluster(
 
 
 def test_a_job_is_resized_suspended_and_reported(client: Client, tmp_path: Path) -> None:
-    """As on this machine and on Ray."""
+    """The same as on this machine and on Ray."""
     seen = JobView(name="")
 
     def has(true_of: Callable[[JobView], bool], what: str) -> JobView:

@@ -43,7 +43,7 @@ def kueue_pods(queue: Admission, wanted: TrainingJob, *names: str) -> dict[str, 
 
 
 def admit(*pods: Document) -> None:
-    """As Kueue does: remove the gate."""
+    """Remove the gate, as Kueue does."""
     for pod in pods:
         pod["spec"]["schedulingGates"] = []
         pod["status"] = {"phase": "Pending"}

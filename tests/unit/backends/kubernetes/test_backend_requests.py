@@ -29,7 +29,7 @@ async def refuse_next(api: FakeApi, *refusals: dict[str, Any]) -> None:
 
 
 async def settled(seen: OpenBackend) -> None:
-    """Until the backend has no tasks."""
+    """Wait until the backend has no tasks."""
     while seen.backend._tasks:
         await asyncio.wait(seen.backend._tasks)
 

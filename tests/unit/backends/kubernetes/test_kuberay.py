@@ -20,7 +20,7 @@ MANIFESTS = sorted((ROOT / "manifests" / "kuberay").glob("*.yaml"))
 
 
 def strict(node: Any) -> Any:
-    """As JSON schema, with unknown fields as errors: the API server would drop them silently."""
+    """A JSON schema with unknown fields as errors: the API server would drop them silently."""
     if isinstance(node, list):
         return [strict(one) for one in node]
     if not isinstance(node, dict):

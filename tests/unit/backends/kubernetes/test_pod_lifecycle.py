@@ -82,7 +82,7 @@ def test_of_two_incomplete_jobs_the_older_one_keeps_its_nodes() -> None:
 def both_incomplete(
     first: StartupTimeouts, pods: dict[str, Any], second: StartupTimeouts, others: dict[str, Any]
 ) -> None:
-    """Until one of them has given up its nodes, or both keep them."""
+    """Run until one of them has given up its nodes, or both keep them."""
     first.decide(0, pods)
     second.decide(0, others)
     for job, its in ((first, pods), (second, others)):

@@ -82,7 +82,7 @@ def test_a_ray_node_that_has_run_nothing_of_the_job_has_no_logs(
 def test_a_rotated_log_is_copied_whole(
     directory: JobDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the agent rotates it: twice, also in the middle of a line, in several parts."""
+    """The agent rotates it: twice, also in the middle of a line, in several parts."""
     monkeypatch.setattr(remote_files, "MAX_BYTES", 8)
     wanted, offsets, log = LogFilter(1, None, None), dict[str, int](), directory.rank_log(10, 1)
     copy = JobDirectory(tmp_path / "copy")

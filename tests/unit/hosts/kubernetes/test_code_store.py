@@ -36,7 +36,7 @@ OTHER = Owner("team", "llm", "uid-of-an-earlier-one")
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> code_files.Code:
-    """Of two parts, which are small: the fake API server takes requests of 1 MiB."""
+    """Code of two small parts: the fake API server takes requests of 1 MiB."""
     monkeypatch.setattr(limits, "CODE_PART_BYTES", 100_000)
     place = tmp_path / "code"
     place.mkdir()

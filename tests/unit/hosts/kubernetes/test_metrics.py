@@ -147,7 +147,7 @@ def test_the_number_of_series_of_a_job_is_the_documented_one() -> None:
 
 
 def everything(view: JobView) -> JobView:
-    """As a job on GPUs that reports every value."""
+    """The view of a job on GPUs that reports every value."""
     return msgspec.structs.replace(
         view, loss=1.0, step_s=0.5, tokens_per_s=1.0, mfu=0.5, device_memory_peak_bytes=1,
         sent_bytes=1, durable_s=1.0, first_step_s=1.0,

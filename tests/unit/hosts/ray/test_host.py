@@ -142,7 +142,7 @@ def test_a_watcher_of_an_earlier_controller_does_not_wait_for_its_count(serving:
 def test_the_view_is_published_among_rays_logs_until_the_job_has_ended(
     make_host: MakeHost, tmp_path: Path
 ) -> None:
-    """For commands over http://."""
+    """The view is for commands over http://."""
 
     async def scenario() -> None:
         host = make_host(
@@ -199,7 +199,7 @@ def test_a_mistake_in_the_spec_is_a_user_error(
 def test_a_refusal_without_an_exit_code_is_a_user_error(
     order: ControllerOrder, store: MemoryStore, make_host: MakeHost
 ) -> None:
-    """As earlier releases wrote it."""
+    """The record without these fields."""
     asyncio.run(make_host(order).run())
     record = json.loads(store.get(kv.ENDED) or b"")
     del record["exit_code"]

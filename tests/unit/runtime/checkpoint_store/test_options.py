@@ -108,7 +108,7 @@ def test_retries_of_a_job_are_bounded_in_a_process_of_many_jobs(asked: str) -> N
 
 
 def test_two_jobs_in_one_process_use_their_own_credentials(s3: S3, tmp_path: Path) -> None:
-    """With a real S3 server; the environment of this process has none of its settings."""
+    """The S3 server is real; the environment of this process has none of its settings."""
     before = dict(os.environ)
     first, second = (
         storage_of(make_job(env=env), f"s3://{BUCKET}/{name}", f"space/{name}")

@@ -47,7 +47,7 @@ def _shard(shard: int, num_shards: int, boxes: dict[str, Box]) -> bytes:
 
 
 def _persist(path: Path, shard: int, num_shards: int, content: bytes) -> ShardFile:
-    """As an agent writes and reports it."""
+    """Write and report it like an agent."""
     fd = os.memfd_create("test")
     os.write(fd, content)
     name = shard_file_name(shard, num_shards)

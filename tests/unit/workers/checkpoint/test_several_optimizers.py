@@ -30,7 +30,7 @@ def net() -> nn.Sequential:
 
 
 class Container(Optimizer):
-    """As torchtitan's OptimizersContainer: its own state is always empty."""
+    """Like torchtitan's OptimizersContainer: its own state is always empty."""
 
     def __init__(self, *optimizers: Optimizer) -> None:
         self.optimizers = list(optimizers)
@@ -43,7 +43,7 @@ class Container(Optimizer):
 
 
 class Accelerated(Optimizer):
-    """As accelerate's AcceleratedOptimizer: a subclass that does not call super().__init__."""
+    """Like accelerate's AcceleratedOptimizer: a subclass that does not call super().__init__."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

@@ -47,7 +47,7 @@ class Stateful(torch.optim.Optimizer):
 
 @torch.no_grad()
 def rows(parameter: Tensor, number: int) -> dict[str, Any]:
-    """As NorMuon's second moment: one number of each row, sharded like the parameter."""
+    """Like NorMuon's second moment: one number of each row, sharded like the parameter."""
     if parameter.ndim < 2:
         return {"whole": parameter.detach() * number}
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
@@ -62,7 +62,7 @@ def rows(parameter: Tensor, number: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def columns(parameter: Tensor, number: int) -> dict[str, Any]:
-    """As Dion's factor: a matrix of its own shape, a copy on every rank."""
+    """Like Dion's factor: a matrix of its own shape, a copy on every rank."""
     if isinstance(parameter, DTensor):
         full = [Replicate()] * parameter.device_mesh.ndim
         shape = (parameter.shape[-1], 2)
@@ -75,7 +75,7 @@ def columns(parameter: Tensor, number: int) -> dict[str, Any]:
 
 
 def local_state(parameter: Tensor, number: int) -> dict[str, Any]:
-    """As an optimizer that works on each rank's part as a plain tensor."""
+    """Like an optimizer that works on each rank's part as a plain tensor."""
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     return {"moment": local.detach() * number}
 

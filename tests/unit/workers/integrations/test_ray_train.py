@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 def variables(rank: int, size: int, port: int) -> dict[str, str]:
-    """Of a worker."""
+    """Variables of a worker."""
     values = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size,
               "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
     return {name: str(value) for name, value in values.items()}

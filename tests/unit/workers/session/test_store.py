@@ -28,7 +28,7 @@ def attempts(world_size: int, seed: int, until_s: float) -> Iterator[float]:
 
 
 def test_4096_ranks_do_not_flood_the_store() -> None:
-    """With a pause of 2 ms it was two million attempts a second, for as long as they waited."""
+    """A pause of 2 ms made it two million attempts a second, for as long as they waited."""
     per_second = Counter(
         int(at) for rank in range(1, 4096) for at in attempts(4096, rank, until_s=60.0)
     )
@@ -49,7 +49,7 @@ def test_the_first_attempts_of_a_small_job_are_close_together(rank: int) -> None
 
 # -- real sockets -----------------------------------------------------------------------------
 def reserved_port() -> tuple[socket.socket, int]:
-    """As the agent reserves it: bound to all addresses, without a listener."""
+    """A port as the agent reserves it: bound to all addresses, without a listener."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("", 0))

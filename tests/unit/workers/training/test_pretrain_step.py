@@ -45,7 +45,7 @@ def trainer() -> pretrain.Trainer:
 
 
 class CountingScalars:
-    """As those of a GPU: the host waits in `value` only."""
+    """Scalars like a GPU's: the host waits in `value` only."""
 
     def __init__(self, events: list[str]) -> None:
         self.events = events

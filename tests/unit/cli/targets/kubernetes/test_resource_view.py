@@ -34,7 +34,7 @@ def written(seconds: int, *, status: bool = True, manager: str = "holdfast-opera
 
 
 def make_object(view: JobView | None = None, **metadata: Any) -> Document:
-    """With the status that the operator writes for `view`."""
+    """An object with the status that the operator writes for `view`."""
     made: Document = {
         "metadata": {
             "name": "demo", "namespace": "team", "uid": "0123", "generation": 1,

@@ -35,7 +35,7 @@ sys.exit(2)
 
 
 def run(command: str, *, follows: bool = False) -> subprocess.CompletedProcess[str]:
-    """As Ray runs the entrypoint of a job."""
+    """Run it as Ray runs the entrypoint of a job."""
     return subprocess.run(
         shell_command(command, follows=follows), shell=True, check=False, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -100,7 +100,7 @@ class FakeApi:
     def submit(
         self, name: str, entrypoint: str, runtime_env: dict[str, Any], metadata: dict[str, str]
     ) -> str:
-        """As Ray's client: the archive is read before the call returns."""
+        """Read like Ray's client: the archive is read before the call returns."""
         self.submitted.append((entrypoint, runtime_env, metadata))
         if str(runtime_env["working_dir"]).endswith(".zip"):
             with ZipFile(runtime_env["working_dir"]) as archive:

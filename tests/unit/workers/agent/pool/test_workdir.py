@@ -35,7 +35,7 @@ def job(entrypoint: dict[str, Any], **spec: Any) -> TrainingJob:
 
 @pytest.fixture
 def assign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> worker_protocol.Assign:
-    """For a spec in another directory; the current directory is restored."""
+    """The assignment of a spec in another directory; the current directory is restored."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").mkdir()
     where = {"spec_directory": str(tmp_path / "elsewhere"), "log_file": f"{tmp_path}/logs/rank.log"}

@@ -58,7 +58,7 @@ def test_an_error_of_the_code_itself_is_not_secondary(error: Exception) -> None:
 
 
 class NoText(Exception):
-    """As an exception class with a mistake in its own `__str__`."""
+    """An exception class with a mistake in its own `__str__`."""
 
     def __str__(self) -> str:
         raise KeyError("code")

@@ -49,7 +49,7 @@ def _status(**metrics: object) -> dict[str, Any]:
 
 
 def _percent(percent: int, **metrics: object) -> dict[str, Any]:
-    """As the SDK of Kubeflow posts."""
+    """A post of Kubeflow's SDK."""
     post = _status(**metrics)
     post["trainerStatus"]["progressPercentage"] = percent
     return post

@@ -203,7 +203,7 @@ def test_a_link_to_a_file_that_was_set_aside_is_set_aside_too(tmp_path: Path) ->
 
 
 def test_a_link_to_a_folder_that_was_set_aside_is_set_aside_too(tmp_path: Path) -> None:
-    """As of Lightning with FSDP, also from another folder."""
+    """The link of Lightning with FSDP, also from another folder."""
     for step in (1, 2):
         dcp(tmp_path / "a" / f"step={step}.ckpt")
     (tmp_path / "a" / "last.ckpt").symlink_to("step=2.ckpt")
@@ -373,7 +373,7 @@ RANKS, EACH = 64, 4
 
 
 def many_ranks(directory: Path) -> Path:
-    """Of so many ranks that a node does not open the files of all of them."""
+    """A checkpoint of so many ranks that a node does not open the files of all of them."""
     newest = directory / "global_step5"
     torch_file(newest / "mp_rank_00_model_states.pt")
     for rank in range(RANKS):

@@ -18,7 +18,7 @@ from holdfast.workers.training.optimizers.adamw8bit import AdamW8bit
 from tests.unit.workers.checkpoint.fake_ranks import Memory, Net, ShardInBytes, as_rank, build
 
 WIDTH = 1024
-"""Of the only matrix that is kept in 8 bits: 5 rows of four blocks."""
+"""Width of the only matrix that is kept in 8 bits: 5 rows of four blocks."""
 MESHES = [(1, 1), (1, 2), (2, 2), (1, 3)]
 CPU = torch.device("cpu")
 

@@ -22,13 +22,13 @@ from .recorded import Recorder, Sent, job_of, rank_of
 
 BLOCKS = 3
 GROUPS = BLOCKS + 2
-"""Of FSDP2: the blocks, the embedding, and norm with head."""
+"""Groups of FSDP2: the blocks, the embedding, and norm with head."""
 
 
 def collectives(
     parallelism: dict[str, Any], mesh: Mesh, config: dict[str, Any] | None = None, steps: int = 1
 ) -> Counter[tuple[str, torch.dtype]]:
-    """Of the last step of several."""
+    """Sends of the last step of several."""
     with rank_of(job_of(parallelism, config, mesh.world_size), mesh) as trainer:
         for step in range(steps):
             with Recorder() as recorder:
@@ -40,7 +40,7 @@ GATHER, SCATTER, REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduc
 FLOAT, BF16 = torch.float32, torch.bfloat16
 MICRO_BATCHES = 4
 SMALL = {"microBatch": 1}
-"""With two ranks: four micro-batches of each."""
+"""Two ranks: four micro-batches of each."""
 
 
 @pytest.mark.parametrize(
