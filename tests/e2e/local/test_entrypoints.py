@@ -175,6 +175,7 @@ def test_launchers_in_a_shell_script_run_their_script_once_in_each_rank(tmp_path
     one = job(tmp_path, "shell", {"command": "bash run.sh"}, env={"MINE": "yes", "PATH": path})
     one.run()
     try:
+        one.until(lambda view: view.state == "running")  # the import of torch has a time of its own
         view = one.wait()
         assert view.state == "succeeded" and not view.incidents, log_of(one, 0) + log_of(one, 1)
         for rank in range(2):
