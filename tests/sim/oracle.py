@@ -368,8 +368,10 @@ class Storage:
                 return self._commit(action)
             case a.CleanStorage():
                 self._clean(action.retained)
-                inflight = self.world.host.state.inflight.values()
-                if not any(isinstance(o, a.CleanStorage) and o != action for o in inflight):
+                state = self.world.host.state
+                cleans = [o for o in state.inflight.values() if isinstance(o, a.CleanStorage)]
+                # A launch since then restores another checkpoint.
+                if cleans in ([], [action]) and state.generation == action.generation:
                     self.check_retention(action.retained.newest)
             case a.FinishJob():
                 self._clean(action.retained)

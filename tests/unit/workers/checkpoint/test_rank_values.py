@@ -55,7 +55,8 @@ def test_arrays_and_numbers_of_numpy_come_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "what"), [({1, 2}, "set"), (object(), "object"), (np.array([object()]), "ndarray")]
+    ("value", "what"),
+    [({1, 2}, "set"), (object(), "object"), (np.array([object()]), "ndarray of object")],
 )
 def test_a_value_without_a_form_is_refused_with_the_name_of_its_object(
     value: Any, what: str
