@@ -328,7 +328,8 @@ class ProgressMonitor:
         current.reported, current.reported_ns = current.done, now_ns
         beats = [current.ranks[rank].beat for rank in sorted(current.ranks)]
         at_step = [beat for beat in beats if beat.step == current.done]
-        numbers = largest(beats) | {"loss": largest(at_step)["loss"]}
+        loss = next((beat.loss for beat in at_step if beat.loss is not None), None)
+        numbers = largest(beats) | {"loss": loss}
         known_s = self._state.step_s or numbers["step_s"]  # of the generation before, if any
         if current.step_s:
             numbers["step_s"] = median(current.step_s)
