@@ -248,6 +248,8 @@ def _fill_incident(
     if restore is None and ctx.state.keeps_own_checkpoints:
         return  # the script restores a checkpoint of its own
     incident.resumed_after_step = restore.step if restore else -1
+    # Its write may have ended after the last report, on a node that was lost then.
+    incident.step_before = max(incident.step_before, incident.resumed_after_step)
     incident.restored_from = _tier(restore) if restore else "nothing"
 
 

@@ -327,7 +327,9 @@ class ProgressMonitor:
         first = current.reported == current.first
         current.reported, current.reported_ns = current.done, now_ns
         beats = [current.ranks[rank].beat for rank in sorted(current.ranks)]
-        at_step = [beat for beat in beats if beat.step == current.done]
+        counted = counting(beats)
+        # None, if a rank began to report after others that were further than it is now.
+        at_step = [beat for beat in counted if beat.step == current.done]
         loss = next((beat.loss for beat in at_step if beat.loss is not None), None)
         numbers = largest(beats) | {"loss": loss}
         known_s = self._state.step_s or numbers["step_s"]  # of the generation before, if any
@@ -337,7 +339,7 @@ class ProgressMonitor:
             StepCompleted(
                 generation=current.number,
                 step=current.done,
-                counted_by=at_step[0].counted_by if at_step else "",
+                counted_by=(at_step or counted)[0].counted_by,
                 first_ago_s=first_ago_s(beats, known_s) if first else 0,
                 **beginning(beats, current.done, known_s)._asdict(),
                 **numbers,

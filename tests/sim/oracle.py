@@ -368,11 +368,9 @@ class Storage:
                 return self._commit(action)
             case a.CleanStorage():
                 self._clean(action.retained)
-                state = self.world.host.state
-                cleans = [o for o in state.inflight.values() if isinstance(o, a.CleanStorage)]
-                # A launch since then restores another checkpoint.
-                if cleans in ([], [action]) and state.generation == action.generation:
-                    self.check_retention(action.retained.newest)
+                inflight = self.world.host.state.inflight.values()
+                if not any(isinstance(o, a.CleanStorage) and o != action for o in inflight):
+                    self.check_retention(action.retained.newest, action.retained.keep)
             case a.FinishJob():
                 self._clean(action.retained)
         return ""
@@ -415,10 +413,14 @@ class Storage:
         keys = map(parse_directory_name, self.manifests.keys() - self.damaged.keys())
         return sorted(key for key in keys if key is not None)
 
-    def check_retention(self, until: tuple[int, int] = (MAX_NUMBER, MAX_NUMBER)) -> None:
+    def check_retention(
+        self,
+        until: tuple[int, int] = (MAX_NUMBER, MAX_NUMBER),
+        kept: tuple[tuple[int, int], ...] = (),
+    ) -> None:
         """Up to this checkpoint there are: the newest `keepLast` good ones, and damaged ones that
         are newer than all good ones; while the job runs, one that is restored, and those whose
-        commit is under way."""
+        commit is under way. A launch may have changed the restored one since `kept` was decided."""
         keep = self.world.host.job.spec.checkpoint.retention.keep_last
         state, good = self.world.host.state, [key for key in self._good() if key <= until]
         keys = {name: key for name in self.files if (key := parse_directory_name(name))}
@@ -432,6 +434,9 @@ class Storage:
             restore = state.membership.restore if state.membership else None
             allowed |= {restore.directory} if restore is not None else set()
             allowed |= {directory_name(*key) for key in state.catalog.pending}
+            before = {directory_name(*key) for key in kept if key <= until} - allowed
+            self.world.oracle.require(len(before) <= 1, f"{sorted(before)} are kept too")
+            allowed |= before
         extra = [name for name, key in keys.items() if key <= until and name not in allowed]
         self.world.oracle.require(not extra, f"{extra} are kept; {keep} are wanted")
 

@@ -50,6 +50,19 @@ def test_an_unreported_step_is_reported_when_a_worker_exits() -> None:
     assert watch.steps == [0, 2, 3]
 
 
+def test_a_step_is_reported_that_no_rank_is_at() -> None:
+    """The ranks of one node report alone, then others begin that are behind."""
+    watch = Watch(script=True)
+    for a, b in ((3, None), (4, 2), (5, 2)):
+        for node, ranks, step in (("a", (0, 1), a), ("b", (2, 3), b)):
+            by = "" if step is None else "script"
+            beats = tuple(WorkerBeat(rank=r, step=step or -1, counted_by=by) for r in ranks)
+            watch.give(HeartbeatReceived(node=node, generation=1, workers=beats))
+    watch.give(WorkerExited(node="a", generation=1, exit=Exit(rank=0, signal=9)))
+    reported = [one for one in watch.verdicts if isinstance(one, StepCompleted)]
+    assert [(one.step, one.counted_by) for one in reported] == [(3, "script"), (4, "script")]
+
+
 def test_a_silent_node_is_lost_after_the_timeout_and_not_before() -> None:
     watch = Watch()
     watch.train(3)

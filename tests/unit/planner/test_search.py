@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 
 import pytest
 from msgspec.structs import replace
@@ -152,15 +151,15 @@ def test_thousands_of_layouts_are_estimated_for_a_thousand_devices() -> None:
     assert len({*meshes(work, cluster(1024))}) > 100
 
 
-@pytest.mark.parametrize(("model", "batch"), [("llama3-405b", 1024), ("llama3-8b", 1024)])
-def test_a_thousand_devices_are_searched_in_seconds(model: str, batch: int) -> None:
-    """Half a second of processor time on an idle machine, three times as much beside others."""
-    work, on, spent = workload(model, batch), cluster(1024), []
-    for _ in range(3):
-        begin = time.process_time()
-        search(work, on)
-        spent.append(time.process_time() - begin)
-    assert min(spent) < 3
+@pytest.mark.parametrize(("model", "timed"), [("llama3-405b", 310), ("llama3-8b", 2600)])
+def test_a_search_over_a_thousand_devices_times_few_of_its_layouts(
+    model: str, timed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+    counted = lambda *given: (calls.append(given), step_time(*given))[1]
+    monkeypatch.setattr(f"{search.__module__}.step_time", counted)
+    assert search(workload(model, 1024), cluster(1024)).num_considered < 11_000
+    assert 0 < len(calls) <= timed
 
 
 def test_optimizers_that_need_whole_rows_have_no_tensor_axis_and_no_offload() -> None:
