@@ -94,7 +94,8 @@ class Layer:
             if path.suffix in (".py", ".pyc") or path.resolve() in data:
                 inside = f"{place}/{path.relative_to(source)}"
                 self.directory(str(Path(inside).parent))
-                self.file(inside, path.read_bytes(), changed_s=path.stat().st_mtime)
+                status = path.stat()
+                self.file(inside, path.read_bytes(), status.st_mode & 0o777, status.st_mtime)
 
     def finish(self) -> bytes:
         self._tar.close()
@@ -109,6 +110,7 @@ def package_data() -> set[Path]:
         for package, patterns in listed["package-data"].items()
         for pattern in patterns
         for path in REPOSITORY.joinpath(*package.split(".")).glob(pattern)
+        if path.is_file()
     }
 
 
