@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = (
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name != "job-spec.md"),
+    *sorted(page for page in (ROOT / "docs").rglob("*.md") if not page.name.startswith("job-spec")),
 )
 """Pages that are written by hand."""
 

@@ -11,10 +11,10 @@ Generated from `orchestrator/core/hang/table.py`; a test compares the two. To ch
 the table, then run `python -m tools.hangs_page > docs/concepts/hangs.md`.
 
 The first row that holds decides how long a job may make no progress. Fields are those of
-[`spec.recovery`](../user/job-spec.md#specrecovery). A sign of progress is a step, a phase or a
-tick; of a script that does not use the session, also a collective. "Does nothing" means: the rank
-uses no CPU, does no I/O and is in no collective, by its stack. While a node sends no heartbeats no
-hang is declared: the node returns, or is lost.
+[`spec.recovery`](../user/job-spec-recovery.md#specrecovery). A sign of progress is a step, a phase
+or a tick; for a script without the session also a collective. "Does nothing" means: the rank uses
+no CPU, does no I/O and is in no collective, by its stack. While a node sends no heartbeats, no hang
+is declared: the node returns, or is lost.
 
 A second before the limit of a hang, and 4 s after the last collective of a script without steps,
 the agents report what each rank does. `status` names the rank, and nothing is charged if training

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -21,7 +22,7 @@ from .figures import FIGURES
 ROOT = Path(__file__).parents[2]
 LINES = Path(__file__).parent / "lines"
 EVIDENCE = "evidence.yaml"
-SPEC = ROOT / "docs/user/job-spec.md"
+SPEC = ("docs/user/job-spec.md", "docs/user/job-spec-training.md", "docs/user/job-spec-recovery.md")
 """Generated from the models, which tests/tidy checks."""
 
 Verdict = Literal["supported", "computed", "answered", "refuted", "not supported"]
@@ -118,14 +119,14 @@ def _label(label: str, symbol: str) -> str:
 
 
 def _field(text: str) -> Evidence:
-    """A field below spec or spec.parallelism, by the reference page."""
-    page = SPEC.read_text(encoding="utf-8")
-    for prefix in ("spec", "spec.parallelism"):
+    """A field below spec or spec.parallelism, by the reference pages."""
+    for path, prefix in product(SPEC, ("spec", "spec.parallelism")):
         section, _, name = f"{prefix}.{text}".rpartition(".")
+        page = (ROOT / path).read_text(encoding="utf-8")
         _, _, after = page.partition(f"\n## {section}\n")
         if f"\n| `{name}` |" in after.partition("\n## ")[0]:
             anchor = section.replace(".", "").lower()
-            return Evidence(f"{section}.{name}", "docs/user/job-spec.md", anchor=anchor)
+            return Evidence(f"{section}.{name}", path, anchor=anchor)
     raise LookupError(f"the job has no field {text}")
 
 

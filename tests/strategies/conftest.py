@@ -18,7 +18,7 @@ Shows = Callable[[str, str, str], None]
 
 @pytest.fixture
 def shows(record_property: Callable[[str, object], None]) -> Shows:
-    """Record a cell of docs/concepts/strategies.md: strategy, column, text. It counts if the test
+    """Record a cell of bench/results/strategies.md: strategy, column, text. It counts if the test
     passes."""
 
     def record(strategy: str, column: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""`python -m tests.strategies.page`: runs these tests and writes docs/concepts/strategies.md from
+"""`python -m tests.strategies.page`: runs these tests and writes bench/results/strategies.md from
 those that passed. It takes half an hour on two cores; if tests failed, `--failed` runs these
 again, at the same commit, and adds what the others showed.
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs/concepts/strategies.md"
+PAGE = Path(__file__).parents[2] / "bench/results/strategies.md"
 COLUMNS = {
     "equal": "trains as one process does",
     "worker": "a worker is killed",

@@ -29,18 +29,17 @@ START_TIMEOUT_S = 240.0
 
 
 class Kubernetes(Part):
-    """How the nodes of the job become pods. Only the Kubernetes backend reads it."""
+    """Pods of the job, on Kubernetes."""
 
     pod_template: dict[str, Any] = Field(
         default_factory=dict, json_schema_extra={"x-kubernetes-preserve-unknown-fields": True}
     )
-    """`metadata` and `spec` of a pod, merged over the pod that Holdfast makes (a strategic merge):
-    mappings key by key, lists such as containers, volumes and env by name. The training container
-    is called worker. null removes a key."""
+    """`metadata` and `spec` of a pod, merged over the generated pod (a strategic merge); the
+    training container is called worker, and null removes a key."""
     service_account_name: str | None = Field(default=None, max_length=253)
-    """Service account of the pods. Its token is mounted only if the pod template asks for it."""
+    """Service account of the pods; its token is mounted only if the pod template asks for it."""
     priority_class_name: str | None = Field(default=None, max_length=253)
-    """Priority class of the pods; it decides which pods preempt which."""
+    """Priority class of the pods, which decides about preemption."""
     gpu_resource: QualifiedName = "nvidia.com/gpu"
     """Resource name of one GPU, such as nvidia.com/gpu or amd.com/gpu."""
     extended_resources: dict[
@@ -48,23 +47,22 @@ class Kubernetes(Part):
     ] = Field(default_factory=dict)
     """Further resources of each pod, such as `rdma/hca_shared_devices_a: 1`."""
     shared_memory: Quantity | None = None
-    """Size of /dev/shm, which data loader workers use; it counts against the pod's memory.
-    Default: the pod's memory limit."""
+    """Size of /dev/shm for data loader workers, part of the pod's memory. Default: the pod's memory
+    limit."""
     topology_keys: tuple[QualifiedName, ...] = Field(default=KUBERNETES_TOPOLOGY_KEYS, max_length=8)
-    """Labels of Kubernetes nodes, outermost first. Neighbouring ranks share as many of them as
-    possible. A label that a node lacks counts as empty."""
+    """Labels of Kubernetes nodes, outermost first; neighbouring ranks share as many as possible."""
     spread: Literal["preferred", "required", "none"] = "preferred"
-    """Whether two pods of the job may share a Kubernetes node. preferred: only when no other node
-    has room; required: never; none: the scheduler decides."""
+    """Whether two pods of the job may share a Kubernetes node. preferred: only when no other has
+    room; required: never; none: the scheduler decides."""
     gang: Literal["none", "kueue", "native"] = "none"
-    """Gang scheduler that places nodes.min nodes together or not at all: kueue, or
-    native (Kubernetes 1.36 and newer). none: Holdfast releases the nodes of an incomplete gang
-    after a while. See docs/operations/queues.md."""
+    """Who places nodes.min nodes together or not at all: kueue, or native (Kubernetes 1.36 and
+    newer); none: Holdfast releases an incomplete gang after a while. See docs/operations/queues.md.
+    """
     workload_priority_class_name: str | None = Field(default=None, max_length=253)
-    """The WorkloadPriorityClass with gang kueue, which decides the order of admission."""
+    """WorkloadPriorityClass that decides the order of admission, with gang kueue."""
     start_timeout_s: Seconds = START_TIMEOUT_S
-    """Seconds that a pod may fail to start (unschedulable, image cannot be pulled, refused by the
-    kubelet) before it is deleted and requested again, with the reason in the job's conditions."""
+    """Seconds that a pod may fail to start before it is deleted and requested again; the condition
+    has the reason."""
 
     @model_validator(mode="after")
     def _check_pod_template(self) -> Kubernetes:
@@ -83,22 +81,19 @@ class Kubernetes(Part):
 
 
 class Ray(Part):
-    """How the nodes of the job are placed on a Ray cluster. Only the Ray backend reads it."""
+    """Placement of the nodes on a Ray cluster."""
 
     topology_keys: tuple[QualifiedName, ...] = Field(default=RAY_TOPOLOGY_KEYS, max_length=8)
-    """Labels of Ray nodes (`ray start --labels`), outermost first. Neighbouring ranks share as many
-    of them as possible. A label that a node lacks counts as empty."""
+    """Labels of Ray nodes (`ray start --labels`), outermost first; neighbouring ranks share as many
+    as possible."""
     accelerator_type: str | None = Field(default=None, min_length=1, max_length=63)
-    """Type of the GPUs as Ray names it, such as H100 or A100-80G: only Ray nodes that have it are
-    used. Default: any."""
+    """Type of the GPUs as Ray names it, such as H100 or A100-80G. Default: any."""
     custom_resources: dict[
         str, Annotated[int, Field(ge=1, le=limits.MAX_QUANTITY), BeforeValidator(whole)]
     ] = Field(default_factory=dict)
-    """Further resources that each node of the job takes of its Ray node (`ray start --resources`),
-    such as `efa: 4`."""
+    """Further resources that each node of the job takes of its Ray node, such as `efa: 4`."""
     label_selector: dict[str, str] = Field(default_factory=dict)
-    """Labels of the Ray nodes to use (`ray start --labels`): `value`, `!value`, `in(a,b)` or
-    `!in(a,b)`, as Ray's label selectors have it. Of spot and on-demand groups it chooses one, with
+    """Labels of the Ray nodes to use: `value`, `!value`, `in(a,b)` or `!in(a,b)`, such as
     `ray.io/market-type: on-demand`."""
 
     @model_validator(mode="after")

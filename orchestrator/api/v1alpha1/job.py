@@ -130,22 +130,19 @@ class Metadata(Part):
     namespace: Namespace = "default"
     """Kubernetes namespace; other backends ignore it."""
     labels: dict[str, str] = Field(default_factory=dict)
-    """Free for your use. On Kubernetes they are copied to the job's pods; other backends ignore
-    them."""
+    """Labels that are copied to the job's pods on Kubernetes; other backends ignore them."""
     annotations: dict[str, str] = Field(default_factory=dict)
-    """Free for your use. They are not copied to pods; annotations of pods are set with
-    spec.kubernetes.podTemplate.metadata."""
+    """Annotations of the job; set annotations of pods in spec.kubernetes.podTemplate.metadata."""
 
 
 class Metrics(Part):
     """Prometheus metrics of the job."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of /metrics on the controller of a local job; 0: any free port, shown by
-    `holdfast status`. On Ray its metrics exporter serves them, on Kubernetes the operator."""
+    """Port of /metrics on the controller of a local job; 0: any free port, which `holdfast status`
+    shows."""
     per_rank: bool = False
-    """true: also export one series per rank, for local jobs only. Off by default: the number of
-    series grows with the world size."""
+    """true: also export one series per rank, for local jobs only."""
 
 
 class JobSpec(Part):
@@ -156,33 +153,26 @@ class JobSpec(Part):
     workers_per_node: int = Field(default=1, ge=1, le=64)
     """Worker processes on each node; with GPUs, one per GPU."""
     elasticity: Elasticity = "any"
-    """World sizes that the job may train with, in workers. any: each that the mesh allows, from
-    nodes.min to nodes.max. fixed: nodes.max x workersPerNode only; the job waits for that many. A
-    list such as [8, 16, 32]: these, the largest of which is the full size. A script that fails at a
-    new size only goes back to one that worked, see docs/user/script.md."""
+    """World sizes that the job may train with, in workers. any: all that the mesh allows, from
+    nodes.min to nodes.max; fixed: nodes.max x workersPerNode only; a list such as [8, 16, 32]:
+    these, the largest is the full size."""
     resources: Resources = Resources()
     image: str | None = None
-    """Container image of the nodes, on Kubernetes. Default: the operator's
-    --worker-image."""
+    """Container image of the nodes, on Kubernetes. Default: the operator's --worker-image."""
     env: dict[str, Word] = Field(default_factory=dict)
-    """Environment variables of every worker. Numbers are taken as they are written, but
-    `kubectl apply` needs quotes around them. The variables override those of the fabric profile;
-    ranks and addresses cannot be overridden."""
+    """Environment variables of every worker; they override the fabric profile. `kubectl apply`
+    needs quotes around numbers."""
     preload: Annotated[tuple[ModuleName, ...], Field(max_length=64)] = ()
-    """Installed modules that are imported once per node, before workers are forked, such as
-    transformers: a recovery does not wait for their import. One that starts threads or opens CUDA
-    when it is imported is imported by each standby instead, which the node's log says. Modules
-    beside the script cannot be named."""
+    """Installed modules, such as transformers, that each node imports once before it forks workers.
+    """
     learn_preload: bool = True
-    """Whether the standbys of a script also import the installed modules that its workers imported
-    when they first ran: a restart then does not wait for the import of a large library. They are
-    remembered on the node, for this job's name and entrypoint."""
+    """true: standbys of a script also import the installed modules that its workers imported at
+    their first start, so a restart does not wait for them."""
     working_directory: str = "."
     """Working directory of the workers; relative to the spec file."""
     code: str | None = Field(default=None, pattern=CODE_PATTERN)
-    """SHA-256 of the code that was uploaded for the job, on Kubernetes: workers run in a copy of
-    it, see docs/user/script.md. `holdfast run --kubernetes` sets it, and `--again` changes it while
-    the job runs. Default: the files of the image."""
+    """SHA-256 of the uploaded code that workers run in, on Kubernetes; `holdfast run --kubernetes`
+    sets it. Default: the files of the image."""
     parallelism: Parallelism = Parallelism()
     fabric: Fabric = Fabric()
     checkpoint: Checkpoint = Checkpoint()
@@ -191,25 +181,22 @@ class JobSpec(Part):
     kubernetes: Kubernetes = Kubernetes()
     ray: Ray = Ray()
     priority: int = Field(default=0, ge=-limits.MAX_COUNT, le=limits.MAX_COUNT)
-    """Among a namespace's jobs that have a part of their nodes, jobs with a higher priority keep
-    them. Only for Kubernetes with kubernetes.gang none, and after the priority of the pods, which
-    kubernetes.priorityClassName gives: queues and schedulers have priority classes."""
+    """Among jobs of a namespace that have a part of their nodes, jobs with a higher priority keep
+    them; only for Kubernetes with kubernetes.gang none, and after the priority of the pods."""
     queue: str | None = None
-    """LocalQueue of the job's namespace that admits the job, with kubernetes.gang kueue."""
+    """LocalQueue of the namespace that admits the job, with kubernetes.gang kueue."""
     managed_by: str | None = Field(default=None, max_length=63, pattern=MANAGER_PATTERN)
-    """Controller that runs the job, as in a batch/v1 Job. With another name, such as
-    example.com/dispatcher, the operator of Holdfast ignores the job. Default:
-    holdfast.dev/operator."""
+    """Controller that runs the job, as in a batch/v1 Job; the operator ignores jobs of other
+    controllers. Default: holdfast.dev/operator."""
     suspend: bool = False
-    """true: release all nodes and keep the job with its newest checkpoint; false: run it."""
+    """true: release all nodes and keep the job with its newest checkpoint."""
     active_deadline_s: Seconds | None = None
-    """Seconds that the job may run before it fails; suspended time does not count. Default: no
-    limit."""
+    """Seconds that the job may run before it fails, without suspended time. Default: no limit."""
     ttl_s_after_finished: int | None = Field(
         default=None, ge=0, le=limits.MAX_SECONDS, alias="ttlSecondsAfterFinished"
     )
-    """Seconds until a finished job's record, and the checkpoints in its directory, are deleted. A
-    local job is deleted by the first `holdfast run` after that. Default: never."""
+    """Seconds until a finished job and the checkpoints in its directory are deleted; for a local
+    job, by the next `holdfast run`. Default: never."""
 
     @model_validator(mode="after")
     def _check_command(self) -> JobSpec:

@@ -23,13 +23,13 @@ class Precision(Part):
     """Number formats of training."""
 
     parameters: DType = "auto"
-    """Format of the parameters in forward and backward. auto: bfloat16 on GPUs, float32 on CPUs.
-    The sharded master copy is always float32."""
+    """Format of the parameters in forward and backward; the sharded master copy is float32. auto:
+    bfloat16 on GPUs, float32 on CPUs."""
     reduce: Literal["float32", "bfloat16"] = "float32"
     """Format in which gradients are reduced; bfloat16 halves the traffic and risks loss spikes."""
     linear: Literal["auto", "float8"] = "auto"
-    """Format of the matrix products of the blocks, without attention. auto: that of the parameters;
-    float8: by torchao, which the workers need, on GPUs of compute capability 8.9 or above."""
+    """Format of the matrix products of the blocks, without attention. auto: as the parameters;
+    float8: by torchao, on GPUs of compute capability 8.9 or above."""
 
 
 Kept = Literal["matmul", "attention"]
@@ -52,17 +52,13 @@ class ActivationCheckpointing(Part):
 
 
 class Ddp(Part):
-    """DistributedDataParallel, which the recipe uses for a model that no axis divides (shard: 1 or
-    one replica per worker)."""
+    """DistributedDataParallel, which the recipe uses for a model that no axis divides."""
 
     bucket_mib: int = Field(default=25, ge=1, le=limits.MAX_COUNT)
     """MiB of gradients that one all-reduce sends."""
     static_graph: bool = False
-    """true: DDP rearranges its buckets after the first step of each process, in the order in
-    which gradients are ready, and looks for unused parameters no more. Sums then have another order
-    in the first step after a restart: a recovered job differs from an undisturbed one by rounding.
-    false: the buckets stay, and a recovered job has the same bits; torch warns once that all
-    parameters are used."""
+    """true: DDP reorders its buckets after the first step and looks for no unused parameters; a
+    recovered job then equals an undisturbed one up to rounding, not to the bit."""
     gradient_as_bucket_view: bool = True
     """true: gradients are views of the buckets, which saves their size in memory."""
 
@@ -78,44 +74,36 @@ class Parallelism(Part):
     replicate: AutoOrCount = "auto"
     """Replicas of the model with nodes.max nodes. auto: as many as the workers allow."""
     shard: Auto | Literal["world"] | Count = "auto"
-    """Ranks that share one replica of the model. auto: the planner chooses by memory; for a loop
-    of your own that shards its model over all ranks, as world. world: all ranks, however many
-    nodes there are."""
+    """Ranks that share one replica of the model. auto: chosen by memory; world: all ranks, at any
+    number of nodes."""
     tensor: Axis = 1
-    """Size of the tensor parallel axis, the innermost. The recipe divides heads, the width of the
-    feed-forward part, vocabulary and sequence over it; your own loop uses it through the mesh. It
-    stays within a node unless tensorOverNodes is true."""
+    """Size of the tensor parallel axis, the innermost; the recipe divides heads, feed-forward
+    width, vocabulary and sequence over it."""
     tensor_over_nodes: bool = False
-    """true: the tensor axis may span nodes, whose network every layer then waits for. For nodes
-    whose GPUs have links as fast between nodes as within one."""
+    """true: the tensor axis may span nodes, for links that are as fast between nodes as within one.
+    """
     context: Axis = 1
-    """Size of the context parallel axis. The recipe divides every sequence over it, and attention
-    is a ring over its ranks, which also divide the parameters as those of the shard axis do. It may
-    span nodes, whose network every layer then waits for. Your own loop: s.context_parallel."""
+    """Size of the context parallel axis, over which the recipe divides every sequence (ring
+    attention) and the parameters. It may span nodes."""
     pipeline: Axis = 1
-    """Size of the pipeline axis, the outermost, which may span nodes. The recipe divides the layers
-    over it; your own loop uses it through the mesh."""
+    """Size of the pipeline axis, the outermost, over which the recipe divides the layers. It may
+    span nodes."""
     pipeline_schedule: Literal[
         "gpipe", "1f1b", "interleaved1f1b", "interleavedZeroBubble", "zbvZeroBubble"
     ] = "1f1b"
-    """The order in which the micro-batches pass through the pipeline. gpipe keeps the activations
-    of all of them, 1f1b of as many as there are stages; the others have several stages on each
-    rank, which leaves ranks idle for a smaller part of a step."""
+    """Order of the micro-batches in the pipeline. gpipe keeps the activations of all, 1f1b of as
+    many as there are stages; the others have several stages on each rank, which idles less."""
     pipeline_stages_per_rank: Auto | Count = "auto"
     """Parts of the layers on one rank. auto: 1 with gpipe and 1f1b, 2 with the other schedules."""
     reshard_after_forward: bool | Annotated[int, Field(le=limits.MAX_COUNT)] = True
     """true: free the gathered parameters after forward (ZeRO-3); false: keep them until backward
-    (ZeRO-2); an integer: reshard to groups of that many ranks. A pipeline keeps them during a
-    step in any case: each micro-batch would gather them again."""
+    (ZeRO-2), as a pipeline always does; an integer: reshard to groups of that many ranks."""
     accumulate_gradients: Literal["sharded", "whole"] = "sharded"
-    """What several micro-batches do. sharded: reduce the gradients after each one and keep this
-    rank's shard; whole: keep whole gradients on each rank and reduce them once, after the last one,
-    as a pipeline does in any case. whole with reshardAfterForward: false is ZeRO-1: only the
-    optimizer state and the float32 master copy are divided, and each step sends the parameters and
-    the gradients once."""
+    """Gradients of several micro-batches. sharded: reduce after each; whole: keep whole gradients
+    and reduce once, after the last, as a pipeline always does. whole with reshardAfterForward:
+    false is ZeRO-1."""
     prefetch_blocks: int = Field(default=0, ge=0, le=limits.MAX_COUNT)
-    """How many blocks ahead FSDP2 gathers parameters, in forward and backward. 0: torch decides,
-    which is one in backward."""
+    """Blocks ahead for which FSDP2 gathers parameters; 0: torch decides (one in backward)."""
     ddp: Ddp = Ddp()
     precision: Precision = Precision()
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()

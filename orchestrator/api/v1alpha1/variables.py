@@ -24,7 +24,7 @@ class Ineffective(NamedTuple):
 
 
 def _old(new: str) -> Ineffective:
-    return Ineffective(f"an old name, which torch reads with a warning if {new} is not set", new)
+    return Ineffective("an old name, which torch reads with a warning", new)
 
 
 def _removed(since: str, instead: str) -> Ineffective:

@@ -24,30 +24,28 @@ _PLACEHOLDER = re.compile(r"(?<!\$)\{\w+\}")
 
 
 class Nodes(Part):
-    """Number of nodes. A node is one agent with all its workers."""
+    """Number of nodes. A node is one agent with its workers."""
 
     min: int = Field(default=1, ge=1, le=limits.MAX_NODES)
-    """Smallest number of nodes to train with; with fewer the job waits."""
+    """Nodes that the job needs to train; with fewer it waits."""
     max: int = Field(default=1, ge=1, le=limits.MAX_NODES)
-    """Number of nodes that the job requests; after a loss it grows back to this size."""
+    """Nodes that the job requests; after a loss it grows back to this size."""
     spares: int = Field(default=0, ge=0, le=limits.MAX_NODES)
-    """Further nodes that are kept ready without ranks; a spare replaces a lost node at once."""
+    """Further nodes that wait without ranks; a spare replaces a lost node at once."""
 
 
 class Resources(Part):
     """Resources of one worker (one process)."""
 
     cpu: Quantity | None = None
-    """CPU cores, such as 2 or 500m; also sets the number of threads of a worker. Default: the
-    workers of a node share its cores."""
+    """CPU cores, such as 2 or 500m, and threads of a worker. Default: the workers of a node share
+    its cores."""
     memory: Quantity | None = None
     """Main memory in bytes, such as 4Gi. Default: no limit."""
     gpu: Auto | Annotated[int, Field(ge=0, le=limits.MAX_GPUS)] = "auto"
-    """GPUs of a worker: 0 trains on the CPU with gloo, 1 on one GPU with NCCL. auto: 1 where nodes
-    have a GPU for each worker, 0 where they have none; decided once, at submission, and shown by
-    `holdfast plan` and `holdfast status`. With more than 1, for scripts and modules only, a worker
-    sees that many devices, cuda:0 and following; `restore` of holdfast.session takes models on
-    cuda:0."""
+    """GPUs of a worker: 0 trains on the CPU with gloo; 1 on one GPU with NCCL; more, for scripts
+    only, are all visible to the worker. auto: 1 where nodes have a GPU for each worker, else 0,
+    decided at submission."""
 
     @property
     def num_gpus(self) -> int:
@@ -64,23 +62,18 @@ class Entrypoint(Part):
     module: str | None = Field(default=None, pattern=MODULE_PATTERN)
     """Full name of a Python module; runs as `python -m` would run it."""
     command: str | None = Field(default=None, min_length=1, max_length=limits.MAX_COMMAND_CHARS)
-    """A line as in a terminal, without a shell: `torchrun`, `accelerate launch`, `deepspeed` and
-    `uv run` are recognised, and each worker runs the script that they would start; any other
-    program runs once per rank, with torchrun's variables, and a launcher in it starts its script
-    as that rank. Variables before the program belong to spec.env."""
+    """A command line without a shell. `torchrun`, `accelerate launch`, `deepspeed` and `uv run` are
+    recognised; any other program runs once per rank, with torchrun's variables."""
     recipe: Recipe | None = None
     """A training loop that is part of Holdfast."""
     args: tuple[Word, ...] = ()
-    """Command line arguments of the script or module. Numbers are taken as they are written, but
-    `kubectl apply` needs quotes around them."""
+    """Arguments of the script or module. `kubectl apply` needs quotes around numbers."""
     resume_args: Annotated[tuple[Word, ...], Field(max_length=limits.MAX_RESUME_WORDS)] = ()
-    """Further arguments in each start that finds a complete checkpoint of the script's own, such as
-    `["--resume", "{checkpoint}"]`; Holdfast replaces `{checkpoint}` by its path. A first start
-    finds none."""
+    """Arguments added in each start that finds a complete checkpoint of the script, such as
+    `["--resume", "{checkpoint}"]`; `{checkpoint}` becomes its path."""
     python: str | None = Field(default=None, min_length=1)
-    """Interpreter of the script or module: its path or name, or the directory of a virtual or conda
-    environment, relative to workingDirectory. Default: the Python that Holdfast runs in, which is
-    forked after its imports; any other starts again in each recovery."""
+    """Interpreter of the script or module, or the directory of its environment, relative to
+    workingDirectory. Default: Holdfast's own Python, which starts faster in a recovery."""
     _program: Program = PrivateAttr(default=Program())
 
     @model_validator(mode="after")
@@ -141,9 +134,9 @@ class Fabric(Part):
     """The network between nodes, and NCCL's settings for it."""
 
     profile: Literal["auto", "tcp", "roce", "ib", "efa", "nvlink-only"] = "auto"
-    """Which network settings the workers get. auto: chosen from the devices of the node;
-    `holdfast plan` shows the choice and its reason."""
+    """Network settings of the workers. auto: by the devices of the node; `holdfast plan` shows
+    choice and reason."""
     interfaces: tuple[str, ...] = ()
-    """Network interfaces for sockets, such as eth0. Empty: that of the node's address."""
+    """Network interfaces for sockets, such as eth0. Default: that of the node's address."""
     hcas: tuple[str, ...] = ()
-    """RDMA devices, such as mlx5_0. Empty: chosen by the profile."""
+    """RDMA devices, such as mlx5_0. Default: chosen by the profile."""

@@ -65,14 +65,14 @@ def validate(file: FileArgument, as_json: JsonOption = False) -> None:
 
 def schema(
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the reference page in Markdown instead.")
+        bool, typer.Option("--markdown", help="Print the reference pages in Markdown instead.")
     ] = False,
     crd: Annotated[
         bool,
         typer.Option("--crd", help="Print the CustomResourceDefinition for Kubernetes instead."),
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")
+        Path | None, typer.Option("--output", "-o", help="Write to this file, pages beside it.")
     ] = None,
 ) -> None:
     """Print the JSON schema of a TrainingJob, for editors and CI.
@@ -81,10 +81,11 @@ def schema(
     """
     import json
 
-    from holdfast.orchestrator.api.v1alpha1.schema import json_schema, reference_page
+    from holdfast.orchestrator.api.v1alpha1.schema import json_schema, reference_pages
 
     if markdown and crd:
         raise UserError(str(Problem("--markdown", "--markdown and --crd", "only one of them")))
+    texts = reference_pages() if markdown else {"": json.dumps(json_schema(), indent=2) + "\n"}
     if crd:
         try:
             from holdfast.orchestrator.kube.definition import definition_text
@@ -92,14 +93,13 @@ def schema(
             got = f"--crd, but the package {error.name} is not installed"
             fix = "pip install '.[kubernetes]' in a checkout of Holdfast"
             raise UserError(str(Problem("--crd", got, "it installed", fix))) from None
-        text = definition_text()
-    else:
-        text = reference_page() if markdown else json.dumps(json_schema(), indent=2) + "\n"
+        texts = {"": definition_text()}
     if output is None:
-        typer.echo(text, nl=False)
+        typer.echo("\n".join(texts.values()), nl=False)
         return
     try:
-        output.write_text(text, encoding="utf-8")
+        for end, text in texts.items():
+            output.with_stem(output.stem + end).write_text(text, encoding="utf-8")
     except OSError as error:
         got = f"{output} ({error.strerror})"
         raise UserError(str(Problem("--output", got, "a writable file"))) from None

@@ -64,9 +64,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     place.mkdir()
     (place / "train.py").write_text(TRAIN)
     (place / "config.json").write_text(CONFIG)
-    (place / "accelerate.yaml").write_text(
-        "distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 4\n"
-    )
+    (place / "accelerate.yaml").write_text(ACCELERATE)
     (place / "ds_config.json").write_text('{"train_micro_batch_size_per_gpu": 1}\n')
     (place / "llama3_8b.toml").write_text(LLAMA)
     (spec,) = [

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.api.v1alpha1.remarks import remarks
-from holdfast.orchestrator.api.v1alpha1.schema import reference_page
+from holdfast.orchestrator.api.v1alpha1.schema import reference_pages
 from holdfast.orchestrator.api.v1alpha1.variables import INEFFECTIVE
 from holdfast.orchestrator.planner.gpus import with_gpus
 from holdfast.orchestrator.planner.plan import make_plan
@@ -62,7 +62,7 @@ def test_several_gpus_of_one_worker_are_pointed_out() -> None:
 
 
 def test_the_table_is_on_the_reference_page() -> None:
-    page = reference_page()
+    page = reference_pages()[""]
     assert all(f"| `{name}` |" in page for name in INEFFECTIVE)
 
 
