@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install bytecode run check test test-all test-ray-oldest frameworks test-frameworks mutants bench lint manifests kubernetes-binaries clean
+.PHONY: help install locks bytecode run check test test-all test-ray-oldest frameworks test-frameworks mutants bench lint manifests kubernetes-binaries clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -91,6 +91,13 @@ kubernetes-binaries:  ## build what the Kubernetes tests run: needs Go 1.26, fiv
 	$(PYTHON) tests/e2e/kubernetes/binaries/build.py
 	$(PYTHON) tests/e2e/kubernetes/published/get.py
 	$(PYTHON) tests/e2e/kubernetes/published/promtool.py
+
+# Everything that an image installs, with hashes; `make locks LOCKS=--upgrade` takes newer versions.
+LOCK = $(BIN)/uv pip compile --quiet --python-version 3.11 --generate-hashes --no-annotate \
+  --custom-compile-command 'make locks' --extra s3 pyproject.toml $(LOCKS)
+locks: $(STAMP)  ## the versions that both images install
+	$(LOCK) --extra kubernetes -o images/operator/requirements.txt
+	echo 'torch>=2.11' | $(LOCK) --extra train --extra torchao - -o images/worker/requirements.txt
 
 manifests: $(STAMP)  ## write the chart's CRD and manifests/ anew; needs helm (make kubernetes-binaries)
 	$(BIN)/python -m helm.render

@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from holdfast.orchestrator import limits
+
 if TYPE_CHECKING:
     from holdfast import session as session
     from holdfast.orchestrator.api.v1alpha1 import JobSpec as JobSpec
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from holdfast.orchestrator.client import Client as Client
     from holdfast.orchestrator.client import JobHandle as JobHandle
 
-__version__ = "0.1.0"
+__version__ = limits.RELEASE
 __all__ = ["Client", "JobHandle", "JobSpec", "TrainingJob", "__version__", "session"]
 
 _MODULES = {

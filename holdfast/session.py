@@ -1,5 +1,12 @@
 """What a training script calls: `from holdfast import session`; see docs/user/session.md."""
 
-from holdfast.workers.session import PerRank, Session, init, leave, phase, preemption, report
+from holdfast.orchestrator.protocol import training_packages
+
+try:
+    from holdfast.workers.session import PerRank, Session, init, leave, phase, preemption, report
+except ModuleNotFoundError as error:
+    if error.name in ("torch", *training_packages.PARTS):
+        raise ImportError(f"holdfast.session: {training_packages.problem()}") from None
+    raise
 
 __all__ = ["PerRank", "Session", "init", "leave", "phase", "preemption", "report"]

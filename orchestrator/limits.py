@@ -61,6 +61,9 @@ CODE_PART_BYTES = 960 * 1024
 """Bytes of the archive in one ConfigMap (which may hold 1 MiB) and in one message."""
 
 # -- connections ------------------------------------------------------------------------------
+RELEASE = "0.1.0"
+"""The version of Holdfast: of the package, the images and the chart."""
+
 PROTOCOL_VERSION = 1
 """Agents and controllers of another version are refused at their first message."""
 

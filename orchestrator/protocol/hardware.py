@@ -65,10 +65,8 @@ def cpus() -> int:
 
 def memory_bytes() -> int:
     """Main memory that this process may use: of the machine, or less by a limit of its groups."""
-    import psutil
-
     limit = cgroup.memory_limit_bytes(cgroup.find("memory"))
-    total = psutil.virtual_memory().total
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return total if limit is None else min(total, limit)
 
 

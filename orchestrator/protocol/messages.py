@@ -38,10 +38,17 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_
 
 
 # -- agent -> controller ----------------------------------------------------------------------
-class Hello(Message, frozen=True, kw_only=True, tag="hello"):
-    """First message of an agent, after every connect and reconnect."""
+class Greeting(Message, frozen=True, kw_only=True, omit_defaults=False):
+    """The first message of a connection. All its fields are sent: a receiver of another version has
+    other defaults."""
 
     version: int = limits.PROTOCOL_VERSION
+    release: str = limits.RELEASE
+
+
+class Hello(Greeting, frozen=True, kw_only=True, tag="hello"):
+    """First message of an agent, after every connect and reconnect."""
+
     token: str
     job: str
     node: str
@@ -401,10 +408,9 @@ class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
 
 
 # -- command line <-> controller --------------------------------------------------------------
-class Request(Message, frozen=True, kw_only=True, tag="request"):
+class Request(Greeting, frozen=True, kw_only=True, tag="request"):
     """A request of the command line, the first message of its connection."""
 
-    version: int = limits.PROTOCOL_VERSION
     token: str
     job: str = ""
     """Empty: the only job of this controller."""

@@ -219,7 +219,7 @@ class AgentServer:
 
     def _hello(self, connection: Connection, hello: wire.Hello) -> None:
         route = self._route(connection, hello.job)
-        refusal = self._refusal(route, hello.version, hello.token, hello.job)
+        refusal = self._refusal(route, hello)
         if route is not None and not refusal:
             refusal = route.sink.refusal(hello)
         if route is None or refusal:
@@ -240,7 +240,7 @@ class AgentServer:
 
     def _request(self, connection: Connection, request: wire.Request) -> None:
         route = self._route(connection, request.job)
-        refusal = self._refusal(route, request.version, request.token, request.job)
+        refusal = self._refusal(route, request)
         if route is None or refusal:
             connection.send(wire.Reply(ok=False, detail=refusal))
             connection.close()
@@ -267,17 +267,18 @@ class AgentServer:
             return None  # the key of one job gives no access to another
         return route
 
-    def _refusal(self, route: JobRoute | None, version: int, token: str, job: str) -> str:
-        if version != limits.PROTOCOL_VERSION:
+    def _refusal(self, route: JobRoute | None, first: wire.Hello | wire.Request) -> str:
+        if first.version != limits.PROTOCOL_VERSION:
             return (
-                f"protocol version: got {version}; expected {limits.PROTOCOL_VERSION}; use the "
-                f"same Holdfast on both sides"
+                f"Holdfast: got {first.release} (protocol {first.version}); expected "
+                f"{limits.RELEASE} (protocol {limits.PROTOCOL_VERSION}), which the controller has; "
+                f"install the same there: pip install holdfast=={limits.RELEASE}"
             )
         if route is None:
             # The reply does not reveal which jobs are registered.
-            return f"job: got {job or 'none'}; this is not its controller, or not yet"
+            return f"job: got {first.job or 'none'}; this is not its controller, or not yet"
         # In constant time, so that a token cannot be guessed byte by byte.
-        if not hmac.compare_digest(token.encode(), route.token):
+        if not hmac.compare_digest(first.token.encode(), route.token):
             return "token: not the one of this job"
         return ""
 

@@ -325,10 +325,13 @@ class LocalTarget:
         from holdfast.orchestrator.backends.local.devices import found_here
         from holdfast.orchestrator.hosts.local.job_records import expire
         from holdfast.orchestrator.planner.gpus import resolve
+        from holdfast.orchestrator.protocol import training_packages
         from holdfast.orchestrator.runtime.clock import Clock
 
         from ..job_checks import load_checked
 
+        if missing := training_packages.problem():
+            raise UserError(missing)
         job = load_checked(file, directory)
         job, why = resolve(job, found_here(job))
         _check_size(job)

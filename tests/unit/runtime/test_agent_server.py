@@ -7,8 +7,11 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from holdfast import __version__
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.protocol import tls
 from holdfast.orchestrator.runtime.agent_server import AgentConnection, AgentServer, ReplyStream
@@ -243,6 +246,31 @@ def test_an_agent_of_an_unknown_job_may_reconnect(tmp_path: Path) -> None:
         await endpoint.close()
 
     drive(scenario())
+
+
+def test_another_protocol_is_refused_and_both_releases_are_named(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        one, _two = two_jobs(tmp_path, with_tls=False)
+        endpoint = AgentServer()
+        await endpoint.open()
+        one.register(endpoint)
+        frames = await Frames.dial(endpoint.address, endpoint.port)
+        frames.send(one.hello(version=limits.PROTOCOL_VERSION + 1, release="7.1.0"))
+        refused = await frames.receive()
+        assert refused.final and "got 7.1.0 (protocol 2)" in refused.detail, refused.detail
+        assert f"pip install holdfast=={__version__}" in refused.detail
+        frames.close()
+        await endpoint.close()
+
+    drive(scenario())
+
+
+def test_the_first_message_carries_its_version_though_it_is_the_default(tmp_path: Path) -> None:
+    """The receiver has a default of its own, of its own version."""
+    one, _two = two_jobs(tmp_path, with_tls=False)
+    for first in (one.hello(), wire.Request(token="t", verb="status")):
+        sent = msgspec.msgpack.decode(msgspec.msgpack.encode(first))
+        assert (sent["version"], sent["release"]) == (limits.PROTOCOL_VERSION, __version__)
 
 
 def test_a_request_without_a_job_goes_to_the_only_one(tmp_path: Path) -> None:

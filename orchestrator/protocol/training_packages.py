@@ -1,0 +1,39 @@
+"""What a node of a job needs besides the packages of the control plane, found without an import of
+torch: its import takes seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+OLDEST_TORCH = (2, 11)
+PARTS = ("numpy", "safetensors", "xxhash", "psutil")
+
+
+def problem() -> str:
+    """What is missing here and how to install it; empty: nothing."""
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    missing = [name for name in ("torch", *PARTS) if importlib.util.find_spec(name) is None]
+    if missing:
+        packages = "torch 'holdfast[train]'" if "torch" in missing else "'holdfast[train]'"
+        return (
+            f"a node of a job needs torch {oldest} or newer, {', '.join(PARTS)}; missing here: "
+            f"{', '.join(missing)}; pip install {packages}"
+        )
+    torch = importlib.util.find_spec("torch")
+    places = torch.submodule_search_locations if torch is not None else None
+    text, numbers = _torch_version(Path(places[0])) if places else ("", OLDEST_TORCH)
+    if numbers < OLDEST_TORCH:
+        return f"torch: got {text}; expected {oldest} or newer; pip install --upgrade torch"
+    return ""
+
+
+def _torch_version(package: Path) -> tuple[str, tuple[int, int]]:
+    """From torch/version.py, which vendor builds have too; one of another form passes."""
+    try:
+        source = (package / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        source = ""
+    match = re.search(r"^__version__ = ['\"]((\d+)\.(\d+)[^'\"]*)", source, re.MULTILINE)
+    return (match[1], (int(match[2]), int(match[3]))) if match else ("", OLDEST_TORCH)
