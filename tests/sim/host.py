@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.core import actions as a
 from holdfast.orchestrator.core import events as e
@@ -181,7 +182,9 @@ class Host:
         for link in list(self.links.values()):
             link.close()
         self.links.clear()
-        self.world.after(self.world.between(0.1, 4.0), self.start)
+        away_s = self.world.between(0.1, 4.0)
+        self.world.blind_s += away_s + limits.RECONNECT_MAX_S
+        self.world.after(away_s, self.start)
 
     def take_over(self) -> Host:
         """Another controller claims the journal, on a machine with a clock of its own. This one
@@ -356,7 +359,9 @@ class Host:
             return
         buddy = self.links.get(action.buddy) if isinstance(action, a.LaunchGroup) else None
         self._awaited.sent(action)
-        link.to_agent(translate.to_message(action, buddy.node.facts if buddy else None))
+        written = tuple(self.state.own_checkpoints.values())
+        facts = buddy.node.facts if buddy else None
+        link.to_agent(translate.to_message(action, facts, own_checkpoints=written))
 
     def _unknown(self, action: translate.NodeAction, detail: str) -> None:
         self._later(0.0, e.ActionUnknown(action_id=action.action_id, detail=detail))
@@ -390,8 +395,9 @@ class Host:
                 heartbeat_interval_s=self.job.spec.recovery.heartbeat_interval_s,
             )
         )
+        unanswered = self._awaited.forget(hello.node)
         self.handle(translate.joined(hello))
-        for action in self._awaited.forget(hello.node):
+        for action in unanswered:
             self._unknown(action, "the node has reconnected")
 
     def link_closed(self, link: Link) -> None:

@@ -232,12 +232,7 @@ class SimNode:
 
     def _push(self, out: commands.PushToBuddy, payload: Payload | None) -> None:
         peer = self.world.nodes.get(out.node)
-        if (
-            peer is None
-            or not peer.alive
-            or self.world.disconnected(self)
-            or self.world.disconnected(peer)
-        ):
+        if peer is None or not self._reaches(peer):
             self.feed(inputs.PushDone(out.buffer, "the buddy cannot be reached"))
             return
         if peer.machine.tiers.memory.current is None:
@@ -269,12 +264,7 @@ class SimNode:
                 )
             return
         peer = self.world.nodes.get(out.sources[index].node)
-        if (
-            peer is None
-            or not peer.alive
-            or self.world.disconnected(self)
-            or self.world.disconnected(peer)
-        ):
+        if peer is None or not self._reaches(peer):
             self.world.after(0.05, lambda: self._fetch(out, index + 1))
             return
         wanted = out.wanted

@@ -38,6 +38,8 @@ RESIZED_S = 20.0
 """A requested step is staged before the job has another size."""
 RELEASED_S = 5.0
 """A suspended job has released its nodes by then."""
+HEARTBEAT_S = 1.0
+"""A finished step is reported by then."""
 GROWS_S = limits.STANDBYS_WAIT_S + 30.0
 """A requested step is staged before the job grows."""
 
@@ -109,6 +111,8 @@ class Oracle:
                     self._launch(state, action)
                 case a.CommitManifest():
                     self._commit(state, action)
+                case a.RequestNodes():
+                    self._request(state, action)
         self._budgets(state)
 
     def _new_code(self, state: JobState, event: e.AnyEvent) -> None:
@@ -178,6 +182,14 @@ class Oracle:
         few_s = self.world.time_s - since_s
         self.require(few_s < SPARES_S, f"{len(stay)} of {wanted} nodes for {few_s:.0f} s")
 
+    def _request(self, state: JobState, action: a.RequestNodes) -> None:
+        """A request that failed, or whose answer was lost, is repeated for what is missing only."""
+        gone = {*state.nodes.leaving, *state.cordoned, *state.released_nodes, *self.world.leaving}
+        nodes = [n.name for n in self.world.nodes.values() if n.alive and n.name not in gone]
+        wanted = state.target_nodes + state.job.spec.nodes.spares
+        text = f"{action.count} nodes are requested beside {nodes}; {wanted} are wanted"
+        self.require(len(nodes) + action.count <= wanted, text)
+
     def _suspension(self, state: JobState) -> None:
         """A suspended job holds no node. Those that lost power are not known to be gone."""
         if state.phase != "suspended":
@@ -204,6 +216,18 @@ class Oracle:
             ]
             few = f"{name} is cordoned after incidents {blamed} only"
             self.require(len(blamed) >= recovery.bad_node_strikes, few)
+
+    def accounts(self, ledger: dict[str, float]) -> None:
+        """The report's time by cause is what the world did. The first step of a generation, and
+        one that it did not finish, may count elsewhere. What no controller saw is dated by what
+        was seen next: steps of nodes that were lost then are recovery, a hang then is training."""
+        world = self.world
+        step_s = world.step_s + world.sizes.stall_s
+        tolerance_s = 2 * step_s * len(world.trained_generations) + HEARTBEAT_S + world.blind_s
+        shown = {"productive": ledger["productive"] + ledger["stalled"], "redone": ledger["redone"]}
+        for cause, trained_s in world.trained_s.items():
+            text = f"{shown[cause]:.1f} s {cause}, {trained_s:.1f} s is true"
+            self.require(abs(shown[cause] - trained_s) <= tolerance_s, text)
 
     def copied(self, state: JobState, order: CopyOrder) -> None:
         """The controller confirms a step of the buddy tier."""

@@ -43,6 +43,7 @@ def play(
     took_s = ((view.finished_ns or host.now) - view.submitted_ns) / SECOND_NS
     accounted_s = sum(view.ledger.values())
     require(abs(accounted_s - took_s) < 1e-6, f"{accounted_s} s of {took_s} s are accounted for")
+    world.oracle.accounts(view.ledger)
     expected = ["failed" if world.poison is not None else "succeeded"]
     expected += ["cancelled"] if world.cancelled else []
     require(state.phase in expected, f"{state.phase}: {state.reason.text}")

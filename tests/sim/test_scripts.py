@@ -12,6 +12,7 @@ import pytest
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.events import ResumeRequested, SuspendRequested
 from holdfast.orchestrator.core.state import IncidentRecord
+from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.facts import StepSource
 from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import inputs
@@ -35,7 +36,7 @@ class ScriptWorker(SimWorker):
 
     world: ScriptWorld
     collectives = 0
-    saves = False
+    saves = ignores = waits = False
     posted_ns = moved_ns = 0
 
     def send(self, message: worker_protocol.FromWorker) -> None:
@@ -56,7 +57,8 @@ class ScriptWorker(SimWorker):
         if not self._runs(None):
             return
         self.gang.workers[self.rank] = self
-        self.world.starts.setdefault(self.generation, self.world.saved)
+        ignores = self.ignores and self.membership.restart_count
+        self.world.starts.setdefault(self.generation, -1 if ignores else self.world.saved)
         self.step = self.world.starts[self.generation]
         self.collectives = 1
         self._pulse()
@@ -71,6 +73,8 @@ class ScriptWorker(SimWorker):
     def _pulse(self) -> None:
         if self.alive:
             self.send(worker_protocol.Pulse())
+            if self.waits:  # a node repeats it over a new connection
+                self._writes()
             self.world.measure_activity()
             self.world.after(PULSE_S, self._pulse)
 
@@ -83,7 +87,10 @@ class ScriptWorker(SimWorker):
         if self.rank == 0:
             self.world.trained.append(self.step)
             if (self.step + 1) % SAVE_EVERY == 0 or self.step == self.world.total_steps - 1:
-                self.world.saved = max(self.world.saved, self.step)
+                self._writes()
+                if self.waits:
+                    return
+                self.world.saved = self.step
         posts = self.rank == 0 and self.world.now - self.posted_ns >= POST_S * SECOND_NS
         step_s = self.world.step_s
         if self.world.kind in ("reports", "counts"):
@@ -93,6 +100,18 @@ class ScriptWorker(SimWorker):
             self.posted_ns = self.world.now
             self.send(worker_protocol.Reported(step=self.step, step_s=step_s, source="posted"))
         self._next()
+
+    def _writes(self) -> None:
+        """What file_audit.py does: a rank that has opened no known checkpoint waits for its end
+        before it writes over one."""
+        unread = self.ignores and bool(self.membership.own_checkpoints)
+        recovery = self.world.document["spec"]["recovery"]
+        self.waits = unread and recovery.get("onIgnoredCheckpoint") != "warn"
+        written = m.OwnCheckpointWritten(
+            generation=self.generation, path="/o/ckpt.pt", times=2, unread=unread, waits=self.waits
+        )
+        if self.node.link is not None:
+            self.node.link.to_controller(written)
 
     def _runs(self, again: object) -> bool:
         return super()._runs(again) and not self.saves
@@ -106,7 +125,7 @@ class ScriptWorker(SimWorker):
 
     def _saved(self) -> None:
         if self.alive:
-            self.world.saved = max(self.world.saved, self.step)
+            self.world.saved = self.step if self.ignores else max(self.world.saved, self.step)
             super().end(None, 15)
 
     def _next(self) -> None:
@@ -214,6 +233,66 @@ def test_a_script_may_save_before_a_planned_stop_and_trains_nothing_twice(
     (planned,) = [one for one in world.host.state.incidents if one.generation_before == 1]
     assert planned.purpose == {"preempt": "preemption"}.get(how, how)
     assert len(world.starts) == 2 and len(set(world.trained)) == len(world.trained)
+
+
+class Ignoring(ScriptWorker):
+    """A rank that begins at step 0 whenever it is started, and writes over one file."""
+
+    ignores = True
+
+
+class IgnoringWorld(ScriptWorld):
+    worker = Ignoring
+
+    def held(self) -> bool:
+        state = self.host.state if self.host.up and self.host.submitted else None
+        return state is not None and state.phase == "suspended" and state.hold is not None
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", ["reports", "silent"])
+def test_a_script_that_ignores_its_checkpoint_is_held_for_a_word_of_its_user(
+    kind: str, seed: int
+) -> None:
+    world = IgnoringWorld(seed, kind)
+    world.hit(40.0, "kill")
+    assert world.run(200.0, world.held)
+    kept, generation = world.saved, world.host.state.generation
+    assert kept > SAVE_EVERY
+    for pause_s in (10.0, 30.0):
+        world.after(pause_s, lambda: world.host.crash())
+    world.after(60.0, world._take_over)
+    world.run(world.time_s + 150.0, lambda: False)
+    assert world.held() and not world.backend_nodes()
+    assert world.host.state.generation == generation, "nothing but a user's word starts it"
+    # A resume alone does not say that the state may be lost.
+    world.host.handle(ResumeRequested(by="sim"))
+    assert world.run(world.time_s + 100.0, lambda: world.saved != kept or world.held())
+    assert world.run(
+        world.time_s + 100.0, lambda: world.held() and world.host.state.generation > generation
+    )
+    assert world.saved == kept, "its checkpoint is written over"
+    world.host.handle(ResumeRequested(by="sim", start_over=True))
+    world.play()
+    last = world.trained[len(world.trained) - TOTAL_STEPS :]
+    assert last == list(range(TOTAL_STEPS)), "it trains from step 0 to the end"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_with_warn_such_a_script_goes_on_and_the_report_names_the_loss(seed: int) -> None:
+    class Warned(IgnoringWorld):
+        def _draw_job(self) -> dict[str, Any]:
+            document = super()._draw_job()
+            document["spec"]["recovery"]["onIgnoredCheckpoint"] = "warn"
+            return document
+
+    world = Warned(seed, "reports")
+    world.hit(40.0, "kill")
+    (incident,) = world.play()
+    assert "has not opened /o/ckpt.pt, and writes over it" in incident.evidence
+    lost = incident.step_before - (incident.resumed_after_step or -1)
+    trained_twice = len(world.trained) - len(set(world.trained))
+    assert trained_twice <= lost <= trained_twice + 1
 
 
 @pytest.mark.parametrize("kind", ["reports", "counts", "posts", "silent"])

@@ -56,7 +56,7 @@ def _dies(visible: bool) -> Act:
 
 
 def _preempted(world: World, worker: SimWorker, rng: random.Random) -> None:
-    world._leaving[worker.node.name] = None
+    world.leaving[worker.node.name] = None
     worker.node.feed(inputs.Terminated(30.0))
 
 

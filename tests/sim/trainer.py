@@ -266,6 +266,8 @@ class SimGang:
         self.world, self.membership = world, membership
         self.workers: dict[int, SimWorker] = {}
         self.busy = False
+        self.since_ns = 0
+        """When the last step ended, or the first one began."""
 
     def arrive(self) -> None:
         size = self.membership.world_size
@@ -276,6 +278,7 @@ class SimGang:
             len({w.step for w in ready}) == 1, f"ranks at steps {[w.step for w in ready]}"
         )
         self.busy = True
+        self.since_ns = self.since_ns or self.world.now
         self.world.after(self.world.step_s * self.world.between(0.9, 1.1), self._through)
 
     def _through(self) -> None:
@@ -283,6 +286,8 @@ class SimGang:
         workers = list(self.workers.values())
         if any(not w.alive or w.stopped for w in workers):
             return
+        self.world.step_trained(self.membership.generation, workers[0].step + 1, self.since_ns)
+        self.since_ns = self.world.now
         for worker in workers:
             worker.ready = False
         for worker in workers:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.core import events as e
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.protocol.facts import Membership
@@ -59,7 +60,7 @@ class World(VirtualTime):
         self._named = 0
         self._gangs: dict[int, SimGang] = {}
         self._healed: dict[str, int] = {}
-        self._leaving: dict[str, None] = {}
+        self.leaving: dict[str, None] = {}
         self.write_failures = 0.0
         self.fork_failures = 0.0
         self.delays: dict[int, Delay] = {}
@@ -74,6 +75,10 @@ class World(VirtualTime):
         self.takeovers = random.Random(f"takeovers {seed}")
         self.num_takeovers = self.num_full_disks = 0
         self.cancelled = False
+        self.trained_s = {"productive": 0.0, "redone": 0.0}
+        self.trained_step, self.trained_generations = -1, dict[int, None]()
+        self.blind_s = 0.0
+        """Seconds in which no controller was there, or without heartbeats of some nodes."""
         self.oracle = Oracle(self)
         self.storage = Storage(self)
         self.host = Host(self)
@@ -109,6 +114,13 @@ class World(VirtualTime):
     # -- for trainers and nodes ---------------------------------------------------------------
     def gang(self, membership: Membership) -> SimGang:
         return self._gangs.setdefault(membership.generation, SimGang(self, membership))
+
+    def step_trained(self, generation: int, step: int, since_ns: int) -> None:
+        """All ranks have finished a step."""
+        cause = "productive" if step > self.trained_step else "redone"
+        self.trained_s[cause] += (self.now - since_ns) / SECOND_NS
+        self.trained_step = max(self.trained_step, step)
+        self.trained_generations[generation] = None
 
     def measure_activity(self) -> None:
         """Twice a second, as long as a rank is late."""
@@ -272,6 +284,7 @@ class World(VirtualTime):
         if node is None:
             return ""
         self._healed[node.name] = self.now + round(seconds * SECOND_NS)
+        self.blind_s += seconds
         return f"{node.name} is disconnected for {seconds:.1f} s"
 
     def _lose_heartbeats(self) -> str:
@@ -279,6 +292,7 @@ class World(VirtualTime):
         return self.lose_heartbeats(self.between(0.5, 14.0))
 
     def lose_heartbeats(self, seconds: float) -> str:
+        self.blind_s += seconds
         for node in self.nodes.values():
             self._healed[node.name] = max(
                 self.healed_ns(node), self.now + round(seconds * SECOND_NS)
@@ -330,9 +344,9 @@ class World(VirtualTime):
 
     def _preempt(self) -> str:
         node = self._live()
-        if node is None or node.name in self._leaving:
+        if node is None or node.name in self.leaving:
             return ""
-        self._leaving[node.name] = None
+        self.leaving[node.name] = None
         grace_s = self.rng.choice((self.between(0.5, 8.0), 30.0))
         node.feed(inputs.Terminated(grace_s))
         self.after(grace_s, lambda: self._taken_away(node))
@@ -368,6 +382,7 @@ class World(VirtualTime):
     def _take_over(self) -> None:
         if self.host.up and self.host.submitted and not self.oracle.finished:
             self.num_takeovers += 1
+            self.blind_s += limits.RECONNECT_MAX_S
             self.host = self.host.take_over()
 
     def _fill_disk(self) -> None:
@@ -376,6 +391,7 @@ class World(VirtualTime):
         self.log("** the disk of the journal is full")
         self.host.journal.broken = True
         for_s = self.takeovers.uniform(1.0, 10.0)
+        self.blind_s += for_s
         if self.takeovers.random() < 0.5:
             self.after(for_s / 2, lambda: self.host.crash() if self.host.up else None)
         self.after(for_s, lambda: setattr(self.host.journal, "broken", False))

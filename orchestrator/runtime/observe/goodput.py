@@ -76,8 +76,7 @@ class TimeAccounting:
     def observe(self, now_ns: int, event: AnyEvent, state: JobState) -> None:
         self._elapse(now_ns)
         if state.generation != self._totals.generation:
-            if self._totals.interrupted_ns:  # the event that ended it has launched the next one
-                self._conclude(state)
+            self._follow(state)  # the event that ended it has launched the next one
             self._begin(state)
         if isinstance(event, CollectivesBegun) and event.generation == state.generation:
             self._not_training(state, int(event.ago_s * SECOND_NS))
@@ -92,6 +91,10 @@ class TimeAccounting:
             else:
                 # The last report of an interrupted generation: steps after it are trained again.
                 self._totals.high = max(self._totals.high, event.step)
+        self._follow(state)
+
+    def _follow(self, state: JobState) -> None:
+        """Account for a generation that was interrupted, and for what it finished if it stopped."""
         if self._totals.phase == "running" and state.phase != "running":
             self._interrupt(state)
         self._totals.phase = state.phase
@@ -168,8 +171,7 @@ class TimeAccounting:
             # The time of a first step alone includes the start-up.
             steps = event.step - totals.step
             step_s = totals.step_s or (event.step_s if steps > 1 else 0.0)
-            usual_ns = int(steps * step_s * SECOND_NS)
-            self._not_training(state, min(usual_ns, totals.open_ns))
+            self._not_training(state, int(steps * step_s * SECOND_NS))
 
     def _assign_saved(self, step: int) -> None:
         """The script goes on after this step. Those that were never reported were trained all the
@@ -202,9 +204,8 @@ class TimeAccounting:
     def _assign(self, last: int) -> None:
         """A report that came after the end of its generation: a part of the time that was counted
         as recovery was training."""
-        rest_ns = self._totals.unassigned_ns
         steps_ns = int((last - self._totals.step) * self._totals.step_s * SECOND_NS)
-        useful_ns = min(rest_ns, steps_ns)
+        useful_ns = min(self._totals.unassigned_ns, steps_ns)
         self._settle(useful_ns, last)
         self._totals.ns["recovering"] -= useful_ns
         self._totals.unassigned_ns -= useful_ns
@@ -250,9 +251,8 @@ class TimeAccounting:
         spent_ns, self._totals.interrupted_ns = self._totals.interrupted_ns, 0
         useful_ns = 0
         if last > self._totals.step:
-            useful_ns = min(
-                spent_ns, int((last - self._totals.step) * self._totals.step_s * SECOND_NS)
-            )
+            steps_ns = int((last - self._totals.step) * self._totals.step_s * SECOND_NS)
+            useful_ns = min(spent_ns, steps_ns)
             self._settle(useful_ns, last)
         self._totals.ns["recovering"] += spent_ns - useful_ns
         self._totals.unassigned_ns = spent_ns - useful_ns
@@ -274,11 +274,10 @@ class TimeAccounting:
         ns = dict(self._totals.ns)
         elapsed = max(0, now_ns - self._totals.at_ns) if self._totals.at_ns is not None else 0
         again = self._totals.reported and self._totals.step < self._totals.high
-        ns["redone" if again else "productive"] += (
-            self._totals.open_ns + self._totals.interrupted_ns
-        )
+        trained: LedgerCause = "redone" if again else "productive"
+        ns[trained] += self._totals.open_ns + self._totals.interrupted_ns
         if self._totals.phase == "running":
-            ns["redone" if again else "productive"] += elapsed
+            ns[trained] += elapsed
         elif self._totals.phase not in TERMINAL:
             ns[CAUSE_OF[self._totals.phase]] += elapsed
         return ns

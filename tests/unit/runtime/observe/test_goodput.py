@@ -20,6 +20,13 @@ from holdfast.orchestrator.runtime.observe.goodput import TimeAccounting
 from ..harness import make_job
 
 
+def incident(second: float, step_before: int) -> IncidentRecord:
+    return IncidentRecord(
+        number=1, at_ns=int(second * SECOND_NS), noticed_ns=int(second * SECOND_NS),
+        purpose="failure", generation_before=1, world_size_before=1, step_before=step_before,
+    )  # fmt: skip
+
+
 class Accounted:
     """A TimeAccounting and its state, changed by hand. Times in seconds."""
 
@@ -51,11 +58,7 @@ class Accounted:
         self.at(second, advanced, phase="running")
 
     def fail(self, second: float, step_before: int) -> None:
-        incident = IncidentRecord(
-            number=1, at_ns=int(second * SECOND_NS), noticed_ns=int(second * SECOND_NS),
-            purpose="failure", generation_before=1, world_size_before=1, step_before=step_before,
-        )  # fmt: skip
-        self.state.incidents.append(incident)
+        self.state.incidents.append(incident(second, step_before))
         self.state.num_incidents += 1
         self.at(second, phase="recovering", reason=Reason("infrastructure", "a test"))
 
@@ -88,9 +91,36 @@ def test_steps_that_are_trained_again_count_as_redone() -> None:
     job.step(5, 4)
     job.fail(5, step_before=4)
     job.launch(6, 2, after_step=1)
-    job.step(7, 2)  # part of the recovery
-    job.step(11, 6)  # 3 and 4 again, 5 and 6 new
-    assert job.seconds(11) == {"starting": 1, "productive": 4 + 2, "recovering": 2, "redone": 2}
+    job.step(8, 2)  # again; what it takes longer than a step is part of the recovery
+    job.step(12, 6)  # 3 and 4 again, 5 and 6 new
+    assert job.seconds(12) == {"starting": 1, "productive": 4 + 2, "recovering": 2, "redone": 3}
+
+
+def test_a_generation_that_is_launched_as_the_last_one_is_lost_has_its_own_steps() -> None:
+    """All nodes are gone, so nothing is stopped: one event ends a generation and begins another."""
+    job = Accounted()
+    job.launch(0, 1)
+    job.step(1, 0)
+    job.step(5, 4)
+    job.state.incidents.append(incident(15, step_before=4))
+    job.state.num_incidents = 1
+    job.launch(15, 2, after_step=4)
+    job.step(17, 5)
+    job.step(20, 8)
+    expected = {"starting": 1, "productive": 4 + 1 + 3, "recovering": 10 + 1}
+    assert job.seconds(20) == expected
+
+
+def test_steps_before_a_new_controller_knew_of_the_launch_are_productive() -> None:
+    """The first four steps come in one report."""
+    job = Accounted()
+    job.launch(0, 1)
+    job.step(1, 0)
+    job.step(5, 4)
+    job.fail(5, step_before=4)
+    job.launch(6, 2, after_step=4)
+    job.step(11, 8)
+    assert job.seconds(11) == {"starting": 1, "productive": 4 + 4, "recovering": 2}
 
 
 def test_the_time_of_an_unfinished_step_belongs_to_the_recovery() -> None:
