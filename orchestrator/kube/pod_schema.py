@@ -33,16 +33,20 @@ QUANTITIES = {
     ("V1ResourceFieldSelector", "divisor"),
 }
 """The library calls quantities texts; the API accepts numbers, too, such as 0.5."""
-SERVER_FIELDS = ("managedFields", "ownerReferences", "finalizers")
-"""Fields of metadata that a template cannot set."""
+SERVER_FIELDS = {
+    "metadata": ("managedFields", "ownerReferences", "finalizers"),
+    "spec": ("ephemeralContainers",),
+}
+"""Fields that a template cannot set: the API server rejects a new pod with ephemeral containers."""
 _SIMPLE = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
 
 
 def pod_template_schema() -> Node:
     """Schema of `metadata` and `spec`."""
     properties = {name: _object(model) for name, model in ROOTS.items()}
-    for name in SERVER_FIELDS:
-        del properties["metadata"]["properties"][name]
+    for part, names in SERVER_FIELDS.items():
+        for name in names:
+            del properties[part]["properties"][name]
     return {"type": "object", "properties": properties}
 
 

@@ -13,7 +13,6 @@ from typing import Any
 MERGE_KEYS = {
     "containers": "name",
     "initContainers": "name",
-    "ephemeralContainers": "name",
     "volumes": "name",
     "env": "name",
     "imagePullSecrets": "name",

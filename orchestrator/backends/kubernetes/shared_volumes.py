@@ -80,7 +80,7 @@ def _check_sources(spec: Mapping[str, Any], shared: SharedVolume) -> None:
 
 def _check_mounts(spec: Mapping[str, Any], shared: SharedVolume) -> None:
     own = shared.mount.get("subPath", "")
-    for kind in ("containers", "initContainers", "ephemeralContainers"):
+    for kind in ("containers", "initContainers"):
         for container in spec.get(kind) or ():
             for one in container.get("volumeMounts") or ():
                 where = (one.get("subPath", ""), one.get("subPathExpr", ""))

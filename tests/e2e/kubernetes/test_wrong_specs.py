@@ -115,6 +115,18 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         worker(volumeMounts=[{"name": "data", "mountPath": "/data"}]),
         "got a volumeMount of worker without its volume; expected one of agents, shm",
     ),
+    "template-init-volume": (
+        pod(initContainers=[{"name": "i", "volumeMounts": [{"name": "d", "mountPath": "/d"}]}]),
+        "got a volumeMount of i without its volume; expected one of agents, shm",
+    ),
+    "template-init-quantity": (
+        pod(initContainers=[{"name": "i", "resources": {"limits": {"cpu": "four"}}}]),
+        "got resources of i that are not quantities",
+    ),
+    "template-ephemeral": (
+        pod(ephemeralContainers=[{"name": "debug"}]),
+        'unknown field "spec.kubernetes.podTemplate.spec.ephemeralContainers"',
+    ),
     "priority-class-number": ({"kubernetes": {"priorityClassName": 1000}}, "priorityClassName"),
     "shared-memory": (
         {"kubernetes": {"sharedMemory": "32 GB"}},
@@ -128,6 +140,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 RIGHT: dict[str, dict[str, Any]] = {
     "sidecar": pod(containers=[{"name": "worker"}, {"name": "logs", "image": "fluent:1"}]),
     "null": worker(resources=None, volumeMounts=None),
+    "init-null": pod(initContainers=None),
+    "init-shm": pod(
+        initContainers=[{"name": "i", "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}]}]
+    ),
     "resources": {
         **worker(
             resources={"limits": {"memory": "8Gi", "nvidia.com/gpu": 8}, "requests": {"cpu": 0.5}},
