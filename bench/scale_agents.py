@@ -68,11 +68,13 @@ class Agent(asyncio.Protocol):
                 token="t",
                 job="big",
                 node=f"node-{number}",
-                facts=facts,
-                offered_port=4000,
-                generation=self.launch.membership.generation if self.launch else 0,
-                ranks=tuple(seat.rank for seat in self.launch.seats) if self.launch else (),
-                staged=self._staged(),
+                joined=wire.NodeJoined(
+                    facts=facts,
+                    offered_port=4000,
+                    generation=self.launch.membership.generation if self.launch else 0,
+                    ranks=tuple(seat.rank for seat in self.launch.seats) if self.launch else (),
+                    staged=self._staged(),
+                ),
             )
         )
 
@@ -113,7 +115,7 @@ class Agent(asyncio.Protocol):
             case wire.StopWorkers():
                 staged, self.launch = self._staged(), None
                 self._send(
-                    wire.Stopped(
+                    wire.GroupStopped(
                         action_id=message.action_id,
                         generation=message.generation,
                         staged=staged,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import to_builtins
 from msgspec.structs import replace
 from rich.console import Console
 
@@ -17,6 +18,7 @@ from ..core import actions as a
 from ..core import events as e
 from ..core.controller import Controller
 from ..journal.chunk_journal import Chunk
+from ..protocol import messages as m
 from ..protocol.facts import Exit
 from ..protocol.host_memory import describe as describe_memory
 from ..runtime.snapshot import decode
@@ -25,8 +27,18 @@ from .output import date, duration, plural, print_json_line, size
 
 def sentence(event: e.AnyEvent) -> str:
     """The event in words."""
-    describe: Callable[[Any], str] | None = _SENTENCES.get(type(event))
-    return describe(event) if describe else type(event).__name__
+    fact = event.fact if isinstance(event, e.FromNode) else event
+    describe: Callable[[Any], str] | None = _SENTENCES.get(type(fact))
+    return describe(fact) if describe else type(fact).__name__
+
+
+def document(event: e.AnyEvent) -> Any:
+    """The event for JSON: a fact with its node, and no credentials."""
+    if isinstance(event, e.FromNode):
+        return {"node": event.node} | to_builtins(event.fact)
+    if isinstance(event, e.JobSubmitted):
+        return replace(event, spec=redacted_document(event.spec))
+    return event
 
 
 @dataclass
@@ -78,9 +90,7 @@ class EventFormatter:
     ) -> None:
         actions = self._controller.step(now_ns, event)
         if as_json:
-            if isinstance(event, e.JobSubmitted):
-                event = replace(event, spec=redacted_document(event.spec))
-            print_json_line({"at_ns": now_ns, "event": event, "actions": actions})
+            print_json_line({"at_ns": now_ns, "event": document(event), "actions": actions})
             return
         at = date(now_ns)
         if not isinstance(event, e.Tick):
@@ -169,14 +179,14 @@ def exit_text(exit: Exit) -> str:
     return text
 
 
-def _joined(event: e.NodeJoined) -> str:
+def _joined(event: m.NodeJoined) -> str:
     if event.ranks:
         ranks = ", ".join(map(str, event.ranks))
         return f"joined, running ranks {ranks} of generation {event.generation}"
     return f"joined with slots for {plural(event.facts.slots, 'worker')}"
 
 
-def _stopped(event: e.GroupStopped) -> str:
+def _stopped(event: m.GroupStopped) -> str:
     staged = f", step {max(s.step for s in event.staged)} staged" if event.staged else ""
     return f"generation {event.generation} stopped{staged}"
 
@@ -214,26 +224,26 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     e.FaultInjected: lambda v: (
         f"fault injected: {v.kind}" + (f" rank {v.rank}" if v.rank >= 0 else "") + _by(v)
     ),
-    e.NodeJoined: _joined,
-    e.StandbysReported: lambda v: (
+    m.NodeJoined: _joined,
+    m.StandbysReported: lambda v: (
         "its standbys are ready" if v.ready else "its standbys import what the script imports"
     ),
     e.NodeLost: lambda v: f"lost, {v.cause}" + (f": {v.detail}" if v.detail else ""),
-    e.PreemptionNoticed: lambda v: f"preemption notice: {v.detail}",
-    e.NodeRemarked: lambda v: v.text,
-    e.OwnCheckpointSeen: lambda v: (
+    m.PreemptionNoticed: lambda v: f"preemption notice: {v.detail}",
+    m.NodeRemarked: lambda v: v.text,
+    m.OwnCheckpointSeen: lambda v: (
         f"the script would write its own checkpoint {v.path}, and waits"
         if v.waits
         else f"the script writes its own checkpoint {v.path}"
     ),
-    e.OwnCheckpointRead: lambda v: f"the script reads its own checkpoint {v.path}",
-    e.WorkerExited: lambda v: f"worker {v.exit.rank} {exit_text(v.exit)}",
+    m.OwnCheckpointRead: lambda v: f"the script reads its own checkpoint {v.path}",
+    m.WorkerExited: lambda v: f"worker {v.exit.rank} {exit_text(v.exit)}",
     e.StepCompleted: _step_completed,
     e.HangDetected: lambda v: f"hang: {v.evidence}",
     e.HangSuspected: lambda v: f"hang suspected: {v.evidence}",
     e.HangSuspicionEnded: lambda v: f"progress again, after {v.seconds:.1f} s without any",
     e.CollectivesBegun: lambda v: "all ranks begin collectives; the script reports no steps",
-    e.GroupInspected: lambda v: f"{plural(len(v.stacks), 'worker')} inspected",
+    m.GroupInspected: lambda v: f"{plural(len(v.stacks), 'worker')} inspected",
     e.StragglerDetected: lambda v: f"straggler: {v.evidence}",
     e.HeartbeatsLost: lambda v: (
         f"no heartbeat from any of {plural(v.nodes, 'node')} for {v.seconds:.1f} s: this machine "
@@ -243,13 +253,13 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     e.ActionSucceeded: _result("succeeded"),
     e.ActionFailed: _result("failed"),
     e.ActionUnknown: _result("result unknown (controller or connection lost)"),
-    e.GroupStopped: _stopped,
-    e.NodeMemoryPlanned: lambda v: f"host memory: {describe_memory(v.memory)}",
-    e.ShardPersisted: lambda v: (
+    m.GroupStopped: _stopped,
+    m.NodeMemoryPlanned: lambda v: f"host memory: {describe_memory(v.memory)}",
+    m.ShardPersisted: lambda v: (
         f"shard {v.shard.shard} of step {v.shard.step} is in storage "
         f"({size(v.shard.num_bytes)} in {duration(v.seconds)})"
     ),
-    e.PersistFailed: lambda v: f"shard {v.shard} of step {v.step} could not be stored: {v.detail}",
+    m.PersistFailed: lambda v: f"shard {v.shard} of step {v.step} could not be stored: {v.detail}",
     e.CheckpointRefused: lambda v: f"checkpoint of step {v.step} refused: {v.detail}",
     e.CheckpointsListed: lambda v: (
         f"storage has checkpoints of steps {', '.join(map(str, sorted({f.step for f in v.files})))}"

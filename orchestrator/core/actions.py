@@ -1,8 +1,8 @@
 """The actions that the core decides on: a closed union, carried out by the runtime's executor.
 
 Every action has an id, unique within the job, and the generation it belongs to, and ends in exactly
-one result event (ActionSucceeded, ActionFailed, ActionUnknown or GroupStopped). Launch and stop are
-idempotent.
+one result: the event ActionSucceeded, ActionFailed or ActionUnknown, or the fact GroupStopped.
+Launch and stop are idempotent.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import msgspec
 
 from ..protocol.facts import Membership, ShardFile, WorkerSeat
 from ..protocol.mesh import Mesh
+from ..protocol.messages import CopyStep, StageEvery
 
 ReasonCode = Literal[
     "submitted", "user-error", "infrastructure", "preemption", "hang", "resize", "suspend",
@@ -147,6 +148,14 @@ AnyAction = (
     RequestNodes | ReleaseNode | LaunchGroup | StopGroup | InspectGroup | StageStep | PersistStep
     | CommitManifest | CleanStorage | FinishJob
 )  # fmt: skip
+
+
+class ToNode(msgspec.Struct, frozen=True):
+    """Sent to a node like an action, but without a result: what the node reports shows whether it
+    has it."""
+
+    node: str
+    message: CopyStep | StageEvery
 
 
 class Inflight(dict[int, AnyAction]):

@@ -8,9 +8,10 @@ from msgspec.structs import replace
 
 from ..protocol.facts import Restore, ShardFile, ShardLocation
 from ..protocol.manifest import MAX_NUMBER, directory_name
+from ..protocol.messages import ShardPersisted
 from .actions import CleanStorage, CommitManifest, Reason, Retained
 from .context import StepContext
-from .events import CheckpointRefused, CheckpointsListed, ShardPersisted
+from .events import CheckpointRefused, CheckpointsListed
 from .roster import NodeRecord, StepKey
 from .state import CommittedCheckpoint, JobState, PendingCheckpoint, Refusal
 
@@ -105,15 +106,15 @@ def refuse(ctx: StepContext, key: StepKey, refusal: Refusal, problem: str) -> No
             ctx.note(f"checkpoint of step {known.step} is {refusal}: {problem}")
 
 
-def shard_persisted(ctx: StepContext, event: ShardPersisted) -> None:
+def shard_persisted(ctx: StepContext, node: str, fact: ShardPersisted) -> None:
     """Collect shards and commit a complete set. Shards of a generation that is neither the current
     one nor drained are refused: processes of old generations must not commit."""
-    state, shard = ctx.state, event.shard
+    state, shard = ctx.state, fact.shard
     key = (shard.step, shard.generation)
     drained = state.drain is not None and key == (state.drain.step, state.drain.generation)
     if shard.generation != state.generation and not drained:
         ctx.note(
-            f"refused shard {shard.shard} of step {shard.step} from {event.node}: written by "
+            f"refused shard {shard.shard} of step {shard.step} from {node}: written by "
             f"generation {shard.generation}, the current one is {state.generation}"
         )
         return
@@ -123,7 +124,7 @@ def shard_persisted(ctx: StepContext, event: ShardPersisted) -> None:
     mesh = state.meshes.get(shard.generation)
     if mesh is None or mesh.num_shards != shard.num_shards or shard.shard >= shard.num_shards:
         ctx.note(
-            f"refused shard {shard.shard} of {shard.num_shards} from {event.node}: it does not fit "
+            f"refused shard {shard.shard} of {shard.num_shards} from {node}: it does not fit "
             f"the mesh of generation {shard.generation}"
         )
         return

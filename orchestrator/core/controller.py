@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..api.v1alpha1 import TrainingJob, job_from_mapping
+from ..protocol import messages as m
 from . import actions as a
 from . import (
     checkpoints,
@@ -63,7 +64,7 @@ class Controller:
     def step(self, now_ns: int, event: e.AnyEvent) -> tuple[a.AnyAction, ...]:
         """Apply one event. Same state, time and event: same actions. Raises AssertionError (broken
         invariant, illegal transition) only for bugs of Holdfast."""
-        if isinstance(event, e.HeartbeatReceived):
+        if isinstance(event, e.FromNode) and isinstance(event.fact, m.Heartbeat):
             return ()
         if isinstance(event, e.JobSubmitted):
             assert self._state is None, "a job is submitted once"
@@ -76,7 +77,8 @@ class Controller:
         if state.terminal:
             _after_the_end(ctx, event)
         else:
-            _HANDLERS.get(type(event), _ignore)(ctx, event)
+            if (handle := _HANDLERS.get(type(event))) is not None:
+                handle(ctx, event)
             _fire_timers(ctx)
             _reconcile(ctx)
         if state.generation != generation:
@@ -172,16 +174,16 @@ def _reconcile(ctx: StepContext) -> None:
 
 
 # -- events -----------------------------------------------------------------------------------
-def _ignore(ctx: StepContext, event: Any) -> None:
-    """The event decides nothing."""
-
-
 def _fault_injected(ctx: StepContext, event: e.FaultInjected) -> None:
     ctx.state.injected_faults[event.node] = ctx.now_ns
 
 
-def _joined(ctx: StepContext, event: e.NodeJoined) -> None:
-    cause = nodes.joined(ctx, event)
+def _from_node(ctx: StepContext, event: e.FromNode) -> None:
+    _FACTS[type(event.fact)](ctx, event.node, event.fact)
+
+
+def _joined(ctx: StepContext, node: str, fact: m.NodeJoined) -> None:
+    cause = nodes.joined(ctx, node, fact)
     if cause is not None:
         recovery.interrupt(ctx, cause)
     launching.check_launched(ctx)
@@ -193,25 +195,25 @@ def _lost(ctx: StepContext, event: e.NodeLost) -> None:
         recovery.member_lost(ctx, event, cause)
 
 
-def _exited(ctx: StepContext, event: e.WorkerExited) -> None:
+def _exited(ctx: StepContext, node: str, fact: m.WorkerExited) -> None:
     current = ctx.state.generation
-    if event.generation == current:
-        recovery.worker_exited(ctx, event.node, event.exit)
+    if fact.generation == current:
+        recovery.worker_exited(ctx, node, fact.exit)
     else:
         ctx.note(
-            f"ignored the exit of a worker on {event.node}: its generation is {event.generation}, "
+            f"ignored the exit of a worker on {node}: its generation is {fact.generation}, "
             f"the current one is {current}"
         )
 
 
-def _stopped(ctx: StepContext, event: e.GroupStopped) -> None:
+def _stopped(ctx: StepContext, node: str, fact: m.GroupStopped) -> None:
     state = ctx.state
-    state.inflight.pop(event.action_id, None)
-    if event.generation == state.generation and state.active:
-        if state.stop is not None and event.node in state.stop.waiting:
-            recovery.group_stopped(ctx, event)
+    state.inflight.pop(fact.action_id, None)
+    if fact.generation == state.generation and state.active:
+        if state.stop is not None and node in state.stop.waiting:
+            recovery.group_stopped(ctx, node, fact)
     else:
-        nodes.stale_stopped(ctx, event)
+        nodes.stale_stopped(ctx, node, fact)
 
 
 def _hang(ctx: StepContext, event: e.HangDetected) -> None:
@@ -232,10 +234,10 @@ def _hang_suspected(ctx: StepContext, event: e.HangSuspected) -> None:
         recovery.inspect(ctx, event)
 
 
-def _inspected(ctx: StepContext, event: e.GroupInspected) -> None:
+def _inspected(ctx: StepContext, node: str, fact: m.GroupInspected) -> None:
     state = ctx.state
-    if event.generation == state.generation and state.active and state.stop is None:
-        recovery.inspected(ctx, event)
+    if fact.generation == state.generation and state.active and state.stop is None:
+        recovery.inspected(ctx, node, fact)
 
 
 def _straggler(ctx: StepContext, event: e.StragglerDetected) -> None:
@@ -372,6 +374,20 @@ _TIMERS: tuple[tuple[TimerName, Callable[[StepContext], None]], ...] = (
     ("drain", drain.request_persist),
 )
 
+_FACTS: dict[type, Callable[[StepContext, str, Any], None]] = {
+    m.NodeRemarked: recovery.remarked,
+    m.OwnCheckpointSeen: own_checkpoints.seen,
+    m.OwnCheckpointRead: own_checkpoints.was_read,
+    m.NodeJoined: _joined,
+    m.StandbysReported: nodes.standbys_reported,
+    m.PreemptionNoticed: nodes.preemption_noticed,
+    m.WorkerExited: _exited,
+    m.GroupInspected: _inspected,
+    m.GroupStopped: _stopped,
+    m.NodeMemoryPlanned: host_memory.planned,
+    m.ShardPersisted: checkpoints.shard_persisted,
+    m.PersistFailed: drain.persist_failed,
+}
 _HANDLERS: dict[type, Callable[[StepContext, Any], None]] = {
     e.ResizeRequested: requests.resize,
     e.AdjustRequested: requests.adjust,
@@ -380,30 +396,19 @@ _HANDLERS: dict[type, Callable[[StepContext, Any], None]] = {
     e.ResumeRequested: requests.resume,
     e.CancelRequested: requests.cancel,
     e.FaultInjected: _fault_injected,
-    e.NodeRemarked: recovery.remarked,
-    e.OwnCheckpointSeen: own_checkpoints.seen,
-    e.OwnCheckpointRead: own_checkpoints.was_read,
-    e.NodeJoined: _joined,
-    e.StandbysReported: nodes.standbys_reported,
+    e.FromNode: _from_node,
     e.NodeLost: _lost,
-    e.PreemptionNoticed: nodes.preemption_noticed,
-    e.WorkerExited: _exited,
     e.StepCompleted: launching.step_completed,
     e.HangDetected: _hang,
     e.HangSuspected: _hang_suspected,
     e.HangSuspicionEnded: recovery.suspicion_ended,
     e.CollectivesBegun: launching.collectives_begun,
-    e.GroupInspected: _inspected,
     e.StragglerDetected: _straggler,
     e.HeartbeatsLost: recovery.heartbeats_lost,
     e.HeartbeatsRestored: recovery.heartbeats_restored,
     e.ActionSucceeded: _succeeded,
     e.ActionFailed: _failed,
     e.ActionUnknown: _unknown,
-    e.GroupStopped: _stopped,
-    e.NodeMemoryPlanned: host_memory.planned,
-    e.ShardPersisted: checkpoints.shard_persisted,
-    e.PersistFailed: drain.persist_failed,
     e.CheckpointRefused: _refused,
     e.CheckpointsListed: checkpoints.listed,
     e.ControllerStarted: _started,

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 
-import msgspec
-
+from ..protocol.messages import CopyStep, NodeRemarked, StepCopied
+from .actions import ToNode
 from .context import SECOND_NS
-from .events import NodeCopiedStep, NodeRemarked
+from .events import FromNode
 from .state import JobState
 
 MIN_ROUND_S = 0.1
@@ -29,15 +29,6 @@ STEADY_ROUNDS = 32
 """Rounds in a row that were not missed, after which the margin is halved."""
 
 
-class CopyOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Sent to a node as messages.CopyStep."""
-
-    node: str
-    generation: int
-    step: int
-    confirmed: int
-
-
 class CopyScheduler:
     """The copy rounds of one controller. It reads the controller's state and changes nothing."""
 
@@ -47,7 +38,7 @@ class CopyScheduler:
         self._margin = self._steady = 0
         """Steps that an order names beyond the next one: it grows when orders come too late."""
         self._began_ns = 0
-        self._reports: dict[str, NodeCopiedStep] = {}
+        self._reports: dict[str, StepCopied] = {}
         """Node -> its last report."""
         self._copied: set[str] = set()
         """Nodes that have copied the step of this round. Reports come from each node in each
@@ -57,31 +48,31 @@ class CopyScheduler:
         self._copied_ns = 0
         """When a step was last copied by all nodes, or the generation began."""
         self._reported = False
-        self._remarks: list[NodeRemarked] = []
+        self._remarks: list[FromNode] = []
 
-    def observe(self, now_ns: int, event: NodeCopiedStep, state: JobState) -> list[CopyOrder]:
+    def observe(self, now_ns: int, node: str, fact: StepCopied, state: JobState) -> list[ToNode]:
         """A node's report; returns what is to be copied next, once that is known."""
         running = state.active and state.stop is None and state.membership is not None
         running = running and not state.copies_given_up
-        if not running or event.generation != state.generation:
+        if not running or fact.generation != state.generation:
             return []
-        if not state.is_member(event.node):
+        if not state.is_member(node):
             return []
         self._follow(now_ns, state)
-        self._reports[event.node] = event
-        if event.wanted < self._wanted:  # it has missed an order
-            return [self._order(event.node)]
-        if event.wanted > self._wanted:  # of the controller before this one
-            self._wanted, self._began_ns = event.wanted, now_ns
-            self._copied = set() if event.detail else {event.node}
-            behind = [n for n, one in self._reports.items() if one.wanted < event.wanted]
+        self._reports[node] = fact
+        if fact.wanted < self._wanted:  # it has missed an order
+            return [self._order(node)]
+        if fact.wanted > self._wanted:  # of the controller before this one
+            self._wanted, self._began_ns = fact.wanted, now_ns
+            self._copied = set() if fact.detail else {node}
+            behind = [n for n, one in self._reports.items() if one.wanted < fact.wanted]
             return [self._order(name) for name in behind]
-        if event.detail:
-            return self._again(now_ns, event, state)
-        self._copied.add(event.node)
+        if fact.detail:
+            return self._again(now_ns, node, fact, state)
+        self._copied.add(node)
         return self._complete(now_ns, state) if len(self._copied) == len(state.members) else []
 
-    def take_remarks(self) -> list[NodeRemarked]:
+    def take_remarks(self) -> list[FromNode]:
         """Events since the last call: no step is copied any more, or one is again."""
         remarks, self._remarks = self._remarks, []
         return remarks
@@ -97,7 +88,7 @@ class CopyScheduler:
         self._wanted, self.confirmed = (restore.step if restore else -1) + 1, -1
         self.status = ""
 
-    def _again(self, now_ns: int, event: NodeCopiedStep, state: JobState) -> list[CopyOrder]:
+    def _again(self, now_ns: int, node: str, fact: StepCopied, state: JobState) -> list[ToNode]:
         """The step was missed, or a push has failed: another one, for all nodes."""
         self._steady = 0
         late_s = (now_ns - self._copied_ns) / SECOND_NS
@@ -105,17 +96,17 @@ class CopyScheduler:
             self._reported = True
             last = f"; the last one is {self.confirmed}" if self.confirmed >= 0 else ""
             text = (
-                f"could not copy step {event.step} to its buddy ({event.detail}): for {late_s:.0f} "
+                f"could not copy step {fact.step} to its buddy ({fact.detail}): for {late_s:.0f} "
                 f"s no step has been copied by all nodes{last}. Losing a node costs all steps since"
             )
-            self._remarks.append(NodeRemarked(node=event.node, text=text))
-        if event.missed:
+            self._remarks.append(FromNode(node, NodeRemarked(text=text)))
+        if fact.missed:
             self._margin = min(2 * self._margin + 1, MAX_MARGIN)
             return self._begin(now_ns, state, 0.0)
-        self.status = f"{event.node} could not copy step {event.step}: {event.detail}"
+        self.status = f"{node} could not copy step {fact.step}: {fact.detail}"
         return self._begin(now_ns, state, RETRY_S)
 
-    def _complete(self, now_ns: int, state: JobState) -> list[CopyOrder]:
+    def _complete(self, now_ns: int, state: JobState) -> list[ToNode]:
         known = [self._reports[name] for name in state.members]
         if len({one.step for one in known}) > 1:
             return self._begin(now_ns, state, 0.0)
@@ -124,30 +115,31 @@ class CopyScheduler:
         if self._reported:
             self._reported = False
             text = f"all nodes copy to their buddies again: step {self.confirmed}"
-            self._remarks.append(NodeRemarked(node=known[0].node, text=text))
-        self._describe(known, before)
+            self._remarks.append(FromNode(state.members[0], NodeRemarked(text=text)))
+        self._describe(state.members, before)
         self._steady += 1
         if self._steady >= STEADY_ROUNDS:
             self._steady, self._margin = 0, self._margin // 2
         return self._begin(now_ns, state, MIN_ROUND_S - (now_ns - self._began_ns) / SECOND_NS)
 
-    def _describe(self, known: list[NodeCopiedStep], before: int) -> None:
-        slowest = max(known, key=lambda one: one.seconds)
+    def _describe(self, members: tuple[str, ...], before: int) -> None:
+        slowest = max(members, key=lambda node: self._reports[node].seconds)
         steps = self.confirmed - before
         often = f"every {steps} steps" if steps > 1 else "every step"
         self.status = (
             f"{often if before >= 0 else 'the first step'}: the slowest push takes "
-            f"{slowest.seconds:.2g} s ({slowest.node})"
+            f"{self._reports[slowest].seconds:.2g} s ({slowest})"
         )
 
-    def _begin(self, now_ns: int, state: JobState, pause_s: float) -> list[CopyOrder]:
+    def _begin(self, now_ns: int, state: JobState, pause_s: float) -> list[ToNode]:
         pause = math.ceil(pause_s / state.step_s) if pause_s > 0 and state.step_s > 0 else 0
         newest = max(one.staged_step for one in self._reports.values())
         self._wanted = max(newest, self._wanted) + 1 + max(pause - 1, 0) + self._margin
         self._began_ns, self._copied = now_ns, set()
         return [self._order(name) for name in state.members]
 
-    def _order(self, node: str) -> CopyOrder:
-        return CopyOrder(
-            node=node, generation=self._generation, step=self._wanted, confirmed=self.confirmed
+    def _order(self, node: str) -> ToNode:
+        return ToNode(
+            node,
+            CopyStep(generation=self._generation, step=self._wanted, confirmed=self.confirmed),
         )

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Literal
 
 from ..protocol.facts import StagedShard
+from ..protocol.messages import PersistFailed
 from .actions import PersistStep, Reason
 from .checkpoints import newest_committed
 from .context import SECOND_NS, StepContext
-from .events import PersistFailed
 from .quiesce import step_ahead
 from .roster import NodeRecord, StepKey
 from .state import DRAIN, Drain, DrainKind, JobState
@@ -147,8 +147,8 @@ def _missing(state: JobState, drain: Drain) -> list[int]:
     return [shard for shard in range(drain.num_shards) if shard not in have]
 
 
-def persist_failed(ctx: StepContext, event: PersistFailed) -> None:
-    text = f"{event.node} could not write shard {event.shard} of step {event.step}: {event.detail}"
+def persist_failed(ctx: StepContext, node: str, fact: PersistFailed) -> None:
+    text = f"{node} could not write shard {fact.shard} of step {fact.step}: {fact.detail}"
     ctx.note(text)
     if ctx.state.drain is not None:
         ctx.state.drain.problem = text

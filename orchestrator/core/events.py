@@ -1,8 +1,10 @@
 """The events of a job: a closed union of facts, as the journal stores them.
 
-All but heartbeats and NodeCopiedStep change the controller's state and are journaled before their
+What an agent reports is declared once, as its message (protocol/messages.py), and is in FromNode.
+
+All but Heartbeat and StepCopied change the controller's state and are journaled before their
 actions run. Heartbeats only feed the progress monitor; what it concludes are events again, so a
-replay does not need heartbeats. NodeCopiedStep only feeds the rounds of the buddy tier, which a new
+replay does not need heartbeats. StepCopied only feeds the rounds of the buddy tier, which a new
 controller learns from the agents.
 """
 
@@ -13,18 +15,8 @@ from typing import Any, Literal
 import msgspec
 
 from .. import limits
-from ..protocol.facts import (
-    Exit,
-    NodeFacts,
-    ShardFile,
-    Stack,
-    StagedShard,
-    StepReport,
-    StepSource,
-    SuspectBasis,
-    WorkerBeat,
-)
-from ..protocol.host_memory import HostMemory
+from ..protocol.facts import ShardFile, StepReport, StepSource, SuspectBasis
+from ..protocol.messages import Fact
 
 LossCause = Literal["disconnected", "silent", "no-stop", "gone", "preempted", "withdrawn"]
 
@@ -95,22 +87,11 @@ class FaultInjected(Event, frozen=True, kw_only=True, tag="fault-injected"):
 
 
 # -- nodes ------------------------------------------------------------------------------------
-class NodeJoined(Event, frozen=True, kw_only=True, tag="node-joined"):
-    """An agent has connected: for the first time, again, or to a new controller."""
+class FromNode(Event, frozen=True, tag="from-node"):
+    """What a node's agent reports, or the backend about the node."""
 
     node: str
-    facts: NodeFacts
-    generation: int = 0
-    ranks: tuple[int, ...] = ()
-    staged: tuple[StagedShard, ...] = ()
-    offered_port: int = 0
-
-
-class StandbysReported(Event, frozen=True, kw_only=True, tag="standbys-reported"):
-    """Whether the standbys of a node have imported what the script imports."""
-
-    node: str
-    ready: bool
+    fact: Fact
 
 
 class NodeLost(Event, frozen=True, kw_only=True, tag="node-lost"):
@@ -121,52 +102,7 @@ class NodeLost(Event, frozen=True, kw_only=True, tag="node-lost"):
     """Seconds since the node was last known to be there."""
 
 
-class PreemptionNoticed(Event, frozen=True, kw_only=True, tag="preemption-noticed"):
-    """The node will be preempted; its workers still run."""
-
-    node: str
-    detail: str = ""
-    grace_s: float = 0.0
-    """How long it stays at least; 0: unknown."""
-
-
-# -- workers ----------------------------------------------------------------------------------
-class NodeRemarked(Event, frozen=True, kw_only=True, tag="node-remarked"):
-    """An agent has done something that people shall know of. Decides nothing."""
-
-    node: str
-    text: str
-    shown: bool = False
-    """It is the job's reason while the job runs."""
-
-
-class OwnCheckpointSeen(Event, frozen=True, kw_only=True, tag="own-checkpoint-seen"):
-    """A rank writes a checkpoint of the script's own."""
-
-    node: str
-    generation: int
-    path: str
-    times: int = 1
-    unread: bool = False
-    """Rank 0 was started again and has opened no checkpoint of the job before."""
-    waits: bool = False
-    """It would overwrite one, and waits for its end instead: nothing was written."""
-
-
-class OwnCheckpointRead(Event, frozen=True, kw_only=True, tag="own-checkpoint-read"):
-    """Rank 0 of a script that was started again reads a checkpoint of the job."""
-
-    node: str
-    generation: int
-    path: str
-
-
-class WorkerExited(Event, frozen=True, kw_only=True, tag="worker-exited"):
-    node: str
-    generation: int
-    exit: Exit
-
-
+# -- conclusions of the progress monitor --------------------------------------------------------
 class StepCompleted(
     StepReport,
     frozen=True,
@@ -229,14 +165,6 @@ class CollectivesBegun(Event, frozen=True, kw_only=True, tag="collectives-begun"
     """How long ago the training began."""
 
 
-class GroupInspected(Event, frozen=True, kw_only=True, tag="group-inspected"):
-    """What the workers of one node do, while a hang is suspected."""
-
-    node: str
-    generation: int
-    stacks: tuple[Stack, ...] = ()
-
-
 class StragglerDetected(Event, frozen=True, kw_only=True, tag="straggler-detected"):
     """The progress monitor found a slow rank; noted, not acted on."""
 
@@ -293,44 +221,7 @@ class ActionUnknown(Event, frozen=True, kw_only=True, tag="action-unknown"):
     detail: str = ""
 
 
-class GroupStopped(Event, frozen=True, kw_only=True, tag="group-stopped"):
-    """Result of StopGroup on one node."""
-
-    action_id: int
-    node: str
-    generation: int
-    exits: tuple[Exit, ...] = ()
-    staged: tuple[StagedShard, ...] = ()
-    stacks: tuple[Stack, ...] = ()
-    offered_port: int = 0
-
-
-class NodeMemoryPlanned(Event, frozen=True, kw_only=True, tag="node-memory-planned"):
-    """What a node's memory can hold of staged state."""
-
-    node: str
-    generation: int
-    memory: HostMemory
-
-
 # -- checkpoints ------------------------------------------------------------------------------
-class ShardPersisted(Event, frozen=True, kw_only=True, tag="shard-persisted"):
-    node: str
-    generation: int
-    shard: ShardFile
-    seconds: float = 0.0
-
-
-class PersistFailed(Event, frozen=True, kw_only=True, tag="persist-failed"):
-    node: str
-    generation: int
-    step: int
-    shard: int
-    detail: str
-    tried: bool = True
-    """False: there was nothing to write, or no time to write it."""
-
-
 class CheckpointRefused(Event, frozen=True, kw_only=True, tag="checkpoint-refused"):
     """A committed checkpoint is damaged; fall back to the one before."""
 
@@ -363,44 +254,15 @@ class Tick(Event, frozen=True, tag="tick"):
     """A timer of the controller (next_deadline_ns) is due."""
 
 
-# -- not journaled: only for the progress monitor ----------------------------------------------
-class NodeCopiedStep(Event, frozen=True, kw_only=True, tag="node-copied-step"):
-    """A node has copied a step to its buddy, or could not (messages.StepCopied). Only for the
-    choice of the next step (copy_rounds.py)."""
-
-    node: str
-    generation: int
-    wanted: int
-    step: int
-    staged_step: int
-    seconds: float = 0.0
-    detail: str = ""
-    missed: bool = False
-
-
-class HeartbeatReceived(Event, frozen=True, kw_only=True, tag="heartbeat"):
-    node: str
-    generation: int
-    workers: tuple[WorkerBeat, ...] = ()
-    staged_step: int = -1
-    copied_step: int = -1
-    stage_every_steps: int = 0
-    stage_from_step: int = 0
-    cpu_pressure: float = 0.0
-
-
 AnyEvent = (
-    JobSubmitted | ResizeRequested | AdjustRequested | SuspendRequested | ResumeRequested
-    | AgainRequested | CancelRequested
-    | FaultInjected | NodeJoined | StandbysReported | NodeLost | PreemptionNoticed | WorkerExited
+    FromNode | JobSubmitted | ResizeRequested | AdjustRequested | SuspendRequested
+    | ResumeRequested | AgainRequested | CancelRequested | FaultInjected | NodeLost
     | StepCompleted
-    | HangDetected | HangSuspected | HangSuspicionEnded | CollectivesBegun | GroupInspected
+    | HangDetected | HangSuspected | HangSuspicionEnded | CollectivesBegun
     | StragglerDetected
     | HeartbeatsLost | HeartbeatsRestored
     | ActionSucceeded | ActionFailed | ActionUnknown
-    | GroupStopped | NodeMemoryPlanned
-    | ShardPersisted | PersistFailed | CheckpointRefused | CheckpointsListed
+    | CheckpointRefused | CheckpointsListed
     | ControllerStarted
-    | Tick | HeartbeatReceived | NodeCopiedStep | NodeRemarked
-    | OwnCheckpointSeen | OwnCheckpointRead
+    | Tick
 )  # fmt: skip

@@ -10,19 +10,19 @@ from __future__ import annotations
 from ..planner.host import needs_buddy
 from ..protocol.host_memory import HostMemory, least, scaled
 from ..protocol.mesh import Mesh
+from ..protocol.messages import NodeMemoryPlanned
 from .context import StepContext
-from .events import NodeMemoryPlanned
 from .state import JobState
 
 
-def planned(ctx: StepContext, event: NodeMemoryPlanned) -> None:
+def planned(ctx: StepContext, node: str, fact: NodeMemoryPlanned) -> None:
     """Record it. What is given up takes effect with the next copy, or report of a step."""
     state = ctx.state
-    if event.node not in state.nodes:
+    if node not in state.nodes:
         return
-    state.nodes.change(event.node, host_memory=event.memory)
-    if state.is_member(event.node) and state.mesh is not None:
-        plan = _for_mesh(state, event.memory, state.mesh)
+    state.nodes.change(node, host_memory=fact.memory)
+    if state.is_member(node) and state.mesh is not None:
+        plan = _for_mesh(state, fact.memory, state.mesh)
         state.copies_given_up |= plan.grant.given_up != "nothing"
         state.memory_tier_given_up |= plan.grant.buffers <= 1
 

@@ -6,10 +6,16 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from ..protocol.messages import (
+    GroupStopped,
+    NodeJoined,
+    PreemptionNoticed,
+    StandbysReported,
+)
 from . import provisioning
 from .actions import Reason, StopGroup
 from .context import SECOND_NS, StepContext, seconds, stop_timeout_s
-from .events import GroupStopped, NodeJoined, NodeLost, PreemptionNoticed, StandbysReported
+from .events import NodeLost
 from .provisioning import release
 from .rank_assignment import best_size
 from .roster import NodeRecord, PendingNode, Promises
@@ -63,43 +69,43 @@ def any_to_be_stopped(state: JobState) -> bool:
 
 
 # -- joining ----------------------------------------------------------------------------------
-def joined(ctx: StepContext, event: NodeJoined) -> Cause | None:
+def joined(ctx: StepContext, name: str, fact: NodeJoined) -> Cause | None:
     """Returns why the generation must end: a member comes back without its workers, or the journal
     does not have the generation that nodes run."""
     state = ctx.state
-    if event.node in state.released_nodes and event.node not in state.nodes:
-        why = state.released_nodes[event.node]
-        release(ctx, event.node, "infrastructure", f"{event.node} was released: {why}")
+    if name in state.released_nodes and name not in state.nodes:
+        why = state.released_nodes[name]
+        release(ctx, name, "infrastructure", f"{name} was released: {why}")
         return None
-    if event.node not in state.nodes:
+    if name not in state.nodes:
         state.num_joined += 1
-        state.nodes[event.node] = NodeRecord(event.node, event.facts, state.num_joined)
-        provisioning.joined(state, event.node)
+        state.nodes[name] = NodeRecord(name, fact.facts, state.num_joined)
+        provisioning.joined(state, name)
         state.capacity_denied = False
     node = state.nodes.change(
-        event.node,
-        facts=event.facts,
-        staged=event.staged,
+        name,
+        facts=fact.facts,
+        staged=fact.staged,
         confirmed=True,
-        offered_port=event.offered_port or state.nodes[event.node].offered_port,
-        generation=event.generation,
+        offered_port=fact.offered_port or state.nodes[name].offered_port,
+        generation=fact.generation,
     )
     cause = None
-    newest = max([event.generation, *(one.generation for one in event.staged)])
+    newest = max([fact.generation, *(one.generation for one in fact.staged)])
     if newest > state.generation:
         cause = _journal_is_behind(state, newest)
-    if cause is None and state.is_member(event.node):
-        cause = _member_rejoined(ctx, node, event)
-    elif cause is None and event.generation:
+    if cause is None and state.is_member(name):
+        cause = _member_rejoined(ctx, node, fact)
+    elif cause is None and fact.generation:
         _stop_stale(ctx, node)
     _check_rejoined(ctx)
     return cause
 
 
-def standbys_reported(ctx: StepContext, event: StandbysReported) -> None:
+def standbys_reported(ctx: StepContext, node: str, fact: StandbysReported) -> None:
     """requests.interrupt_if_planned waits for it."""
-    if event.node in ctx.state.nodes:
-        ctx.state.nodes.change(event.node, standbys_ready=event.ready)
+    if node in ctx.state.nodes:
+        ctx.state.nodes.change(node, standbys_ready=fact.ready)
 
 
 def _journal_is_behind(state: JobState, newest: int) -> Cause | None:
@@ -114,14 +120,14 @@ def _journal_is_behind(state: JobState, newest: int) -> Cause | None:
     return Cause("failure", Reason("controller-restart", text), journal_behind=text)
 
 
-def _member_rejoined(ctx: StepContext, node: NodeRecord, event: NodeJoined) -> Cause | None:
+def _member_rejoined(ctx: StepContext, node: NodeRecord, fact: NodeJoined) -> Cause | None:
     """A member of the current generation has reconnected: adopt it, or send again what it may have
     missed."""
     state = ctx.state
     if state.stop is not None:
         if node.name in state.stop.waiting:
             _resend_stop(ctx, node.name)
-    elif event.generation == state.generation:
+    elif fact.generation == state.generation:
         state.launching.pop(node.name, None)
     elif node.name in state.launching:
         reason = Reason("controller-restart", f"{node.name} may not have received its launch")
@@ -151,17 +157,17 @@ def _stop_stale(ctx: StepContext, node: NodeRecord) -> None:
     ctx.emit(StopGroup, Reason("infrastructure", text), node.generation, node=node.name)
 
 
-def stale_stopped(ctx: StepContext, event: GroupStopped) -> None:
+def stale_stopped(ctx: StepContext, name: str, fact: GroupStopped) -> None:
     """A node has stopped the workers of an old generation and can be used again."""
-    node = ctx.state.nodes.get(event.node)
-    if node is not None and node.generation == event.generation:
-        group_stopped(ctx.state, event)
+    node = ctx.state.nodes.get(name)
+    if node is not None and node.generation == fact.generation:
+        group_stopped(ctx.state, name, fact)
 
 
-def group_stopped(state: JobState, event: GroupStopped) -> None:
+def group_stopped(state: JobState, name: str, fact: GroupStopped) -> None:
     """No workers run on the node any more."""
-    port = event.offered_port or state.nodes[event.node].offered_port
-    state.nodes.change(event.node, generation=0, staged=event.staged, offered_port=port)
+    port = fact.offered_port or state.nodes[name].offered_port
+    state.nodes.change(name, generation=0, staged=fact.staged, offered_port=port)
 
 
 # -- losing -----------------------------------------------------------------------------------
@@ -208,25 +214,25 @@ def _check_rejoined(ctx: StepContext) -> None:
         ctx.disarm("rejoin")
 
 
-def preemption_noticed(ctx: StepContext, event: PreemptionNoticed) -> None:
+def preemption_noticed(ctx: StepContext, name: str, fact: PreemptionNoticed) -> None:
     """Note it; requests.interrupt_if_planned replaces the node."""
     nodes = ctx.state.nodes
-    node = nodes.get(event.node)
+    node = nodes.get(name)
     if node is None:
         return
-    leaves_ns, reason = node.leaves_ns, event.detail[:MAX_DETAIL] or "no detail given"
-    if event.grace_s > 0:
+    leaves_ns, reason = node.leaves_ns, fact.detail[:MAX_DETAIL] or "no detail given"
+    if fact.grace_s > 0:
         if leaves_ns is None:
             ctx.disarm("preempt")  # its length depends on when the node leaves
-        noticed_ns = ctx.now_ns + seconds(event.grace_s)
+        noticed_ns = ctx.now_ns + seconds(fact.grace_s)
         leaves_ns = min(leaves_ns or noticed_ns, noticed_ns)
     if node.preempting:
-        more = event.detail and event.detail not in node.leave_reason
-        reason = f"{node.leave_reason}; {event.detail}"[:MAX_DETAIL] if more else node.leave_reason
+        more = fact.detail and fact.detail not in node.leave_reason
+        reason = f"{node.leave_reason}; {fact.detail}"[:MAX_DETAIL] if more else node.leave_reason
     else:
-        grace = f" in {event.grace_s:.0f} s" if event.grace_s > 0 else ""
-        ctx.note(f"{event.node} will be preempted{grace}: {reason}")
-    nodes.change(event.node, preempting=True, leave_reason=reason, leaves_ns=leaves_ns)
+        grace = f" in {fact.grace_s:.0f} s" if fact.grace_s > 0 else ""
+        ctx.note(f"{name} will be preempted{grace}: {reason}")
+    nodes.change(name, preempting=True, leave_reason=reason, leaves_ns=leaves_ns)
 
 
 def replace_slow(ctx: StepContext, name: str, evidence: str) -> None:

@@ -11,40 +11,40 @@ from pathlib import PurePath
 from msgspec.structs import replace
 
 from ..protocol.facts import OwnCheckpoint
+from ..protocol.messages import OwnCheckpointRead, OwnCheckpointSeen
 from .context import StepContext
-from .events import OwnCheckpointRead, OwnCheckpointSeen
 from .state import Hold, JobState
 
 MAX_KNOWN = 64
 """The last ones; a launch carries them to each node."""
 
 
-def seen(ctx: StepContext, event: OwnCheckpointSeen) -> None:
+def seen(ctx: StepContext, _node: str, fact: OwnCheckpointSeen) -> None:
     """A rank is about to write one."""
     state = ctx.state
-    if event.unread and event.generation == state.generation:
-        _ignored(ctx, event)
-    if event.waits:
+    if fact.unread and fact.generation == state.generation:
+        _ignored(ctx, fact)
+    if fact.waits:
         return
     known = state.own_checkpoints
-    before = known.pop(event.path, None)
-    times = max(event.times, before.times if before is not None else 1)
-    if before is None or before.generation != event.generation:
-        before = OwnCheckpoint(path=event.path, generation=event.generation)
-    known[event.path] = replace(before, times=times)
+    before = known.pop(fact.path, None)
+    times = max(fact.times, before.times if before is not None else 1)
+    if before is None or before.generation != fact.generation:
+        before = OwnCheckpoint(path=fact.path, generation=fact.generation)
+    known[fact.path] = replace(before, times=times)
     while len(known) > MAX_KNOWN:
         del known[next(iter(known))]
 
 
-def was_read(ctx: StepContext, event: OwnCheckpointRead) -> None:
+def was_read(ctx: StepContext, _node: str, fact: OwnCheckpointRead) -> None:
     """Rank 0 has opened one, or a file in one."""
-    state, opened = ctx.state, PurePath(event.path)
-    state.own_checkpoint_read = event.generation
+    state, opened = ctx.state, PurePath(fact.path)
+    state.own_checkpoint_read = fact.generation
     path = next((str(p) for p in (opened, *opened.parents) if str(p) in state.own_checkpoints), "")
     if path:
         one = state.own_checkpoints[path]
-        state.own_checkpoints[path] = replace(one, read_by=event.generation)
-        if (incident := state.led_to(event.generation)) is not None:
+        state.own_checkpoints[path] = replace(one, read_by=fact.generation)
+        if (incident := state.led_to(fact.generation)) is not None:
             incident.decision += f"; it read {path}"
 
 
@@ -59,23 +59,23 @@ def start_failed(ctx: StepContext) -> bool:
     return failed and not all(one.failed for one in known.values())
 
 
-def _ignored(ctx: StepContext, event: OwnCheckpointSeen) -> None:
+def _ignored(ctx: StepContext, fact: OwnCheckpointSeen) -> None:
     """Hold a job whose rank waits, whatever the spec says by now."""
     state = ctx.state
     if not state.active or state.stop is not None or state.hold is not None:
         return
-    if state.own_checkpoint_ignored == event.generation:
+    if state.own_checkpoint_ignored == fact.generation:
         return
-    state.own_checkpoint_ignored = event.generation
-    last = newest(state, event.generation) or newest(state)
-    then = "would write" if event.waits else "writes"
-    over = f"{then} over it" if event.path == last else f"{then} {event.path}"
+    state.own_checkpoint_ignored = fact.generation
+    last = newest(state, fact.generation) or newest(state)
+    then = "would write" if fact.waits else "writes"
+    over = f"{then} over it" if fact.path == last else f"{then} {fact.path}"
     text = f"the restarted script began at step 0: it has not opened {last}, and {over}"
     ctx.note(text)
     incident = state.incidents[-1] if state.incidents else None
-    if incident is not None and incident.generation_after == event.generation:
+    if incident is not None and incident.generation_after == fact.generation:
         incident.evidence = "; ".join(filter(None, (incident.evidence, text)))
-    if event.waits and state.intent == "run":
+    if fact.waits and state.intent == "run":
         name = state.job.name
         ways = (
             f"have it read HOLDFAST_RESUME_FROM_CHECKPOINT and `holdfast resume {name}`, or give a "

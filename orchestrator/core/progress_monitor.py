@@ -14,6 +14,7 @@ from typing import NamedTuple
 from .. import limits
 from ..api.v1alpha1 import Recovery, TrainingJob
 from ..protocol.facts import WorkerBeat, counting, largest
+from ..protocol.messages import Fact, GroupInspected, Heartbeat, NodeJoined, WorkerExited
 from .context import SECOND_NS, recovery_of, seconds
 from .controller import Controller
 from .events import (
@@ -21,14 +22,11 @@ from .events import (
     AnyEvent,
     CollectivesBegun,
     ControllerStarted,
-    GroupInspected,
+    FromNode,
     HangDetected,
-    HeartbeatReceived,
-    NodeJoined,
     NodeLost,
     StepCompleted,
     StragglerDetected,
-    WorkerExited,
 )
 from .hang import detector
 from .hang.facts import STARVED_MEMORY_S, HangFacts, InspectedStack, WatchedGeneration
@@ -174,27 +172,36 @@ class ProgressMonitor:
 
     def _take(self, now_ns: int, event: AnyEvent) -> None:
         match event:
-            case HeartbeatReceived() if event.node in self._state.nodes:
-                self._detector.observed(now_ns, event.node, self._recovery)
-                self._note_pressure(now_ns, event)
-                self._record(now_ns, event)
+            case FromNode(node, fact):
+                self._take_fact(now_ns, node, fact)
             case StepCompleted() if event.generation == self._current.number:
                 # It comes back from the controller, or from a replay.
                 self._current.reported = max(self._current.reported, event.step)
-            case NodeJoined():
-                self._detector.observed(now_ns, event.node, self._recovery)
             case AdjustRequested():
                 self._detector.reset(now_ns)
-            case GroupInspected() if event.generation == self._current.number:
-                for stack in event.stacks:
-                    self._current.inspected[stack.rank] = InspectedStack(stack, now_ns)
             case ControllerStarted():
                 # How long agents may take to reconnect is a timer of the controller.
                 self._detector.begin(now_ns)
                 # A replay has no heartbeats, so what it shows of progress does not count.
                 self._current, self._unchecked = MonitoredGeneration(), False
                 self._follow(now_ns)
-            case WorkerExited() | HangDetected() | NodeLost():
+            case HangDetected() | NodeLost():
+                self._report_due = True
+            case _:
+                pass
+
+    def _take_fact(self, now_ns: int, node: str, fact: Fact) -> None:
+        match fact:
+            case Heartbeat() if node in self._state.nodes:
+                self._detector.observed(now_ns, node, self._recovery)
+                self._note_pressure(now_ns, node, fact)
+                self._record(now_ns, node, fact)
+            case NodeJoined():
+                self._detector.observed(now_ns, node, self._recovery)
+            case GroupInspected() if fact.generation == self._current.number:
+                for stack in fact.stacks:
+                    self._current.inspected[stack.rank] = InspectedStack(stack, now_ns)
+            case WorkerExited():
                 self._report_due = True
             case _:
                 pass
@@ -258,22 +265,22 @@ class ProgressMonitor:
             self._current.step_s.extend([state.step_s] if state.step_s > 0 else [])
         return out
 
-    def _record(self, now_ns: int, beat: HeartbeatReceived) -> None:
+    def _record(self, now_ns: int, node: str, beat: Heartbeat) -> None:
         current, state = self._current, self._state
         if beat.generation != current.number or state.membership is None:
             return
         self._unchecked = True
         interval_s = self._recovery.heartbeat_interval_s
         for worker in beat.workers:
-            if state.node_of(worker.rank) == beat.node:
+            if state.node_of(worker.rank) == node:
                 gap_s = current.record(now_ns, worker, interval_s)
                 self._worst_gap_s = max(self._worst_gap_s, gap_s)
 
-    def _note_pressure(self, now_ns: int, beat: HeartbeatReceived) -> None:
+    def _note_pressure(self, now_ns: int, node: str, beat: Heartbeat) -> None:
         if beat.cpu_pressure < limits.STRAGGLER_MAX_PRESSURE:
             return
         nodes = self._state.nodes
-        here = nodes.on_host[nodes[beat.node].facts.hostname]
+        here = nodes.on_host[nodes[node].facts.hostname]
         self._contended |= dict.fromkeys(here, now_ns)
         if beat.cpu_pressure >= limits.STARVED_PRESSURE:
             self._starved_ns = now_ns

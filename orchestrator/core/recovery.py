@@ -9,6 +9,7 @@ from __future__ import annotations
 from .. import limits
 from ..api.v1alpha1 import Budget
 from ..protocol.facts import USAGE_CODE, Exit, Stack
+from ..protocol.messages import GroupInspected, GroupStopped, NodeRemarked
 from . import launching, nodes, own_checkpoints, provisioning, quiesce, sizes
 from .actions import InspectGroup, Reason, ReasonCode, StopGroup
 from .checkpoints import DISTRUST_AFTER, refuse
@@ -21,14 +22,11 @@ from .context import (
     stop_timeout_s,
 )
 from .events import (
-    GroupInspected,
-    GroupStopped,
     HangSuspected,
     HangSuspicionEnded,
     HeartbeatsLost,
     HeartbeatsRestored,
     NodeLost,
-    NodeRemarked,
 )
 from .failure import (
     HOPELESS_TYPES,
@@ -239,13 +237,13 @@ def inspect(ctx: StepContext, event: HangSuspected) -> None:
         ctx.emit(InspectGroup, reason, node=name)
 
 
-def inspected(ctx: StepContext, event: GroupInspected) -> None:
+def inspected(ctx: StepContext, node: str, fact: GroupInspected) -> None:
     """Show what a worker does that its peers may wait for."""
-    ctx.state.inspected |= {stack.rank: stack for stack in event.stacks}
-    for stack in event.stacks:
+    ctx.state.inspected |= {stack.rank: stack for stack in fact.stacks}
+    for stack in fact.stacks:
         if stack.activity in ("nothing", "reads", "compiles"):
             text = describe(stack.rank, None, InspectedStack(stack, 0))
-            _show(ctx, f"no progress: {text}, on {event.node}")
+            _show(ctx, f"no progress: {text}, on {node}")
             return
 
 
@@ -255,9 +253,9 @@ def suspicion_ended(ctx: StepContext, event: HangSuspicionEnded) -> None:
     _show_over(ctx, f"progress again, after {event.seconds:.1f} s without any")
 
 
-def remarked(ctx: StepContext, event: NodeRemarked) -> None:
-    show = _show if event.shown else StepContext.note
-    show(ctx, f"{event.node}: {event.text}")
+def remarked(ctx: StepContext, node: str, fact: NodeRemarked) -> None:
+    show = _show if fact.shown else StepContext.note
+    show(ctx, f"{node}: {fact.text}")
 
 
 def _show_over(ctx: StepContext, text: str) -> None:
@@ -273,16 +271,16 @@ def _show(ctx: StepContext, text: str) -> None:
         ctx.move("running", ctx.state.reason.code, text)
 
 
-def group_stopped(ctx: StepContext, event: GroupStopped) -> None:
+def group_stopped(ctx: StepContext, node: str, fact: GroupStopped) -> None:
     """A member of the current generation has stopped its workers."""
     state, stop = ctx.state, ctx.state.stop
     assert stop is not None
-    stop.waiting.pop(event.node, None)
-    nodes.group_stopped(state, event)
-    for exit in event.exits:
-        state.exits.setdefault(exit.rank, (event.node, exit))
+    stop.waiting.pop(node, None)
+    nodes.group_stopped(state, node, fact)
+    for exit in fact.exits:
+        state.exits.setdefault(exit.rank, (node, exit))
         _date_failure(ctx, exit)
-    stop.stacks.extend(event.stacks)
+    stop.stacks.extend(fact.stacks)
 
 
 # -- concluding -------------------------------------------------------------------------------

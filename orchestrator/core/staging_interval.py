@@ -10,7 +10,6 @@ the same. All ranks change at one step that lies ahead of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from statistics import median
 
 import msgspec
@@ -18,10 +17,11 @@ import msgspec
 from .. import limits
 from ..api.v1alpha1 import Checkpoint
 from ..protocol.facts import SCRIPT_SOURCES
+from ..protocol.messages import Heartbeat, StageEvery
 from . import quiesce
-from .actions import Reason
+from .actions import Reason, ToNode
 from .context import SECOND_NS, StepContext
-from .events import HeartbeatReceived, StepCompleted
+from .events import StepCompleted
 from .state import JobState, StagingInterval, StagingSample
 
 HIDDEN = 0.5
@@ -35,15 +35,6 @@ RAISE, LOWER = 1.25, 0.5
 """Change the interval if the wanted one is larger, or smaller, than this many times the current."""
 LOWER_AFTER_S = 60.0
 """A shorter interval is tried at most this often: a slow moment must not be followed by another."""
-
-
-class IntervalOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Sent to a node as messages.StageEvery."""
-
-    node: str
-    generation: int
-    every_steps: int
-    from_step: int
 
 
 class Costs(msgspec.Struct, frozen=True):
@@ -193,25 +184,23 @@ def begin_generation(state: JobState) -> None:
         )
 
 
-def orders(state: JobState, beats: Iterable[HeartbeatReceived]) -> list[IntervalOrder]:
-    """To members whose heartbeat shows another interval than the chosen one."""
+def orders(state: JobState, node: str, beat: Heartbeat) -> list[ToNode]:
+    """To a member whose heartbeat shows another interval than the chosen one."""
     chosen = state.staging_interval
     if chosen is None or state.stop is not None:
         return []
-    here = (chosen.every_steps, chosen.since_step)
-    return [
-        IntervalOrder(
-            node=beat.node,
-            generation=state.generation,
-            every_steps=chosen.every_steps,
-            from_step=chosen.since_step,
-        )
-        for beat in beats
-        if beat.generation == state.generation and state.is_member(beat.node)
-        # 0: no workers.
-        and (beat.stage_every_steps or chosen.for_storage)
-        and (beat.stage_every_steps, beat.stage_from_step) != here
-    ]  # fmt: skip
+    if beat.generation != state.generation or not state.is_member(node):
+        return []
+    shown = (beat.stage_every_steps, beat.stage_from_step)
+    has_workers = beat.stage_every_steps or chosen.for_storage
+    if not has_workers or shown == (chosen.every_steps, chosen.since_step):
+        return []
+    wanted = StageEvery(
+        generation=state.generation,
+        every_steps=chosen.every_steps,
+        from_step=chosen.since_step,
+    )
+    return [ToNode(node, wanted)]
 
 
 def describe(state: JobState) -> str:

@@ -46,12 +46,9 @@ class Greeting(Message, frozen=True, kw_only=True, omit_defaults=False):
     release: str = limits.RELEASE
 
 
-class Hello(Greeting, frozen=True, kw_only=True, tag="hello"):
-    """First message of an agent, after every connect and reconnect."""
+class NodeJoined(Message, frozen=True, kw_only=True, tag="node-joined"):
+    """An agent has connected: for the first time, again, or to a new controller."""
 
-    token: str
-    job: str
-    node: str
     facts: NodeFacts
     generation: int = 0
     """Generation of the workers that run on the node; 0: none."""
@@ -60,6 +57,15 @@ class Hello(Greeting, frozen=True, kw_only=True, tag="hello"):
     staged: tuple[StagedShard, ...] = ()
     offered_port: int = 0
     """A free port of the node, for MASTER_PORT of the next generation."""
+
+
+class Hello(Greeting, frozen=True, kw_only=True, tag="hello"):
+    """First message of an agent, after every connect and reconnect."""
+
+    token: str
+    job: str
+    node: str
+    joined: NodeJoined
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
@@ -85,12 +91,12 @@ class Launched(Message, frozen=True, kw_only=True, tag="launched"):
     detail: str = ""
 
 
-class WorkerExitReport(Message, frozen=True, kw_only=True, tag="worker-exited"):
+class WorkerExited(Message, frozen=True, kw_only=True, tag="worker-exited"):
     generation: int
     exit: Exit
 
 
-class Stopped(Message, frozen=True, kw_only=True, tag="stopped"):
+class GroupStopped(Message, frozen=True, kw_only=True, tag="group-stopped"):
     """Result of StopWorkers: no worker of that generation runs on the node any more. `staged` is
     what the memory tier still holds."""
 
@@ -102,7 +108,7 @@ class Stopped(Message, frozen=True, kw_only=True, tag="stopped"):
     offered_port: int = 0
 
 
-class Inspected(Message, frozen=True, kw_only=True, tag="inspected"):
+class GroupInspected(Message, frozen=True, kw_only=True, tag="group-inspected"):
     """Result of Inspect. Texts only of ranks that do not wait for their peers."""
 
     generation: int
@@ -136,7 +142,7 @@ class StepCopied(Message, frozen=True, kw_only=True, tag="step-copied"):
     """The order came too late: the step was not in memory any more."""
 
 
-class HostMemoryPlanned(Message, frozen=True, kw_only=True, tag="host-memory"):
+class NodeMemoryPlanned(Message, frozen=True, kw_only=True, tag="node-memory-planned"):
     """What the node's memory can hold of staged state; sent when its workers have asked for
     buffers, and when it changes."""
 
@@ -144,22 +150,22 @@ class HostMemoryPlanned(Message, frozen=True, kw_only=True, tag="host-memory"):
     memory: HostMemory
 
 
-class StandbyReport(Message, frozen=True, kw_only=True, tag="standbys"):
+class StandbysReported(Message, frozen=True, kw_only=True, tag="standbys-reported"):
     """Whether the node's standbys have imported what the script imports, or there is nothing to
     import. Sent after every Welcome, and when it changes."""
 
     ready: bool
 
 
-class Persisted(Message, frozen=True, kw_only=True, tag="persisted"):
+class ShardPersisted(Message, frozen=True, kw_only=True, tag="shard-persisted"):
     """A shard is durable in storage; it counts once the controller commits the manifest."""
 
     generation: int
     shard: ShardFile
-    seconds: float
+    seconds: float = 0.0
 
 
-class ShardPersistFailed(Message, frozen=True, kw_only=True, tag="persist-failed"):
+class PersistFailed(Message, frozen=True, kw_only=True, tag="persist-failed"):
     generation: int
     step: int
     shard: int
@@ -168,12 +174,13 @@ class ShardPersistFailed(Message, frozen=True, kw_only=True, tag="persist-failed
     """False: nothing was written because there was nothing to write, or no time for it."""
 
 
-class NodeLeaving(Message, frozen=True, kw_only=True, tag="leaving"):
-    """The node was asked to end (SIGTERM). It runs until it receives Shutdown, for `grace_s`
-    seconds at most. The agent sends this again after every Welcome."""
+class PreemptionNoticed(Message, frozen=True, kw_only=True, tag="preemption-noticed"):
+    """The node will be preempted, or was asked to end (SIGTERM); its workers still run, until it
+    receives Shutdown. The agent sends this again after every Welcome."""
 
-    detail: str
-    grace_s: float
+    detail: str = ""
+    grace_s: float = 0.0
+    """Seconds that the node stays at least; 0: unknown."""
 
 
 class AgentEvent(Message, frozen=True, kw_only=True, tag="agent-event"):
@@ -182,7 +189,7 @@ class AgentEvent(Message, frozen=True, kw_only=True, tag="agent-event"):
     text: str
 
 
-class AgentNote(Message, frozen=True, kw_only=True, tag="agent-note"):
+class NodeRemarked(Message, frozen=True, kw_only=True, tag="node-remarked"):
     """What people shall find in the job's events, such as a checkpoint that was set aside. No
     decision depends on it."""
 
@@ -191,7 +198,7 @@ class AgentNote(Message, frozen=True, kw_only=True, tag="agent-note"):
     """Also as the job's reason while it runs."""
 
 
-class OwnCheckpointWritten(Message, frozen=True, kw_only=True, tag="own-checkpoint"):
+class OwnCheckpointSeen(Message, frozen=True, kw_only=True, tag="own-checkpoint-seen"):
     """A rank writes a checkpoint of the script's own."""
 
     generation: int
@@ -204,7 +211,7 @@ class OwnCheckpointWritten(Message, frozen=True, kw_only=True, tag="own-checkpoi
     """It would overwrite one, and waits for its end instead: nothing was written."""
 
 
-class OwnCheckpointOpened(Message, frozen=True, kw_only=True, tag="own-checkpoint-opened"):
+class OwnCheckpointRead(Message, frozen=True, kw_only=True, tag="own-checkpoint-read"):
     """Rank 0 of a script that was started again reads a checkpoint of the job."""
 
     generation: int
@@ -426,12 +433,13 @@ class Reply(Message, frozen=True, kw_only=True, tag="reply"):
     body: dict[str, Any] = {}
 
 
-FromAgent = (
-    Hello | Heartbeat | Launched | WorkerExitReport | Stopped | ShardStaged | StepCopied
-    | HostMemoryPlanned | Persisted | ShardPersistFailed | NodeLeaving | AgentEvent | AgentNote
-    | Inspected | StandbyReport | ImportsLearned | OwnCheckpointWritten
-    | OwnCheckpointOpened
+Fact = (
+    Heartbeat | NodeJoined | WorkerExited | GroupStopped | StepCopied | NodeMemoryPlanned
+    | ShardPersisted | PersistFailed | PreemptionNoticed | NodeRemarked | GroupInspected
+    | StandbysReported | OwnCheckpointSeen | OwnCheckpointRead
 )  # fmt: skip
+"""Taken in by the core as they are (core.events.FromNode)."""
+FromAgent = Hello | Fact | Launched | ShardStaged | AgentEvent | ImportsLearned
 ToAgent = (
     Welcome | Refused | LaunchWorkers | StopWorkers | Stage | StageEvery | Persist | CopyStep
     | Committed | Chaos | Shutdown | Inspect

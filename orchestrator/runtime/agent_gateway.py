@@ -11,8 +11,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+import msgspec
+
 from ..backends.base import Backend, LocatesNodes, NodeGone
-from ..core.events import AnyEvent, LossCause, NodeLost
+from ..core.events import AnyEvent, FromNode, LossCause, NodeLost
 from ..protocol import messages as wire
 from . import translate
 from .agent_server import AgentConnection
@@ -68,11 +70,12 @@ class AgentGateway:
         return translate.refusal(self._loop.state, hello.node, self._gone)
 
     def joined(self, link: AgentConnection, hello: wire.Hello) -> None:
-        self._log.info("%s joined, generation %d", hello.node, hello.generation)
-        facts = hello.facts
+        joined = hello.joined
+        self._log.info("%s joined, generation %d", hello.node, joined.generation)
         if self._locates is not None:
-            facts = self._locates.facts_of(hello.node, facts)
-        self._submit(translate.joined(hello, facts))
+            facts = self._locates.facts_of(hello.node, joined.facts)
+            joined = msgspec.structs.replace(joined, facts=facts)
+        self._submit(FromNode(hello.node, joined))
         # After that event, on which the core sends unanswered orders again.
         self._executor.forget(hello.node, f"{hello.node} has reconnected")
 
@@ -94,11 +97,11 @@ class AgentGateway:
             return
         if isinstance(message, translate.Answer) and not self._executor.expects(node, message):
             return
-        event = translate.to_event(node, message)
+        event = translate.to_event(node, self._evidence.bounded(message))
         if event is None:
             self._log.warning("%s: unexpected %s", node, type(message).__name__)
         else:
-            self._submit(self._evidence.bounded(event))
+            self._submit(event)
 
     def disconnected(self, node: str) -> None:
         if self._loop.state.terminal:

@@ -230,7 +230,7 @@ class AgentServer:
         self._admit(connection, route)
         old = route.links.get(hello.node)
         connection.link = route.links[hello.node] = AgentConnection(
-            hello.node, hello.facts, connection
+            hello.node, hello.joined.facts, connection
         )
         if old is not None:
             old.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from ..core.actions import AnyAction
+from ..core.actions import AnyAction, ToNode
 from ..core.context import SECOND_NS
 from ..core.events import AnyEvent, JobSubmitted
 from ..core.journal import Journal
@@ -16,12 +16,11 @@ from ..core.state import JobState
 from ..protocol.facts import ShardFile
 from .clock import Clock
 from .job_loop import JobLoop, Ready
-from .translate import Order
 
 UNWRITTEN_RETRY_NS = SECOND_NS
 """Time between two attempts to write records that are in memory only."""
 
-CarryOut = Callable[[AnyAction | Order], None]
+CarryOut = Callable[[AnyAction | ToNode], None]
 """Starts an action. Must not block; the result comes back as an event."""
 
 

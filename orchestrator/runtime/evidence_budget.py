@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ..core.events import AnyEvent, GroupStopped, WorkerExited
 from ..protocol.facts import Exit, Stack
+from ..protocol.messages import GroupStopped, Message, WorkerExited
 
 STACK_BYTES = 512 * 1024
 """Stacks of ranks that did not wait for their peers, in one generation. A journal of 1 MB holds
@@ -30,19 +30,21 @@ class EvidenceBudget:
         self._generation = 0
         self._stacks = self._waiting = self._tracebacks = 0
 
-    def bounded(self, event: AnyEvent) -> AnyEvent:
-        """The same event with texts that fit."""
-        match event:
+    def bounded(self, message: Message) -> Message:
+        """The same message with texts that fit."""
+        match message:
             case WorkerExited():
-                return msgspec.structs.replace(event, exit=self.exit(event.generation, event.exit))
+                return msgspec.structs.replace(
+                    message, exit=self.exit(message.generation, message.exit)
+                )
             case GroupStopped():
                 return msgspec.structs.replace(
-                    event,
-                    exits=tuple(self.exit(event.generation, one) for one in event.exits),
-                    stacks=self.stacks(event.generation, event.stacks),
+                    message,
+                    exits=tuple(self.exit(message.generation, one) for one in message.exits),
+                    stacks=self.stacks(message.generation, message.stacks),
                 )
             case _:
-                return event
+                return message
 
     def _follow(self, generation: int) -> None:
         if generation != self._generation:

@@ -24,17 +24,16 @@ from ..core.actions import (
     Retained,
     StageStep,
     StopGroup,
+    ToNode,
 )
-from ..core.copy_rounds import CopyOrder
 from ..core.events import ActionFailed, ActionSucceeded, ActionUnknown, AnyEvent
-from ..core.staging_interval import IntervalOrder
 from ..protocol import messages as wire
 from ..protocol.facts import LaunchIncident, OwnCheckpoint
 from .agent_server import AgentConnection
 from .checkpoint_store.async_store import AsyncCheckpointStore
 from .checkpoint_store.options import answer_of
 from .checkpoint_store.store import NotCovered
-from .translate import Answer, AwaitedAnswers, NodeAction, Order, to_message
+from .translate import Answer, AwaitedAnswers, NodeAction, to_message
 
 Result = dict[str, Any]
 """Fields of ActionSucceeded."""
@@ -62,15 +61,14 @@ class Executor:
         self._awaited = AwaitedAnswers()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def carry_out(self, action: AnyAction | Order) -> None:
+    def carry_out(self, action: AnyAction | ToNode) -> None:
         """Start an action. Never blocks."""
         match action:
             case LaunchGroup() | StopGroup() | StageStep():
                 self._send(action)
-            case CopyOrder() | IntervalOrder():
-                link = self._links.get(action.node)
-                if link is not None:
-                    link.send(to_message(action))
+            case ToNode(node, message):
+                if (link := self._links.get(node)) is not None:
+                    link.send(message)
             case PersistStep() | InspectGroup():
                 self._send_unanswered(action)
             case RequestNodes():
@@ -109,7 +107,7 @@ class Executor:
         link.send(to_message(action, buddy.facts if buddy is not None else None, *history))
 
     def _send_unanswered(self, action: PersistStep | InspectGroup) -> None:
-        """Succeeds when it is sent; what follows is reported by itself (Persisted, Inspected)."""
+        """Succeeds when it is sent; what follows is a fact (ShardPersisted, GroupInspected)."""
         link = self._links.get(action.node)
         if link is None:
             self._failed(action, f"{action.node} is not connected")

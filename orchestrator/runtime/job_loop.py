@@ -14,17 +14,15 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..api.v1alpha1 import TrainingJob
-from ..core.actions import AnyAction
+from ..core.actions import AnyAction, ToNode
 from ..core.controller import Controller
 from ..core.copy_rounds import CopyScheduler
 from ..core.events import (
     ActionUnknown,
     AnyEvent,
     ControllerStarted,
-    HeartbeatReceived,
+    FromNode,
     JobSubmitted,
-    NodeCopiedStep,
-    NodeJoined,
     Tick,
 )
 from ..core.journal import Record
@@ -33,10 +31,10 @@ from ..core.staging_interval import orders
 from ..core.state import JobState, StagingInterval
 from ..core.transitions import JobPhase
 from ..protocol.facts import ShardFile
+from ..protocol.messages import Heartbeat, NodeJoined, StepCopied
 from . import snapshot
 from .observe.projection import JobProjection
 from .observe.view import JobView
-from .translate import Order
 
 MAX_QUEUED = 50_000
 """Events that wait for the journal. During an outage of its store 1,000 nodes send two heartbeats a
@@ -51,7 +49,7 @@ class Ready(NamedTuple):
     actions: tuple[AnyAction, ...]
     must_commit: bool
     """The records hold a decision or a new phase. Others may wait for the next commit."""
-    orders: tuple[Order, ...] = ()
+    orders: tuple[ToNode, ...] = ()
     """To be sent like actions. Nothing waits for them: an agent that misses one reports again."""
 
 
@@ -65,7 +63,7 @@ class JobLoop:
         self.projection = projection or JobProjection(job)
         self._monitor = ProgressMonitor(job, controller)
         self._rounds = CopyScheduler()
-        self._orders: list[Order] = []
+        self._orders: list[ToNode] = []
         self._queue: deque[Record] = deque()
         self._last_ns = 0
         self._advanced = True
@@ -149,10 +147,10 @@ class JobLoop:
 
     def feed(self, now_ns: int, event: AnyEvent) -> None:
         """Queue an event."""
-        if isinstance(event, HeartbeatReceived | NodeJoined):
+        if isinstance(event, FromNode) and isinstance(event.fact, Heartbeat | NodeJoined):
             self._monitor.arrived(now_ns, event.node)
-        if isinstance(event, HeartbeatReceived) and len(self._queue) >= MAX_QUEUED:
-            return  # the next heartbeats say the same; the journal cannot be written meanwhile
+            if isinstance(event.fact, Heartbeat) and len(self._queue) >= MAX_QUEUED:
+                return  # the next heartbeats say the same; the journal cannot be written meanwhile
         self._queue.append(Record(now_ns, event))
 
     # -- out -----------------------------------------------------------------------------------
@@ -199,20 +197,20 @@ class JobLoop:
         now_ns = self._last_ns = max(at_ns, self._last_ns)
         pending = deque([first])
         while pending:
-            event = pending.popleft()
-            if isinstance(event, HeartbeatReceived):
-                self.projection.beat(now_ns, event)
-                if self.controller.submitted:
-                    self._orders += orders(self.controller.state, [event])
-            elif isinstance(event, NodeCopiedStep):
-                self._orders += self._rounds.observe(now_ns, event, self.controller.state)
-                pending.extend(self._rounds.take_remarks())
-                continue
-            else:
-                decided = self.controller.step(now_ns, event)
-                self.projection.observe(now_ns, event, decided, self.controller.state)
-                records.append(Record(now_ns, event))
-                actions += decided
+            match event := pending.popleft():
+                case FromNode(node, Heartbeat() as beat):
+                    self.projection.beat(now_ns, node, beat)
+                    if self.controller.submitted:
+                        self._orders += orders(self.controller.state, node, beat)
+                case FromNode(node, StepCopied() as copied):
+                    self._orders += self._rounds.observe(now_ns, node, copied, self.state)
+                    pending.extend(self._rounds.take_remarks())
+                    continue
+                case _:
+                    decided = self.controller.step(now_ns, event)
+                    self.projection.observe(now_ns, event, decided, self.controller.state)
+                    records.append(Record(now_ns, event))
+                    actions += decided
             pending.extend(self._monitor.observe(now_ns, event))
 
     def _tick(self, now_ns: int, records: list[Record], actions: list[AnyAction]) -> None:

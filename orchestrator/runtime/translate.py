@@ -11,21 +11,17 @@ import msgspec
 
 from ..core import events
 from ..core.actions import InspectGroup, LaunchGroup, PersistStep, StageStep, StopGroup
-from ..core.copy_rounds import CopyOrder
-from ..core.staging_interval import IntervalOrder
 from ..core.state import JobState
 from ..protocol import messages as wire
 from ..protocol.facts import LaunchIncident, NodeFacts, OwnCheckpoint
 
-Order = CopyOrder | IntervalOrder
-"""Sent like an action, but without a result: what an agent reports shows whether it has it."""
 NodeAction = LaunchGroup | StopGroup | StageStep
 """Actions that a node answers."""
-Answer = wire.Launched | wire.Stopped | wire.ShardStaged
+Answer = wire.Launched | wire.GroupStopped | wire.ShardStaged
 
 _ANSWER_OF: dict[type[NodeAction], type[Answer]] = {
     LaunchGroup: wire.Launched,
-    StopGroup: wire.Stopped,
+    StopGroup: wire.GroupStopped,
     StageStep: wire.ShardStaged,
 }
 
@@ -66,115 +62,20 @@ def refusal(state: JobState, node: str, lost: Collection[str] = ()) -> str:
     return ""
 
 
-def joined(hello: wire.Hello, facts: NodeFacts | None = None) -> events.NodeJoined:
-    """`facts`: in place of those of the agent, where the backend knows better."""
-    return events.NodeJoined(
-        node=hello.node,
-        facts=facts or hello.facts,
-        generation=hello.generation,
-        ranks=hello.ranks,
-        staged=hello.staged,
-        offered_port=hello.offered_port,
-    )
-
-
 def to_event(node: str, message: wire.Message) -> events.AnyEvent | None:
     """The event of an agent's message; None: it decides nothing. An Answer is an event only if the
     node was asked for it (AwaitedAnswers)."""
-    match message:
-        case wire.Heartbeat():
-            return events.HeartbeatReceived(
-                node=node,
-                generation=message.generation,
-                workers=message.workers,
-                staged_step=message.staged_step,
-                copied_step=message.copied_step,
-                stage_every_steps=message.stage_every_steps,
-                stage_from_step=message.stage_from_step,
-                cpu_pressure=message.cpu_pressure,
-            )
-        case wire.Inspected():
-            return events.GroupInspected(
-                node=node, generation=message.generation, stacks=message.stacks
-            )
-        case wire.WorkerExitReport():
-            return events.WorkerExited(node=node, generation=message.generation, exit=message.exit)
-        case wire.Launched() | wire.ShardStaged():
-            kind = events.ActionSucceeded if message.ok else events.ActionFailed
-            generation = message.generation if isinstance(message, wire.Launched) else 0
-            return kind(action_id=message.action_id, generation=generation, detail=message.detail)
-        case wire.Stopped():
-            return events.GroupStopped(
-                action_id=message.action_id,
-                node=node,
-                generation=message.generation,
-                exits=message.exits,
-                staged=message.staged,
-                stacks=message.stacks,
-                offered_port=message.offered_port,
-            )
-        case wire.StandbyReport():
-            return events.StandbysReported(node=node, ready=message.ready)
-        case wire.AgentNote():
-            return events.NodeRemarked(node=node, text=message.text, shown=message.shown)
-        case wire.OwnCheckpointWritten():
-            return events.OwnCheckpointSeen(
-                node=node,
-                generation=message.generation,
-                path=message.path,
-                times=message.times,
-                unread=message.unread,
-                waits=message.waits,
-            )
-        case wire.OwnCheckpointOpened():
-            return events.OwnCheckpointRead(
-                node=node, generation=message.generation, path=message.path
-            )
-        case wire.NodeLeaving():
-            return events.PreemptionNoticed(
-                node=node, detail=message.detail, grace_s=message.grace_s
-            )
-    return _checkpoint_event(node, message)
-
-
-def _checkpoint_event(node: str, message: wire.Message) -> events.AnyEvent | None:
-    match message:
-        case wire.StepCopied():
-            return events.NodeCopiedStep(
-                node=node,
-                generation=message.generation,
-                wanted=message.wanted,
-                step=message.step,
-                staged_step=message.staged_step,
-                seconds=message.seconds,
-                detail=message.detail,
-                missed=message.missed,
-            )
-        case wire.HostMemoryPlanned():
-            return events.NodeMemoryPlanned(
-                node=node, generation=message.generation, memory=message.memory
-            )
-        case wire.Persisted():
-            return events.ShardPersisted(
-                node=node,
-                generation=message.generation,
-                shard=message.shard,
-                seconds=message.seconds,
-            )
-        case wire.ShardPersistFailed():
-            return events.PersistFailed(
-                node=node,
-                generation=message.generation,
-                step=message.step,
-                shard=message.shard,
-                detail=message.detail,
-                tried=message.tried,
-            )
-    return None
+    if isinstance(message, wire.Fact):
+        return events.FromNode(node, message)
+    if not isinstance(message, wire.Launched | wire.ShardStaged):
+        return None
+    kind = events.ActionSucceeded if message.ok else events.ActionFailed
+    generation = message.generation if isinstance(message, wire.Launched) else 0
+    return kind(action_id=message.action_id, generation=generation, detail=message.detail)
 
 
 def to_message(
-    action: NodeAction | PersistStep | InspectGroup | Order,
+    action: NodeAction | PersistStep | InspectGroup,
     buddy: NodeFacts | None = None,
     incidents: tuple[LaunchIncident, ...] = (),
     own_checkpoints: tuple[OwnCheckpoint, ...] = (),
@@ -218,16 +119,6 @@ def to_message(
                 generation=action.generation,
                 step=action.step,
                 hold=True,
-            )
-        case IntervalOrder():
-            return wire.StageEvery(
-                generation=action.generation,
-                every_steps=action.every_steps,
-                from_step=action.from_step,
-            )
-        case CopyOrder():
-            return wire.CopyStep(
-                generation=action.generation, step=action.step, confirmed=action.confirmed
             )
         case InspectGroup():
             return wire.Inspect(generation=action.generation)

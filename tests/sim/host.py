@@ -15,7 +15,6 @@ from holdfast.orchestrator.core import actions as a
 from holdfast.orchestrator.core import events as e
 from holdfast.orchestrator.core import invariants
 from holdfast.orchestrator.core.controller import Controller
-from holdfast.orchestrator.core.copy_rounds import CopyOrder
 from holdfast.orchestrator.core.journal import Record
 from holdfast.orchestrator.core.state import JobState
 from holdfast.orchestrator.protocol import messages as m
@@ -266,9 +265,9 @@ class Host:
         for order in ready.orders:
             link = self.links.get(order.node)
             if link is not None:
-                if isinstance(order, CopyOrder) and not self.deposed:
-                    self.world.oracle.copied(self.state, order)
-                link.to_agent(translate.to_message(order))
+                if isinstance(order.message, m.CopyStep) and not self.deposed:
+                    self.world.oracle.copied(self.state, order.message)
+                link.to_agent(order.message)
         if crash:
             self.crash()
         elif not self.loop.idle:
@@ -396,7 +395,7 @@ class Host:
             )
         )
         unanswered = self._awaited.forget(hello.node)
-        self.handle(translate.joined(hello))
+        self.handle(e.FromNode(hello.node, hello.joined))
         for action in unanswered:
             self._unknown(action, "the node has reconnected")
 
@@ -434,6 +433,8 @@ def _short(value: msgspec.Struct) -> str:
         elif name == "exit":
             parts.append(f"rank={shown.rank} code={shown.code} signal={shown.signal}")
             parts.append(f"{shown.error_type} step={shown.step}")
+        elif name == "fact":
+            parts.append(_short(shown))
         elif name == "seats":
             parts.append(f"ranks={[seat.rank for seat in shown]}")
         elif name in ("facts", "spec", "files", "exits", "stacks", "mesh", "committed"):

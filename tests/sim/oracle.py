@@ -10,9 +10,9 @@ from holdfast.orchestrator import limits
 from holdfast.orchestrator.core import actions as a
 from holdfast.orchestrator.core import events as e
 from holdfast.orchestrator.core.context import SECOND_NS
-from holdfast.orchestrator.core.copy_rounds import CopyOrder
 from holdfast.orchestrator.core.recovery import STORE_UNREADABLE
 from holdfast.orchestrator.core.state import JobState
+from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.facts import ShardFile
 from holdfast.orchestrator.protocol.manifest import (
     MAX_NUMBER,
@@ -229,7 +229,7 @@ class Oracle:
             text = f"{shown[cause]:.1f} s {cause}, {trained_s:.1f} s is true"
             self.require(abs(shown[cause] - trained_s) <= tolerance_s, text)
 
-    def copied(self, state: JobState, order: CopyOrder) -> None:
+    def copied(self, state: JobState, order: m.CopyStep) -> None:
         """The controller confirms a step of the buddy tier."""
         known = self.copies.get(order.generation, (-1, ()))
         if order.generation == state.generation and order.confirmed > known[0]:

@@ -25,7 +25,7 @@ from holdfast.orchestrator.backends.kubernetes.job_secret import TlsKeyPair, ens
 from holdfast.orchestrator.backends.kubernetes.pods import LOGS, checkpoint_path, pod_document
 from holdfast.orchestrator.backends.kubernetes.queues.admission import Admission
 from holdfast.orchestrator.core.context import SECOND_NS
-from holdfast.orchestrator.core.events import PreemptionNoticed
+from holdfast.orchestrator.core.events import FromNode
 from holdfast.orchestrator.core.journal import Journal
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, SpecError, UserError
@@ -439,7 +439,7 @@ class JobReconciler:
 
     def _on_preemption_notice(self, node: str, detail: str) -> None:
         if self._runtime is not None:
-            self._runtime.submit(PreemptionNoticed(node=node, detail=detail))
+            self._runtime.submit(FromNode(node, wire.PreemptionNoticed(detail=detail)))
 
     # -- status and Events ---------------------------------------------------------------------
     def _on_change(self) -> None:

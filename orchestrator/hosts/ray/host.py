@@ -20,7 +20,7 @@ from holdfast.orchestrator.backends.ray import drains, names, ray_nodes
 from holdfast.orchestrator.backends.ray.backend import RayBackend
 from holdfast.orchestrator.backends.ray.kv import ENDED, JobKeyValueStore
 from holdfast.orchestrator.backends.ray.placement import GroupApi
-from holdfast.orchestrator.core.events import PreemptionNoticed
+from holdfast.orchestrator.core.events import FromNode
 from holdfast.orchestrator.core.journal import JournalError
 from holdfast.orchestrator.core.provisioning import num_missing
 from holdfast.orchestrator.errors import HoldfastError
@@ -28,6 +28,7 @@ from holdfast.orchestrator.journal.chunk_journal import ChunkJournal
 from holdfast.orchestrator.journal.gcs_store import GcsStore
 from holdfast.orchestrator.protocol import tls
 from holdfast.orchestrator.protocol.certificate import TlsKeyPair
+from holdfast.orchestrator.protocol.messages import PreemptionNoticed
 from holdfast.orchestrator.runtime.agent_server import AgentServer
 from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
     SerialExecutor,
@@ -191,8 +192,7 @@ class RayHost:
 
     def _on_preemption(self, node: str, detail: str, grace_s: float) -> None:
         if self._serving.is_set():  # the backend reports it again when the node joins
-            event = PreemptionNoticed(node=node, detail=detail, grace_s=grace_s)
-            self.runtime.submit(event)
+            self.runtime.submit(FromNode(node, PreemptionNoticed(detail=detail, grace_s=grace_s)))
 
     async def watch(self, seen: Any) -> dict[str, Any]:
         await self._serving.wait()

@@ -15,14 +15,15 @@ from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.events import (
     AnyEvent,
     CollectivesBegun,
+    FromNode,
     HangDetected,
-    OwnCheckpointSeen,
     ResumeRequested,
     StepCompleted,
 )
 from holdfast.orchestrator.core.state import JobState
 from holdfast.orchestrator.core.transitions import TERMINAL, JobPhase
 from holdfast.orchestrator.protocol.facts import SCRIPT_SOURCES
+from holdfast.orchestrator.protocol.messages import OwnCheckpointSeen
 
 from .view import LedgerCause
 
@@ -109,19 +110,21 @@ class TimeAccounting:
         totals = self._totals
         if totals.high >= 0 or totals.reported:
             return
-        if isinstance(event, OwnCheckpointSeen) and event.unread:
-            if (
-                state.own_checkpoint_ignored != event.generation
-                or totals.redoes == event.generation
-            ):
+        match event:
+            case FromNode(fact=OwnCheckpointSeen(unread=True) as seen):
+                if state.own_checkpoint_ignored != seen.generation:
+                    return
+                if totals.redoes == seen.generation:
+                    return
+                totals.redoes = seen.generation
+                if seen.waits:
+                    totals.ns["redone"] += totals.open_ns
+                    totals.open_ns = 0
+                    return
+            case ResumeRequested(start_over=True):
+                pass
+            case _:
                 return
-            totals.redoes = event.generation
-            if event.waits:
-                totals.ns["redone"] += totals.open_ns
-                totals.open_ns = 0
-                return
-        elif not (isinstance(event, ResumeRequested) and event.start_over):
-            return
         totals.ns["redone"] += totals.ns["productive"]
         totals.ns["productive"] = 0
 

@@ -20,9 +20,7 @@ from holdfast.orchestrator.core.events import (
     ActionFailed,
     ActionSucceeded,
     AnyEvent,
-    HeartbeatReceived,
-    PersistFailed,
-    ShardPersisted,
+    FromNode,
     StepCompleted,
 )
 from holdfast.orchestrator.core.host_memory import running
@@ -39,6 +37,7 @@ from holdfast.orchestrator.protocol.facts import (
     report_fields,
 )
 from holdfast.orchestrator.protocol.host_memory import describe as describe_memory
+from holdfast.orchestrator.protocol.messages import Heartbeat, PersistFailed, ShardPersisted
 
 from .goodput import TimeAccounting, TimeTotals
 from .incidents import IncidentCounter, incident_views
@@ -51,7 +50,7 @@ SKIPPED_LIMIT = 3
 
 class NodeBeat(NamedTuple):
     at_ns: int
-    heartbeat: HeartbeatReceived
+    heartbeat: Heartbeat
 
 
 @dataclass(slots=True)
@@ -110,9 +109,9 @@ class JobProjection:
         match event:
             case StepCompleted() if event.generation == state.generation:
                 self._advance(now_ns, event, state)
-            case ShardPersisted():
-                key = (event.shard.step, event.shard.generation)
-                kept.writes[key] = max(event.seconds, kept.writes.get(key, 0.0))
+            case FromNode(fact=ShardPersisted() as written):
+                key = (written.shard.step, written.shard.generation)
+                kept.writes[key] = max(written.seconds, kept.writes.get(key, 0.0))
             case ActionSucceeded() if event.action_id in kept.committing:
                 kept.commits += 1
                 kept.durable_s = kept.committing.pop(event.action_id)
@@ -121,11 +120,11 @@ class JobProjection:
             case ActionFailed() if event.action_id in kept.committing:
                 del kept.committing[event.action_id]
                 self._storage_failed(f"a manifest could not be written: {event.detail}")
-            case PersistFailed(tried=False):
-                self._skip(event)
-            case PersistFailed():
-                what = f"shard {event.shard} of step {event.step} ({event.node})"
-                self._storage_failed(f"{what} could not be written: {event.detail}")
+            case FromNode(fact=PersistFailed(tried=False) as failed):
+                self._skip(failed)
+            case FromNode(node, PersistFailed() as failed):
+                what = f"shard {failed.shard} of step {failed.step} ({node})"
+                self._storage_failed(f"{what} could not be written: {failed.detail}")
         for action in actions:
             if isinstance(action, CommitManifest):
                 key = (action.step, action.generation)
@@ -169,18 +168,18 @@ class JobProjection:
         self.memory.storage_problem = text
         self.memory.storage_failures += 1
 
-    def _skip(self, event: PersistFailed) -> None:
+    def _skip(self, failed: PersistFailed) -> None:
         """Once or twice is a slow store; more often, a store that may not answer at all."""
         kept = self.memory
-        kept.storage_skipped += event.shard >= 0
-        kept.passed_over[event.step] = None
+        kept.storage_skipped += failed.shard >= 0
+        kept.passed_over[failed.step] = None
         many = len(kept.passed_over)
         if many >= SKIPPED_LIMIT and not kept.storage_problem:
-            kept.storage_problem = f"{many} checkpoints were skipped: {event.detail}"
+            kept.storage_problem = f"{many} checkpoints were skipped: {failed.detail}"
 
-    def beat(self, now_ns: int, heartbeat: HeartbeatReceived) -> None:
+    def beat(self, now_ns: int, node: str, heartbeat: Heartbeat) -> None:
         """A heartbeat: newer than any event, and not in the journal."""
-        self._beats[heartbeat.node] = NodeBeat(now_ns, heartbeat)
+        self._beats[node] = NodeBeat(now_ns, heartbeat)
 
     # -- the view ------------------------------------------------------------------------------
     def view(
@@ -279,9 +278,7 @@ class JobProjection:
         view.staging = describe(state)
         view.stage_every_steps = state.stage_every_steps if view.staging else 0
 
-    def _fill_progress(
-        self, view: JobView, state: JobState, heartbeats: list[HeartbeatReceived]
-    ) -> None:
+    def _fill_progress(self, view: JobView, state: JobState, heartbeats: list[Heartbeat]) -> None:
         """The newest numbers: of the last event, and over them those of newer heartbeats."""
         numbers = report_fields(self.memory.progress or StepReport())
         workers = [worker for beat in heartbeats for worker in beat.workers]
@@ -399,7 +396,7 @@ def _worker(state: JobState, rank: int, local_rank: int, beat: WorkerBeat | None
     return view
 
 
-def reports_of_all_ranks(state: JobState, beats: dict[str, NodeBeat]) -> list[HeartbeatReceived]:
+def reports_of_all_ranks(state: JobState, beats: dict[str, NodeBeat]) -> list[Heartbeat]:
     """The newest heartbeats of the current generation, if they report every rank of it."""
     current = [beats[name].heartbeat for name in state.members if name in beats]
     current = [beat for beat in current if beat.generation == state.generation]

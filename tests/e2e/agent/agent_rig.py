@@ -256,10 +256,10 @@ class Rig:
         self.controller.send(node, message)
         return self.controller.wait(m.Launched, node, lambda x: x.action_id == action)
 
-    def stop(self, node: str, generation: int, **more: Any) -> m.Stopped:
+    def stop(self, node: str, generation: int, **more: Any) -> m.GroupStopped:
         action = self.controller.action()
         self.controller.send(node, m.StopWorkers(action_id=action, generation=generation, **more))
-        return self.controller.wait(m.Stopped, node, lambda x: x.action_id == action)
+        return self.controller.wait(m.GroupStopped, node, lambda x: x.action_id == action)
 
     def pids(self, node: str) -> dict[str, list[int]]:
         """Processes of an agent: its forkserver and the forkserver's children."""

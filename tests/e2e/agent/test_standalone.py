@@ -176,14 +176,15 @@ def test_a_drained_pod_sends_its_address_and_machine_and_ends_with_code_0(pod: P
     pod.start("--grace", "20", environment={"POD_IP": "10.1.2.3", "NODE_NAME": "machine-7"})
     hello = pod.controller.wait(m.Hello, "pod-1")
     assert (hello.job, hello.token) == ("ns/test", TOKEN)
-    assert (hello.facts.address, hello.facts.failure_domain) == ("10.1.2.3", "machine-7")
+    facts = hello.joined.facts
+    assert (facts.address, facts.failure_domain) == ("10.1.2.3", "machine-7")
     pod.launch()
     pod.until_printed(r"^\[rank 0, gen 1\] here 0", r"^\[rank 1, gen 1\] here 1")
     pod.terminate()
-    notice = pod.controller.wait(m.NodeLeaving, "pod-1")
+    notice = pod.controller.wait(m.PreemptionNoticed, "pod-1")
     assert 0 < notice.grace_s < 20
     pod.controller.send("pod-1", m.StopWorkers(action_id=2, generation=1))
-    pod.controller.wait(m.Stopped, "pod-1")
+    pod.controller.wait(m.GroupStopped, "pod-1")
     pod.controller.send("pod-1", m.Shutdown(detail="free to be taken away"))
     assert pod.process.wait(PATIENCE_S) == 0
     assert "free to be taken away" in pod.until_printed("ends: ")
@@ -202,9 +203,9 @@ def test_modules_beside_the_script_are_not_imported_by_the_agent_or_a_new_forkse
     (server,) = children_of(pod.process.pid)
     os.kill(server, signal.SIGKILL)
     for rank in range(2):
-        pod.controller.wait(m.WorkerExitReport, "pod-1", lambda x, k=rank: x.exit.rank == k)
+        pod.controller.wait(m.WorkerExited, "pod-1", lambda x, k=rank: x.exit.rank == k)
     pod.controller.send("pod-1", m.StopWorkers(action_id=2, generation=1))
-    pod.controller.wait(m.Stopped, "pod-1")
+    pod.controller.wait(m.GroupStopped, "pod-1")
     pod.launch(generation=2)
     pod.until_printed(r"here 0", r"here 1")
 
@@ -215,7 +216,7 @@ def test_a_pod_that_gets_no_shutdown_ends_within_its_grace(pod: Pod) -> None:
     pod.launch()
     pod.until_printed(r"here 0", r"here 1")
     pod.terminate()
-    pod.controller.wait(m.NodeLeaving, "pod-1")
+    pod.controller.wait(m.PreemptionNoticed, "pod-1")
     assert pod.process.wait(PATIENCE_S) == 0
     assert "grace period of 2 s is over" in pod.until_printed("ends: ")
 
@@ -256,7 +257,7 @@ def test_the_store_is_reached_with_the_variables_of_the_spec(tmp_path: Path) -> 
         pod.controller.wait(m.Heartbeat, "pod-1", lambda beat: beat.staged_step == 7)
         pod.controller.send("pod-1", m.Persist(action_id=3, generation=1, step=7))
         for shard in range(2):
-            pod.controller.wait(m.Persisted, "pod-1", lambda p, k=shard: p.shard.shard == k)
+            pod.controller.wait(m.ShardPersisted, "pod-1", lambda p, k=shard: p.shard.shard == k)
         assert server.steps("job") == [directory_name(7, 1)]
     finally:
         pod.end()
@@ -271,13 +272,13 @@ def test_a_worker_killed_for_lack_of_memory_is_distinguished_from_one_killed_oth
         enter = ("/bin/sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "enter")
         pod.start(wrapper=enter)
         hello = pod.controller.wait(m.Hello, "pod-1")
-        assert hello.facts.memory_bytes == limit_bytes
+        assert hello.joined.facts.memory_bytes == limit_bytes
         (pod.directory / "eat").touch()
         pod.launch()
-        eaten = pod.controller.wait(m.WorkerExitReport, "pod-1").exit
+        eaten = pod.controller.wait(m.WorkerExited, "pod-1").exit
         assert (eaten.rank, eaten.signal, eaten.out_of_memory) == (1, signal.SIGKILL, True)
         pod.controller.send("pod-1", m.Chaos(kind="kill-worker", rank=0))
-        killed = pod.controller.wait(m.WorkerExitReport, "pod-1", lambda x: x.exit.rank == 0).exit
+        killed = pod.controller.wait(m.WorkerExited, "pod-1", lambda x: x.exit.rank == 0).exit
         assert (killed.signal, killed.out_of_memory) == (signal.SIGKILL, False)
         left = [int(pid) for pid in (group / "cgroup.procs").read_text().split()]
         with watched(left) as gone:

@@ -153,14 +153,14 @@ def test_storage_gets_the_staged_bytes_and_their_checksum(rig: Rig, node: str) -
     mode(rig, "stage finish")
     rig.launch(node, 41, persist_every_steps=100)
     for shard in range(2):
-        report = rig.controller.wait(m.Persisted, node, lambda p, k=shard: p.shard.shard == k)
+        report = rig.controller.wait(m.ShardPersisted, node, lambda p, k=shard: p.shard.shard == k)
         assert (report.shard.step, report.generation) == (3, 41)
         directory = rig.directory / "checkpoints" / directory_name(3, 41)
         data = (directory / shard_file_name(shard, 2)).read_bytes()
         assert data == content(3, shard)
         assert xxhash.xxh3_128_hexdigest(data) == report.shard.checksum
     assert not list(directory.glob(".*"))
-    rig.controller.wait(m.WorkerExitReport, node, lambda e: e.exit.code == 0 and e.exit.rank == 0)
+    rig.controller.wait(m.WorkerExited, node, lambda e: e.exit.code == 0 and e.exit.rank == 0)
     rig.stop(node, 41)
 
 
@@ -172,7 +172,7 @@ def test_a_store_that_cannot_be_written_is_reported_and_training_continues(
     blocked.write_text("a file where a directory must be")
     mode(rig, "stage")
     rig.launch(node, 51, persist_every_steps=1)
-    failed = rig.controller.wait(m.ShardPersistFailed, node, lambda p: p.generation == 51)
+    failed = rig.controller.wait(m.PersistFailed, node, lambda p: p.generation == 51)
     assert failed.detail
     staged(rig, node, 51)
     rig.stop(node, 51)

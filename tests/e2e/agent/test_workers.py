@@ -48,7 +48,7 @@ def test_a_killed_worker_is_reported_with_its_signal_and_the_others_run_on(
     launch(rig, node, "")
     running(rig, node)
     rig.controller.send(node, m.Chaos(kind="kill-worker", rank=1))
-    died = rig.controller.wait(m.WorkerExitReport, node)
+    died = rig.controller.wait(m.WorkerExited, node)
     assert (died.exit.rank, died.exit.signal, died.exit.by_us) == (1, signal.SIGKILL, False)
     assert died.exit.step == 1000
     stopped = rig.stop(node, 1)
@@ -80,7 +80,7 @@ def test_the_script_gets_its_environment_arguments_and_log(rig: Rig, node: str) 
 
 def test_an_exception_is_reported_with_its_traceback(rig: Rig, node: str) -> None:
     launch(rig, node, "raise")
-    died = rig.controller.wait(m.WorkerExitReport, node)
+    died = rig.controller.wait(m.WorkerExited, node)
     assert (died.exit.rank, died.exit.code, died.exit.error_type) == (1, 1, "ValueError")
     assert died.exit.step == 7
     assert "the seventh step is cursed" in died.exit.traceback
@@ -134,7 +134,7 @@ def test_training_continues_without_a_controller_and_the_next_one_is_informed(
     rig.controller.close()
     rig.controller.open()
     hello = rig.controller.wait(m.Hello, node)
-    assert (hello.generation, sorted(hello.ranks)) == (3, [0, 1])
+    assert (hello.joined.generation, sorted(hello.joined.ranks)) == (3, [0, 1])
     running(rig, node)
     assert rig.pids(node)["workers"][:2] == before[:2]
     rig.stop(node, 3)
@@ -148,7 +148,7 @@ def test_killing_the_forkserver_ends_its_workers_and_the_node_recovers(rig: Rig,
         os.kill(pids["server"][0], signal.SIGKILL)
         gone()
     for rank in range(2):
-        died = rig.controller.wait(m.WorkerExitReport, node, lambda x, r=rank: x.exit.rank == r)
+        died = rig.controller.wait(m.WorkerExited, node, lambda x, r=rank: x.exit.rank == r)
         assert died.exit.signal == signal.SIGKILL
     rig.stop(node, 1)
     launch(rig, node, "", generation=2)
@@ -189,8 +189,8 @@ def test_standbys_of_a_new_node_import_what_the_script_imports_on_others(
         agent = psutil.Process(rig.start_node(launcher, name))
     finally:
         controller.welcome = known
-    assert controller.wait(m.StandbyReport, name).ready is False
-    controller.wait(m.StandbyReport, name, lambda report: report.ready)
+    assert controller.wait(m.StandbysReported, name).ready is False
+    controller.wait(m.StandbysReported, name, lambda report: report.ready)
     names = [process.name() for process in agent.children(recursive=True)]
     assert sorted(name for name in names if name != "hf-forkserver") == [
         "hf-imports",

@@ -14,8 +14,8 @@ from holdfast.orchestrator.core.events import (
     ActionSucceeded,
     AnyEvent,
     ControllerStarted,
+    FromNode,
     JobSubmitted,
-    NodeJoined,
     StepCompleted,
 )
 from holdfast.orchestrator.core.journal import encode_record
@@ -28,6 +28,7 @@ from holdfast.orchestrator.kube.errors import JOBS
 from holdfast.orchestrator.kube.names import Owner, journal_name
 from holdfast.orchestrator.protocol.facts import NodeFacts, ShardFile
 from holdfast.orchestrator.protocol.manifest import shard_file_name
+from holdfast.orchestrator.protocol.messages import NodeJoined
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.driver import Driver
 from holdfast.orchestrator.runtime.job_loop import JobLoop
@@ -121,7 +122,7 @@ async def train(cluster: KubeClient, owner: Owner, spec: dict[str, Any]) -> None
         ControllerStarted(incarnation=1),
     )
     await first.succeed(RequestNodes, NAMES)
-    joined = [NodeJoined(node=name, facts=facts(index)) for index, name in enumerate(NAMES)]
+    joined = [FromNode(name, NodeJoined(facts=facts(index))) for index, name in enumerate(NAMES)]
     await first.tell(*joined)
     await first.succeed(LaunchGroup)
     await first.tell(StepCompleted(generation=1, step=0, step_s=0.5))

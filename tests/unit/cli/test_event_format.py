@@ -17,6 +17,7 @@ from holdfast.orchestrator.core.actions import LaunchGroup, RequestNodes
 from holdfast.orchestrator.core.controller import Controller
 from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
 from holdfast.orchestrator.hosts.local.job_records import read_view, replay
+from holdfast.orchestrator.protocol import messages
 from holdfast.orchestrator.protocol.facts import Exit
 from holdfast.orchestrator.runtime import snapshot
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
@@ -88,10 +89,11 @@ def test_events_that_are_kept_are_printed_from_the_beginning(
 
 
 def test_every_durable_event_has_a_sentence() -> None:
+    known = event_format._SENTENCES
     missing = [
         kind.__name__
-        for kind in events.AnyEvent.__args__
-        if kind not in (events.HeartbeatReceived, events.NodeCopiedStep, *event_format._SENTENCES)
+        for kind in (*events.AnyEvent.__args__, *messages.Fact.__args__)
+        if kind not in (events.FromNode, messages.Heartbeat, messages.StepCopied, *known)
     ]
     assert missing == []
 
@@ -108,9 +110,11 @@ def test_every_durable_event_has_a_sentence() -> None:
     ],
 )
 def test_an_exit_is_described_in_words(exit: Exit, text: str) -> None:
-    event = events.WorkerExited(node="node-0", generation=1, exit=exit)
+    event = events.FromNode("node-0", messages.WorkerExited(generation=1, exit=exit))
     assert text in event_format.sentence(event)
     assert event_format.source(event) == "node-0"
+    shown = event_format.document(event)
+    assert (shown["type"], shown["node"], shown["generation"]) == ("worker-exited", "node-0", 1)
 
 
 def printed(transcript: core.Transcript, *, as_json: bool = False) -> list[str]:

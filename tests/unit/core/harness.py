@@ -26,19 +26,22 @@ from holdfast.orchestrator.core.events import (
     ActionFailed,
     ActionSucceeded,
     AnyEvent,
-    GroupStopped,
+    FromNode,
     JobSubmitted,
-    NodeJoined,
     NodeLost,
-    ShardPersisted,
-    StandbysReported,
     StepCompleted,
     Tick,
-    WorkerExited,
 )
 from holdfast.orchestrator.core.state import JobState, TimerName
 from holdfast.orchestrator.protocol.facts import Exit, NodeFacts, ShardFile, Stack, StagedShard
 from holdfast.orchestrator.protocol.manifest import shard_file_name
+from holdfast.orchestrator.protocol.messages import (
+    GroupStopped,
+    NodeJoined,
+    ShardPersisted,
+    StandbysReported,
+    WorkerExited,
+)
 
 SECOND = 1_000_000_000
 A = TypeVar("A", bound=Action)
@@ -106,9 +109,11 @@ class Transcript:
         for name in names:
             self.ports += 1
             known = more.pop("facts", None) or facts(name, workers)
-            seen += self.apply(NodeJoined(node=name, facts=known, offered_port=self.ports, **more))
+            seen += self.apply(
+                FromNode(name, NodeJoined(facts=known, offered_port=self.ports, **more))
+            )
             if standbys_ready:
-                seen += self.apply(StandbysReported(node=name, ready=True))
+                seen += self.apply(FromNode(name, StandbysReported(ready=True)))
         self.fresh = seen
         return seen
 
@@ -143,7 +148,7 @@ class Transcript:
         how = how or {"code": 0}
         generation = how.pop("generation", self.state.generation)
         return self.apply(
-            WorkerExited(node=node, generation=generation, exit=Exit(rank=rank, **how))
+            FromNode(node, WorkerExited(generation=generation, exit=Exit(rank=rank, **how)))
         )
 
     def lose(self, node: str, cause: Any = "gone", detail: str = "") -> list[AnyAction]:
@@ -160,14 +165,16 @@ class Transcript:
             staged = self.inventory(node, step) if step is not None else ()
         self.ports += 1
         return self.apply(
-            GroupStopped(
-                action_id=stop.waiting[node],
-                node=node,
-                generation=self.state.generation,
-                staged=staged,
-                exits=exits,
-                offered_port=self.ports,
-                **more,
+            FromNode(
+                node,
+                GroupStopped(
+                    action_id=stop.waiting[node],
+                    generation=self.state.generation,
+                    staged=staged,
+                    exits=exits,
+                    offered_port=self.ports,
+                    **more,
+                ),
             )
         )
 
@@ -197,7 +204,7 @@ class Transcript:
         num_shards = more.pop("num_shards", mesh.num_shards)
         name = shard_file_name(shard, num_shards)
         file = ShardFile(step, generation, shard, num_shards, name, 100, "c0ffee")
-        return self.apply(ShardPersisted(node="n", generation=generation, shard=file))
+        return self.apply(FromNode("n", ShardPersisted(generation=generation, shard=file)))
 
     def commit(self, step: int) -> list[AnyAction]:
         """All shards of a step become durable, then its manifest."""

@@ -17,13 +17,13 @@ from holdfast.orchestrator.core.events import (
     CancelRequested,
     CheckpointRefused,
     ControllerStarted,
-    PersistFailed,
-    ShardPersisted,
+    FromNode,
     SuspendRequested,
 )
 from holdfast.orchestrator.core.launching import MESHES_KEPT
 from holdfast.orchestrator.protocol.facts import ShardFile, StagedShard
 from holdfast.orchestrator.protocol.manifest import MAX_NUMBER
+from holdfast.orchestrator.protocol.messages import PersistFailed, ShardPersisted
 
 from .harness import Transcript, spec
 
@@ -68,7 +68,7 @@ def test_a_shard_before_the_first_launch_is_refused() -> None:
     job = Transcript()
     job.submit()
     file = _files(9, generation=0)[0]
-    assert not job.apply(ShardPersisted(node="n", generation=0, shard=file))
+    assert not job.apply(FromNode("n", ShardPersisted(generation=0, shard=file)))
     assert "does not fit the mesh of generation 0" in job.state.notes[-1][1]
 
 
@@ -283,7 +283,7 @@ def test_directories_of_an_earlier_job_are_restored_and_never_written() -> None:
 
 def test_a_failed_write_is_noted() -> None:
     job = Transcript().started()
-    job.apply(PersistFailed(node="a", generation=1, step=9, shard=0, detail="no space left"))
+    job.apply(FromNode("a", PersistFailed(generation=1, step=9, shard=0, detail="no space left")))
     assert "no space left" in job.state.notes[-1][1]
 
 

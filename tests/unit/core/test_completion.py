@@ -19,12 +19,12 @@ from holdfast.orchestrator.core.events import (
     ActionSucceeded,
     CancelRequested,
     ControllerStarted,
-    PersistFailed,
-    PreemptionNoticed,
+    FromNode,
     ResumeRequested,
     SuspendRequested,
 )
 from holdfast.orchestrator.protocol.facts import StagedShard
+from holdfast.orchestrator.protocol.messages import PersistFailed, PreemptionNoticed
 
 from .harness import SECOND, Transcript, spec
 
@@ -202,7 +202,7 @@ def test_after_a_resume_during_the_drain_the_state_may_still_be_at_risk() -> Non
     job.fail(job.of(PersistStep)[0])
     assert job.state.timers["drain"] == job.now_ns + SECOND
     assert "could not be asked for step 41: no room" in job.state.notes[-1][1]
-    job.apply(PreemptionNoticed(node="b", detail="spot"))
+    job.apply(FromNode("b", PreemptionNoticed(detail="spot")))
     job.apply(ResumeRequested())
     assert job.state.phase == "pending"
     assert job.state.drain is not None and job.state.drain.kind == "at-risk"
@@ -264,7 +264,7 @@ def test_a_failed_write_is_requested_again_soon_and_explains_a_failed_end() -> N
     job = Transcript().started(step=3)
     done(job, 3, 4)
     job.all_stopped(3)
-    job.apply(PersistFailed(node="a", generation=1, step=3, shard=0, detail="no space left"))
+    job.apply(FromNode("a", PersistFailed(generation=1, step=3, shard=0, detail="no space left")))
     job.wait(1.0)
     assert job.one(PersistStep).node == "b"
     job.wait(600.0)

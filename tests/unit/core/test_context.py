@@ -11,8 +11,9 @@ from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.core.actions import Reason, RequestNodes
 from holdfast.orchestrator.core.context import MAX_NOTES, StepContext, recovery_of, seconds
 from holdfast.orchestrator.core.controller import Controller
-from holdfast.orchestrator.core.events import HeartbeatReceived, JobSubmitted, Tick
+from holdfast.orchestrator.core.events import FromNode, JobSubmitted, Tick
 from holdfast.orchestrator.core.transitions import IllegalTransition
+from holdfast.orchestrator.protocol.messages import Heartbeat
 
 from .harness import SECOND, Transcript, spec
 
@@ -47,9 +48,9 @@ def test_heartbeats_are_no_events_of_the_controller() -> None:
     job = Transcript().started()
     before = copy.copy(job.state)
     later = job.now_ns + SECOND
-    assert job.controller.step(later, HeartbeatReceived(node="a", generation=1)) == ()
+    assert job.controller.step(later, FromNode("a", Heartbeat(generation=1))) == ()
     assert job.state == before
-    assert Controller().step(1, HeartbeatReceived(node="a", generation=1)) == ()
+    assert Controller().step(1, FromNode("a", Heartbeat(generation=1))) == ()
 
 
 def test_notes_are_bounded() -> None:

@@ -18,16 +18,19 @@ from holdfast.orchestrator.core.events import (
     ActionSucceeded,
     ActionUnknown,
     ControllerStarted,
-    GroupInspected,
-    GroupStopped,
+    FromNode,
     HangSuspected,
-    NodeJoined,
     StragglerDetected,
     SuspendRequested,
     Tick,
-    WorkerExited,
 )
 from holdfast.orchestrator.protocol.facts import Exit
+from holdfast.orchestrator.protocol.messages import (
+    GroupInspected,
+    GroupStopped,
+    NodeJoined,
+    WorkerExited,
+)
 
 from .harness import SECOND, Transcript, facts, spec, stack
 
@@ -37,12 +40,14 @@ def _rejoin(job: Transcript, node: str, step: int = 30) -> list[object]:
     staged = job.inventory(node, step)
     return list(
         job.apply(
-            NodeJoined(
-                node=node,
-                facts=facts(node),
-                generation=job.state.generation,
-                ranks=ranks,
-                staged=staged,
+            FromNode(
+                node,
+                NodeJoined(
+                    facts=facts(node),
+                    generation=job.state.generation,
+                    ranks=ranks,
+                    staged=staged,
+                ),
             )
         )
     )
@@ -79,7 +84,7 @@ def test_a_launch_that_may_not_have_arrived_is_sent_again() -> None:
     job.apply(ControllerStarted(incarnation=2))
     _rejoin(job, "a")
     assert not job.fresh, "a runs the generation already"
-    job.apply(NodeJoined(node="b", facts=facts("b"), offered_port=1))
+    job.apply(FromNode("b", NodeJoined(facts=facts("b"), offered_port=1)))
     assert job.one(LaunchGroup).node == "b"
 
 
@@ -119,12 +124,12 @@ def test_a_node_of_an_old_generation_is_stopped_and_then_used() -> None:
     job.submit()
     job.succeed(RequestNodes)
     job.state.generation = 4
-    job.apply(NodeJoined(node="a", facts=facts("a"), generation=2, ranks=(0, 1)))
+    job.apply(FromNode("a", NodeJoined(facts=facts("a"), generation=2, ranks=(0, 1))))
     stop = job.one(StopGroup)
     assert (stop.node, stop.generation) == ("a", 2)
     job.join("b")
     assert not job.of(LaunchGroup)
-    job.apply(GroupStopped(action_id=stop.action_id, node="a", generation=2, offered_port=7))
+    job.apply(FromNode("a", GroupStopped(action_id=stop.action_id, generation=2, offered_port=7)))
     assert [launch.node for launch in job.of(LaunchGroup)] == ["a", "b"]
 
 
@@ -132,7 +137,7 @@ def test_a_released_node_that_connects_is_released_again() -> None:
     job = Transcript().started()
     job.lose("b", "silent")
     job.succeed(ReleaseNode)
-    job.apply(NodeJoined(node="b", facts=facts("b"), generation=1, ranks=(2, 3)))
+    job.apply(FromNode("b", NodeJoined(facts=facts("b"), generation=1, ranks=(2, 3))))
     assert job.one(ReleaseNode).node == "b"
     assert "b" not in job.state.nodes
 
@@ -160,7 +165,7 @@ def test_a_promised_node_that_never_joins_is_released() -> None:
 
 def test_a_member_that_rejoins_without_its_workers_interrupts_the_generation() -> None:
     job = Transcript().started()
-    job.apply(NodeJoined(node="b", facts=facts("b"), offered_port=9))
+    job.apply(FromNode("b", NodeJoined(facts=facts("b"), offered_port=9)))
     assert len(job.of(StopGroup)) == 2
     job.all_stopped(4)
     assert job.state.incidents[0].culprit_node == "b"
@@ -222,7 +227,7 @@ def test_a_stop_of_an_older_generation_does_not_count_for_the_current_one() -> N
     job = Transcript().started(step=3)
     job.exits(0, signal=9)
     assert job.state.stop is not None
-    late = GroupStopped(action_id=job.state.stop.waiting["a"], node="a", generation=1)
+    late = FromNode("a", GroupStopped(action_id=job.state.stop.waiting["a"], generation=1))
     job.all_stopped(3)
     job.succeed(LaunchGroup)
     job.exits(0, signal=9)
@@ -236,17 +241,17 @@ def test_a_stop_that_is_reported_twice_changes_nothing() -> None:
     job = Transcript().started(step=3)
     job.exits(0, signal=9)
     assert job.state.stop is not None
-    event = GroupStopped(action_id=job.state.stop.waiting["a"], node="a", generation=1)
-    job.apply(event)
-    assert event.action_id not in job.state.inflight
-    again = msgspec.structs.replace(event, staged=job.inventory("a", 9))
-    assert not job.apply(again)
+    stopped = GroupStopped(action_id=job.state.stop.waiting["a"], generation=1)
+    job.apply(FromNode("a", stopped))
+    assert stopped.action_id not in job.state.inflight
+    again = msgspec.structs.replace(stopped, staged=job.inventory("a", 9))
+    assert not job.apply(FromNode("a", again))
     assert list(job.state.stop.waiting) == ["b"] and job.state.nodes["a"].staged == ()
 
 
 def test_a_stop_that_was_not_requested_changes_nothing() -> None:
     job = Transcript().started(step=3)
-    assert not job.apply(GroupStopped(action_id=99, node="a", generation=1))
+    assert not job.apply(FromNode("a", GroupStopped(action_id=99, generation=1)))
     assert job.state.nodes["a"].generation == 1 and job.state.phase == "running"
 
 
@@ -259,7 +264,7 @@ def test_a_new_controller_continues_the_last_write() -> None:
     job.controller = job.replayed()
     job.apply(ControllerStarted(incarnation=2))
     for node in ("a", "b"):
-        job.apply(NodeJoined(node=node, facts=facts(node), staged=job.inventory(node, 3)))
+        job.apply(FromNode(node, NodeJoined(facts=facts(node), staged=job.inventory(node, 3))))
     job.wait(1.0)
     assert job.one(PersistStep).step == 3
     job.wait(28.0)
@@ -328,7 +333,7 @@ def test_the_events_of_an_old_generation_change_nothing() -> None:
     job = Transcript().started()
     job.exits(0, signal=9)
     job.all_stopped(3)
-    assert not job.apply(WorkerExited(node="b", generation=1, exit=Exit(rank=2, signal=9)))
+    assert not job.apply(FromNode("b", WorkerExited(generation=1, exit=Exit(rank=2, signal=9))))
     assert job.state.notes[-1][1] == (
         "ignored the exit of a worker on b: its generation is 1, the current one is 2"
     )
@@ -393,7 +398,7 @@ def test_a_suspicion_counts_only_for_workers_that_run(condition: str) -> None:
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_an_inspection_counts_only_for_workers_that_run(condition: str) -> None:
     job, generation = _in_condition(condition)
-    event = GroupInspected(node="b", generation=generation, stacks=(stack(1),))
+    event = FromNode("b", GroupInspected(generation=generation, stacks=(stack(1),)))
     job.apply(event)
     assert list(job.state.inspected) == ([1] if condition == "runs" else [])
 

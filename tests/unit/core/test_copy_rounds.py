@@ -8,7 +8,8 @@ import pytest
 
 from holdfast.orchestrator.core.actions import LaunchGroup
 from holdfast.orchestrator.core.copy_rounds import MAX_MARGIN, STEADY_ROUNDS, CopyScheduler
-from holdfast.orchestrator.core.events import NodeCopiedStep, StepCompleted
+from holdfast.orchestrator.core.events import FromNode, StepCompleted
+from holdfast.orchestrator.protocol.messages import CopyStep, NodeRemarked, StepCopied
 
 from .harness import SECOND, Transcript, spec
 
@@ -30,13 +31,14 @@ class Rounds:
         """Returns which nodes get an order."""
         wanted = self.wanted if wanted < 0 else wanted
         known = {"generation": self.job.state.generation, "step": wanted, "staged_step": wanted}
-        event = NodeCopiedStep(node=node, wanted=wanted, **(known | more))  # type: ignore[arg-type]
-        orders = self.rounds.observe(self.job.now_ns, event, self.job.state)
-        assert len({(order.step, order.confirmed) for order in orders}) <= 1
+        fact = StepCopied(wanted=wanted, **(known | more))  # type: ignore[arg-type]
+        orders = self.rounds.observe(self.job.now_ns, node, fact, self.job.state)
+        assert len({order.message for order in orders}) <= 1
         for order in orders:
-            assert order.generation == self.job.state.generation
-            assert order.confirmed == self.rounds.confirmed
-            self.wanted = order.step
+            assert isinstance(order.message, CopyStep)
+            assert order.message.generation == self.job.state.generation
+            assert order.message.confirmed == self.rounds.confirmed
+            self.wanted = order.message.step
         return [order.node for order in orders]
 
     def both(self, **more: object) -> None:
@@ -47,6 +49,11 @@ class Rounds:
 
     def steps_take(self, step_s: float) -> None:
         self.job.apply(StepCompleted(generation=1, step=0, step_s=step_s))
+
+
+def remarked(remark: FromNode) -> str:
+    assert isinstance(remark.fact, NodeRemarked)
+    return remark.fact.text
 
 
 def test_the_next_round_begins_when_all_nodes_have_copied_the_step() -> None:
@@ -107,15 +114,12 @@ def test_copies_that_stop_are_one_event_and_so_is_their_return() -> None:
         assert bool(remarks) == (second == 9)
         if remarks:
             assert remarks[0].node == "b"
-            assert remarks[0].text.startswith(
-                "could not copy step 10 to its buddy (a: timed out): "
-            )
-            assert "for 10 s no step has been copied by all nodes; the last one is 0" in (
-                remarks[0].text
-            )
+            text = remarked(remarks[0])
+            assert text.startswith("could not copy step 10 to its buddy (a: timed out): ")
+            assert "for 10 s no step has been copied by all nodes; the last one is 0" in text
     one.both()
     (remark,) = one.rounds.take_remarks()
-    assert remark.text == f"all nodes copy to their buddies again: step {one.rounds.confirmed}"
+    assert remarked(remark) == f"all nodes copy to their buddies again: step {one.rounds.confirmed}"
     one.report("b", detail="a: timed out")
     assert one.rounds.take_remarks() == []
 

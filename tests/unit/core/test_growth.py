@@ -7,7 +7,8 @@ import pytest
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import Recovery
 from holdfast.orchestrator.core.actions import LaunchGroup, StopGroup
-from holdfast.orchestrator.core.events import ControllerStarted, ResizeRequested, StandbysReported
+from holdfast.orchestrator.core.events import ControllerStarted, FromNode, ResizeRequested
+from holdfast.orchestrator.protocol.messages import StandbysReported
 
 from .harness import RequestNodes, Transcript, spec
 
@@ -27,7 +28,7 @@ def shrunk() -> Transcript:
 
 
 def ready(job: Transcript, node: str, *, now: bool = True) -> None:
-    job.apply(StandbysReported(node=node, ready=now))
+    job.apply(FromNode(node, StandbysReported(ready=now)))
 
 
 def test_training_goes_on_while_a_new_node_imports_and_the_reason_says_so() -> None:

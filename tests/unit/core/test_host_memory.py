@@ -8,15 +8,16 @@ import pytest
 
 from holdfast.orchestrator.core.actions import LaunchGroup
 from holdfast.orchestrator.core.copy_rounds import CopyScheduler
-from holdfast.orchestrator.core.events import (
-    HeartbeatReceived,
-    NodeCopiedStep,
-    NodeMemoryPlanned,
-    StepCompleted,
-)
+from holdfast.orchestrator.core.events import FromNode, StepCompleted
 from holdfast.orchestrator.core.host_memory import running
 from holdfast.orchestrator.core.staging_interval import describe, orders
 from holdfast.orchestrator.protocol.host_memory import HostRoom, plan_host_memory
+from holdfast.orchestrator.protocol.messages import (
+    Heartbeat,
+    NodeMemoryPlanned,
+    StageEvery,
+    StepCopied,
+)
 from holdfast.orchestrator.runtime import snapshot
 from holdfast.orchestrator.runtime.observe.projection import JobProjection, ProjectionState
 
@@ -31,7 +32,7 @@ def reports(transcript: Transcript, node: str, units: float) -> None:
     room = HostRoom(LIMIT, int(units * 2 * SHARD) + LIMIT // 10)
     shards = transcript.state.membership.mesh.num_shards  # type: ignore[union-attr]
     memory = plan_host_memory(room, shard_bytes=SHARD, num_shards=shards, workers=2, buddy=True)
-    event = NodeMemoryPlanned(node=node, generation=transcript.state.generation, memory=memory)
+    event = FromNode(node, NodeMemoryPlanned(generation=transcript.state.generation, memory=memory))
     transcript.apply(event)
 
 
@@ -58,12 +59,10 @@ def test_copies_are_made_until_a_node_says_that_they_do_not_fit() -> None:
 def test_no_round_of_copies_begins_after_that() -> None:
     transcript, rounds = sharded(), CopyScheduler()
 
-    def copied(node: str) -> NodeCopiedStep:
-        return NodeCopiedStep(node=node, generation=1, wanted=0, step=0, staged_step=0)
-
+    copied = StepCopied(generation=1, wanted=0, step=0, staged_step=0)
     reports(transcript, "b", 5)
-    assert rounds.observe(transcript.now_ns, copied("a"), transcript.state) == []
-    assert rounds.observe(transcript.now_ns, copied("b"), transcript.state) == []
+    assert rounds.observe(transcript.now_ns, "a", copied, transcript.state) == []
+    assert rounds.observe(transcript.now_ns, "b", copied, transcript.state) == []
 
 
 @pytest.mark.parametrize("every", ["auto", 1])
@@ -75,10 +74,11 @@ def test_with_one_buffer_all_nodes_stage_for_storage_only(every: object) -> None
     transcript.step(10)
     assert transcript.state.stage_every_steps == 50
     assert describe(transcript.state).startswith("every 50 steps, for storage only")
-    beats = [HeartbeatReceived(node=name, generation=1) for name in ("a", "b")]
-    given = orders(transcript.state, beats)
-    assert [(order.node, order.every_steps) for order in given] == [("a", 50), ("b", 50)]
-    assert len({order.from_step for order in given}) == 1 and given[0].from_step > 10
+    beat = Heartbeat(generation=1)
+    ordered = [order for node in ("a", "b") for order in orders(transcript.state, node, beat)]
+    assert [order.node for order in ordered] == ["a", "b"]
+    (wanted,) = {order.message for order in ordered}
+    assert isinstance(wanted, StageEvery) and wanted.every_steps == 50 and wanted.from_step > 10
     launches = launched_again(transcript)
     assert [a.stage_every_steps for a in launches] == [50, 50]
 
@@ -126,8 +126,8 @@ def test_all_nodes_change_to_steps_for_storage_once_also_from_a_chosen_interval(
     transcript.step(21)
     assert transcript.state.staging_interval == for_storage, "the step of the change stays"
     launched_again(transcript)
-    beats = [HeartbeatReceived(node="a", generation=2, stage_every_steps=50, stage_from_step=0)]
-    assert orders(transcript.state, beats) == [], "it began with this interval"
+    beat = Heartbeat(generation=2, stage_every_steps=50, stage_from_step=0)
+    assert orders(transcript.state, "a", beat) == [], "it began with this interval"
 
 
 def test_storage_by_time_does_not_change_what_is_staged() -> None:

@@ -10,17 +10,16 @@ from holdfast.orchestrator.core.actions import LaunchGroup, RequestNodes, StopGr
 from holdfast.orchestrator.core.events import (
     CheckpointRefused,
     ControllerStarted,
-    GroupInspected,
+    FromNode,
     HangDetected,
     HangSuspicionEnded,
     HeartbeatsLost,
     NodeLost,
-    NodeRemarked,
-    PreemptionNoticed,
     SuspendRequested,
 )
 from holdfast.orchestrator.core.recovery import STORE_UNREADABLE
 from holdfast.orchestrator.protocol.facts import Exit, Stack, StagedShard
+from holdfast.orchestrator.protocol.messages import GroupInspected, NodeRemarked, PreemptionNoticed
 from holdfast.orchestrator.runtime.observe.incidents import incident
 
 from .harness import SECOND, Transcript, spec
@@ -72,9 +71,9 @@ def test_the_end_of_all_workers_is_no_part_of_the_incident_before() -> None:
 def test_a_hang_has_the_stacks_of_the_inspection_where_none_were_taken_at_the_end() -> None:
     job = Transcript().started(step=3)
     job.apply(
-        GroupInspected(node="a", generation=1, stacks=(_stack(0, "peers"), _stack(1, "peers")))
+        FromNode("a", GroupInspected(generation=1, stacks=(_stack(0, "peers"), _stack(1, "peers"))))
     )
-    job.apply(GroupInspected(node="b", generation=1, stacks=(_stack(3, "nothing"),)))
+    job.apply(FromNode("b", GroupInspected(generation=1, stacks=(_stack(3, "nothing"),))))
     job.apply(HangDetected(generation=1, ranks=(3, 0), evidence="quiet"))
     job.stopped("a", 3, stacks=(_stack(0, "peers", "newer"),))
     job.stopped("b", 3)
@@ -84,7 +83,7 @@ def test_a_hang_has_the_stacks_of_the_inspection_where_none_were_taken_at_the_en
 
 def test_a_failure_after_an_inspection_has_no_stacks_of_it() -> None:
     job = Transcript().started(step=3)
-    job.apply(GroupInspected(node="b", generation=1, stacks=(_stack(3, "nothing"),)))
+    job.apply(FromNode("b", GroupInspected(generation=1, stacks=(_stack(3, "nothing"),))))
     job.exits(0, signal=9)
     job.all_stopped(3)
     assert job.state.incidents[0].stacks == {} and job.state.inspected == {}
@@ -94,10 +93,10 @@ def test_an_inspection_shows_what_a_rank_does_that_its_peers_may_wait_for() -> N
     job = Transcript().started(step=3)
     reason = job.state.reason
     for activity in ("peers", "device", ""):
-        job.apply(GroupInspected(node="a", generation=1, stacks=(_stack(0, activity),)))
+        job.apply(FromNode("a", GroupInspected(generation=1, stacks=(_stack(0, activity),))))
         assert job.state.reason == reason
     stacks = (_stack(2, "peers"), _stack(3, "compiles"))
-    job.apply(GroupInspected(node="b", generation=1, stacks=stacks))
+    job.apply(FromNode("b", GroupInspected(generation=1, stacks=stacks)))
     assert job.state.reason.text == "no progress: rank 3 compiles, on b"
     assert sorted(job.state.inspected) == [0, 2, 3]
     job.apply(HangSuspicionEnded(generation=1, seconds=4.0))
@@ -186,7 +185,7 @@ def test_a_notice_of_preemption_does_not_shorten_the_grace_period_of_a_suspend()
     job = Transcript(spec(script=True, recovery={"terminationGraceSeconds": 30}))
     job.started(step=None)
     job.step(0)
-    job.apply(PreemptionNoticed(node="b", grace_s=40, detail="spot"))
+    job.apply(FromNode("b", PreemptionNoticed(grace_s=40, detail="spot")))
     assert not job.of(StopGroup)
     job.apply(SuspendRequested())
     assert {stop.grace_s for stop in job.of(StopGroup)} == {30.0}
@@ -204,7 +203,7 @@ def test_exits_that_come_with_the_stop_count_for_the_last_step() -> None:
 def _taken_over(job: Transcript, away_s: float, **found: Any) -> None:
     """A new controller comes after so long."""
     job.wait(2)
-    job.apply(NodeRemarked(node="a", text="the last record of the old controller"))
+    job.apply(FromNode("a", NodeRemarked(text="the last record of the old controller")))
     job.now_ns += round(away_s * SECOND)
     job.apply(ControllerStarted(incarnation=2, **found))
 

@@ -10,11 +10,12 @@ import pytest
 
 from holdfast.orchestrator.core import invariants
 from holdfast.orchestrator.core.actions import Reason
-from holdfast.orchestrator.core.events import StandbysReported, Tick
+from holdfast.orchestrator.core.events import FromNode, Tick
 from holdfast.orchestrator.core.roster import PendingNode, Promises
 from holdfast.orchestrator.core.state import JobState, PendingCheckpoint, PendingStop
 from holdfast.orchestrator.protocol.facts import ShardFile
 from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.orchestrator.protocol.messages import StandbysReported
 
 from .harness import Transcript, spec
 
@@ -139,9 +140,9 @@ def test_an_event_checks_the_node_that_it_names_and_what_does_not_grow_with_the_
     job = Transcript(spec()).started()
     node = job.state.nodes["a"]
     job.state.nodes.change("a", generation=2)
-    job.controller.step(job.now_ns, StandbysReported(node="b", ready=True))
+    job.controller.step(job.now_ns, FromNode("b", StandbysReported(ready=True)))
     with pytest.raises(invariants.Broken, match="a runs a future generation"):
-        job.controller.step(job.now_ns, StandbysReported(node="a", ready=True))
+        job.controller.step(job.now_ns, FromNode("a", StandbysReported(ready=True)))
     job.state.nodes["a"] = node
     job.commit(9)
     _committed_twice(job.state)

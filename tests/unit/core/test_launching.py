@@ -13,7 +13,7 @@ from holdfast.orchestrator.core.actions import (
 )
 from holdfast.orchestrator.core.events import (
     ActionSucceeded,
-    NodeJoined,
+    FromNode,
     ResizeRequested,
     ResumeRequested,
     StepCompleted,
@@ -23,6 +23,7 @@ from holdfast.orchestrator.core.events import (
 from holdfast.orchestrator.core.launching import MESHES_KEPT
 from holdfast.orchestrator.core.roster import Promises
 from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.orchestrator.protocol.messages import NodeJoined
 
 from .harness import SECOND, Transcript, facts, spec
 
@@ -439,7 +440,7 @@ def test_the_master_is_the_first_member() -> None:
     job = Transcript()
     job.submit()
     job.succeed(RequestNodes)
-    job.apply(NodeJoined(node="a", facts=facts("a")))
+    job.apply(FromNode("a", NodeJoined(facts=facts("a"))))
     job.join("b")
     membership = job.of(LaunchGroup)[0].membership
     assert (membership.master_address, membership.master_port) == ("ip-a", 29501)
@@ -496,7 +497,7 @@ def test_a_stale_node_is_awaited_before_a_smaller_launch() -> None:
     job.submit()
     job.succeed(RequestNodes)
     job.state.generation = 4
-    job.apply(NodeJoined(node="a", facts=facts("a"), generation=2, ranks=(0, 1)))
+    job.apply(FromNode("a", NodeJoined(facts=facts("a"), generation=2, ranks=(0, 1))))
     job.join("b")
     job.state.pending_nodes = Promises()
     job.apply(Tick())
@@ -537,6 +538,6 @@ def test_all_nodes_that_have_started_their_workers_are_a_time_of_the_incident() 
     job.apply(ActionSucceeded(action_id=second.action_id))
     assert job.state.incidents[0].started_ns == job.now_ns
     job.wait(1)
-    job.apply(NodeJoined(node="a", facts=facts("a"), generation=2, ranks=(0, 1)))
+    job.apply(FromNode("a", NodeJoined(facts=facts("a"), generation=2, ranks=(0, 1))))
     assert job.state.incidents[0].started_ns == job.now_ns - SECOND
     assert job.state.phase == "recovering", "a recipe reports its first step"

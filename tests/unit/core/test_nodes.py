@@ -11,15 +11,14 @@ from holdfast.orchestrator.core.actions import (
 from holdfast.orchestrator.core.events import (
     ActionSucceeded,
     ControllerStarted,
-    GroupStopped,
-    NodeJoined,
+    FromNode,
     NodeLost,
-    PreemptionNoticed,
     StragglerDetected,
 )
 from holdfast.orchestrator.core.nodes import MAX_DETAIL, num_usable, possible_size, usable
 from holdfast.orchestrator.core.provisioning import rejoin_s
 from holdfast.orchestrator.protocol.facts import StagedShard
+from holdfast.orchestrator.protocol.messages import GroupStopped, NodeJoined, PreemptionNoticed
 
 from .harness import Transcript, facts, spec
 
@@ -35,9 +34,9 @@ def test_only_free_nodes_with_enough_slots_are_usable() -> None:
     job.state.cordoned["d"] = "bad"
     nodes.change("e", generation=3)
     assert [node.name for node in usable(job.state)] == ["a"] and num_usable(job.state) == 1
-    job.apply(NodeJoined(node="f", facts=facts("f", 1)))
+    job.apply(FromNode("f", NodeJoined(facts=facts("f", 1))))
     assert [node.name for node in usable(job.state)] == ["a"], "f has one slot, two are needed"
-    job.apply(NodeJoined(node="g", facts=facts("g", 3)))
+    job.apply(FromNode("g", NodeJoined(facts=facts("g", 3))))
     assert [node.name for node in usable(job.state)] == ["a", "g"] and num_usable(job.state) == 2
 
 
@@ -45,12 +44,12 @@ def test_members_are_usable_while_their_generation_runs_and_others_once_they_hav
     job = Transcript().started()
     job.exits(0, signal=9)
     job.all_stopped(3)
-    job.apply(NodeJoined(node="c", facts=facts("c"), generation=1, ranks=(0, 1)))
+    job.apply(FromNode("c", NodeJoined(facts=facts("c"), generation=1, ranks=(0, 1))))
     stop = job.one(StopGroup)
     assert (stop.node, stop.generation) == ("c", 1)
     assert stop.reason.text == "c still runs generation 1; the current one is 2"
     assert [node.name for node in usable(job.state)] == ["a", "b"]
-    job.apply(GroupStopped(action_id=stop.action_id, node="c", generation=1))
+    job.apply(FromNode("c", GroupStopped(action_id=stop.action_id, generation=1)))
     assert [node.name for node in usable(job.state)] == ["a", "b", "c"]
     job.exits(0, signal=9)
     job.stopped("a", 3)
@@ -71,11 +70,11 @@ def test_a_rejoin_replaces_the_facts_and_keeps_the_port_that_is_not_offered_agai
     port = job.state.nodes["a"].offered_port
     staged = (StagedShard(3, 1, 0, 2, 1),)
     again = facts("a", 4)
-    job.apply(NodeJoined(node="a", facts=again, generation=1, ranks=(0, 1), staged=staged))
+    job.apply(FromNode("a", NodeJoined(facts=again, generation=1, ranks=(0, 1), staged=staged)))
     node = job.state.nodes["a"]
     assert (node.facts, node.staged, node.offered_port) == (again, staged, port)
     assert (node.join_order, node.generation) == (1, 1)
-    job.apply(NodeJoined(node="a", facts=again, generation=1, ranks=(0, 1), offered_port=9))
+    job.apply(FromNode("a", NodeJoined(facts=again, generation=1, ranks=(0, 1), offered_port=9)))
     assert job.state.nodes["a"].offered_port == 9 and not job.fresh
 
 
@@ -85,7 +84,7 @@ def test_the_port_that_a_stopped_node_offers_is_used_next() -> None:
     port = job.state.nodes["a"].offered_port
     job.stopped("b", 3)
     assert job.state.stop is not None
-    event = GroupStopped(action_id=job.state.stop.waiting["a"], node="a", generation=1)
+    event = FromNode("a", GroupStopped(action_id=job.state.stop.waiting["a"], generation=1))
     job.apply(event)
     assert job.of(LaunchGroup)[0].membership.master_port == port, "none was offered"
 
@@ -96,22 +95,22 @@ def test_a_member_that_rejoins_before_its_launch_was_answered_gets_it_again() ->
     job.succeed(RequestNodes)
     job.join("a", "b")
     first = job.of(LaunchGroup)[1]
-    job.apply(NodeJoined(node="b", facts=facts("b")))
+    job.apply(FromNode("b", NodeJoined(facts=facts("b"))))
     again = job.one(LaunchGroup)
     assert (again.node, again.seats) == ("b", first.seats)
     assert again.reason.text == "b may not have received its launch"
     assert again.reason.code == "controller-restart"
     assert job.state.launching["b"] == again.action_id
     assert job.state.nodes["b"].generation == 1
-    job.apply(NodeJoined(node="b", facts=facts("b"), generation=1, ranks=(2, 3)))
+    job.apply(FromNode("b", NodeJoined(facts=facts("b"), generation=1, ranks=(2, 3))))
     assert not job.fresh and list(job.state.launching) == ["a"], "it runs the generation"
-    job.apply(NodeJoined(node="a", facts=facts("a"), generation=1, ranks=(0, 1)))
+    job.apply(FromNode("a", NodeJoined(facts=facts("a"), generation=1, ranks=(0, 1))))
     assert job.state.launching == {} and not job.wait(60)
 
 
 def test_a_member_without_its_workers_breaks_the_generation_with_the_reason() -> None:
     job = Transcript().started()
-    job.apply(NodeJoined(node="b", facts=facts("b"), offered_port=9))
+    job.apply(FromNode("b", NodeJoined(facts=facts("b"), offered_port=9)))
     assert job.one_reason(StopGroup) == "b rejoined without its workers of generation 1"
     job.all_stopped(3)
     incident = job.state.incidents[0]
@@ -123,13 +122,13 @@ def test_a_member_that_rejoins_during_a_stop_gets_the_stop_again_until_it_has_st
     job = Transcript(spec(script=True, recovery={"terminationGraceSeconds": 7}))
     job.started(step=None)
     job.exits(0, signal=9)
-    job.apply(NodeJoined(node="b", facts=facts("b"), generation=1, ranks=(2, 3)))
+    job.apply(FromNode("b", NodeJoined(facts=facts("b"), generation=1, ranks=(2, 3))))
     again = job.one(StopGroup)
     assert again.reason.text == "b may not have received the request to stop"
     assert (again.node, again.grace_s, again.stacks) == ("b", 0.0, False)
     assert job.state.stop is not None and job.state.stop.waiting["b"] == again.action_id
     job.stopped("b")
-    job.apply(NodeJoined(node="b", facts=facts("b")))
+    job.apply(FromNode("b", NodeJoined(facts=facts("b"))))
     assert not job.fresh
 
 
@@ -137,14 +136,14 @@ def test_a_released_node_that_connects_is_released_again_with_the_reason() -> No
     job = Transcript().started()
     job.lose("b", "silent", "no heartbeat")
     job.succeed(ReleaseNode)
-    job.apply(NodeJoined(node="b", facts=facts("b")))
+    job.apply(FromNode("b", NodeJoined(facts=facts("b"))))
     assert job.one_reason(ReleaseNode) == "b was released: lost (silent): no heartbeat"
 
 
 def test_a_release_under_way_is_not_requested_twice() -> None:
     job = Transcript().started()
     job.lose("b")
-    job.apply(NodeJoined(node="b", facts=facts("b")))
+    job.apply(FromNode("b", NodeJoined(facts=facts("b"))))
     assert not job.of(ReleaseNode)
     assert job.state.released_nodes == {"b": "lost (gone): gone"}, "the first reason stays"
 
@@ -203,7 +202,7 @@ def test_a_new_controller_loses_only_nodes_that_did_not_reconnect() -> None:
     job = Transcript().started()
     job.controller = job.replayed()
     job.apply(ControllerStarted(incarnation=2))
-    job.apply(NodeJoined(node="a", facts=facts("a"), generation=1, ranks=(0, 1)))
+    job.apply(FromNode("a", NodeJoined(facts=facts("a"), generation=1, ranks=(0, 1))))
     job.wait(15.0)
     text = "lost (silent): did not reconnect within 15 s of the controller's start"
     assert job.state.released_nodes == {"b": text}
@@ -240,7 +239,7 @@ def test_generations_that_the_journal_lacks_are_stopped_and_never_numbered_again
     job.controller = job.replayed()
     job.apply(ControllerStarted(incarnation=2))
     for name, ranks in (("a", (0, 1)), ("b", (2, 3))):
-        job.apply(NodeJoined(node=name, facts=facts(name), generation=3, ranks=ranks))
+        job.apply(FromNode(name, NodeJoined(facts=facts(name), generation=3, ranks=ranks)))
     assert {(stop.node, stop.generation) for stop in job.all(StopGroup)} == {("a", 3), ("b", 3)}
     job.all_stopped()
     assert job.last(LaunchGroup).membership.generation == 4
@@ -266,7 +265,7 @@ def test_a_slow_node_is_replaced_once_and_only_while_it_is_a_member() -> None:
         job.apply(StragglerDetected(generation=1, node=name, evidence="0.9 s a step"))
         assert not job.fresh
     assert not any(node.slow or node.preempting for node in job.state.nodes.values())
-    job.apply(PreemptionNoticed(node="a", detail="spot"))
+    job.apply(FromNode("a", PreemptionNoticed(detail="spot")))
     job.apply(StragglerDetected(generation=1, node="a", evidence="0.9 s a step"))
     assert (job.state.nodes["a"].slow, job.state.nodes["a"].leave_reason) == (False, "spot")
     other = Transcript(spec(nodes, workers=1, recovery={"replaceStragglers": True}))
@@ -301,10 +300,10 @@ def test_a_node_that_the_backend_has_and_that_never_joins_is_released() -> None:
 
 def test_a_second_notice_does_not_extend_the_wait_for_a_replacement() -> None:
     job = Transcript().started()
-    job.apply(PreemptionNoticed(node="b", grace_s=100, detail="spot"))
+    job.apply(FromNode("b", PreemptionNoticed(grace_s=100, detail="spot")))
     due_ns, leaves_ns = job.state.timers["preempt"], job.state.nodes["b"].leaves_ns
     job.wait(1)
-    job.apply(PreemptionNoticed(node="b", grace_s=200, detail="again"))
+    job.apply(FromNode("b", PreemptionNoticed(grace_s=200, detail="again")))
     assert job.state.timers["preempt"] == due_ns
     assert job.state.nodes["b"].leaves_ns == leaves_ns
 
@@ -317,8 +316,8 @@ def test_workers_of_a_generation_that_the_journal_lacks_are_stopped_between_two_
     job.fail(job.one(RequestNodes))
     job.stopped("a", 3)
     assert job.state.phase == "pending" and not job.state.active
-    job.apply(NodeJoined(node="c", facts=facts("c"), generation=5, ranks=(0, 1)))
+    job.apply(FromNode("c", NodeJoined(facts=facts("c"), generation=5, ranks=(0, 1))))
     stop = job.one(StopGroup)
     assert (stop.node, stop.generation, job.state.generation) == ("c", 5, 5)
-    job.apply(GroupStopped(action_id=stop.action_id, node="c", generation=5))
+    job.apply(FromNode("c", GroupStopped(action_id=stop.action_id, generation=5)))
     assert {launch.membership.generation for launch in job.of(LaunchGroup)} == {6}

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from holdfast.orchestrator.core.actions import LaunchGroup, RequestNodes, StopGroup
-from holdfast.orchestrator.core.events import (
-    CollectivesBegun,
-    OwnCheckpointRead,
-    OwnCheckpointSeen,
-    ResumeRequested,
-)
+from holdfast.orchestrator.core.events import CollectivesBegun, FromNode, ResumeRequested
 from holdfast.orchestrator.core.own_checkpoints import MAX_KNOWN
 from holdfast.orchestrator.protocol.facts import OwnCheckpoint
+from holdfast.orchestrator.protocol.messages import OwnCheckpointRead, OwnCheckpointSeen
 
 from .harness import Transcript, spec
 
 
-def written(path: str, generation: int = 1, times: int = 1, **more: bool) -> OwnCheckpointSeen:
-    return OwnCheckpointSeen(node="a", generation=generation, path=path, times=times, **more)
+def written(path: str, generation: int = 1, times: int = 1, **more: bool) -> FromNode:
+    return FromNode("a", OwnCheckpointSeen(generation=generation, path=path, times=times, **more))
 
 
 def restarted() -> Transcript:
@@ -98,7 +94,7 @@ def test_training_without_a_read_checkpoint_is_remarked_on() -> None:
     job.apply(CollectivesBegun(generation=2))
     assert "rank 0 trains, and has not opened a checkpoint such as /o/ckpt.pt" in notes(job)
     other = restarted()
-    other.apply(OwnCheckpointRead(node="a", generation=2, path="/o/ckpt.pt"))
+    other.apply(FromNode("a", OwnCheckpointRead(generation=2, path="/o/ckpt.pt")))
     other.apply(CollectivesBegun(generation=2))
     assert "has not opened" not in notes(other)
 
@@ -111,7 +107,7 @@ def test_a_checkpoint_that_a_failed_start_had_read_is_not_the_first_choice_again
     for path in ("/o/checkpoint-10", "/o/checkpoint-20"):
         job.apply(written(path))
     for generation, path in ((2, "/o/checkpoint-20"), (3, "/o/checkpoint-10")):
-        read = OwnCheckpointRead(node="a", generation=generation, path=f"{path}/state.json")
+        read = FromNode("a", OwnCheckpointRead(generation=generation, path=f"{path}/state.json"))
         job.apply(read)
         assert job.state.incidents[-1].decision.endswith(f"; it read {path}")
         job.apply(written("/o/checkpoint-10"))  # reported again over a new connection
@@ -120,7 +116,7 @@ def test_a_checkpoint_that_a_failed_start_had_read_is_not_the_first_choice_again
         assert job.state.own_checkpoints[path].failed
         assert f"the start that read {path} failed" in notes(job)
         job.succeed(LaunchGroup)
-    job.apply(OwnCheckpointRead(node="a", generation=4, path="/o/ckpt.pt"))
+    job.apply(FromNode("a", OwnCheckpointRead(generation=4, path="/o/ckpt.pt")))
     job.exits(0, **ERROR)
     job.all_stopped(None)
     assert (job.state.phase, job.state.reason.code) == ("failed", "user-error"), "none is left"
@@ -129,7 +125,7 @@ def test_a_checkpoint_that_a_failed_start_had_read_is_not_the_first_choice_again
 def test_an_error_after_the_training_began_is_not_the_checkpoints() -> None:
     job = restarted()
     job.apply(written("/o/checkpoint-20"))
-    job.apply(OwnCheckpointRead(node="a", generation=2, path="/o/checkpoint-20"))
+    job.apply(FromNode("a", OwnCheckpointRead(generation=2, path="/o/checkpoint-20")))
     job.apply(CollectivesBegun(generation=2))
     job.exits(0, **ERROR)
     job.all_stopped(None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from holdfast.orchestrator.core.actions import LaunchGroup, RequestNodes
-from holdfast.orchestrator.core.events import ActionSucceeded, ControllerStarted, NodeJoined
+from holdfast.orchestrator.core.events import ActionSucceeded, ControllerStarted, FromNode
+from holdfast.orchestrator.protocol.messages import NodeJoined
 
 from .harness import Transcript, facts, spec
 
@@ -18,7 +19,7 @@ def test_a_recovering_job_waits_for_its_nodes_to_reconnect_to_a_new_controller()
     job.apply(ControllerStarted(incarnation=2, nodes=("a",)))
     job.wait(5)
     assert job.state.phase == "recovering" and not job.all(LaunchGroup)[2:]
-    job.apply(NodeJoined(node="a", facts=facts("a"), staged=staged))
+    job.apply(FromNode("a", NodeJoined(facts=facts("a"), staged=staged)))
     launch = job.one(LaunchGroup)
     assert launch.reason.text == "shrink from 2 to 1 node, from memory after step 5"
 

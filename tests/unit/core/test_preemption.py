@@ -15,12 +15,12 @@ from holdfast.orchestrator.core.actions import (
 )
 from holdfast.orchestrator.core.events import (
     ControllerStarted,
-    PreemptionNoticed,
+    FromNode,
     ResizeRequested,
     SuspendRequested,
-    WorkerExited,
 )
 from holdfast.orchestrator.protocol.facts import Exit
+from holdfast.orchestrator.protocol.messages import PreemptionNoticed, WorkerExited
 
 from .harness import SECOND, Transcript, spec
 
@@ -28,7 +28,7 @@ GRACE_S = 30.0
 
 
 def leave(job: Transcript, node: str = "b", grace_s: float = GRACE_S) -> None:
-    job.apply(PreemptionNoticed(node=node, detail="got SIGTERM", grace_s=grace_s))
+    job.apply(FromNode(node, PreemptionNoticed(detail="got SIGTERM", grace_s=grace_s)))
 
 
 def sharded(**nodes: int) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def test_a_node_that_leaves_while_the_job_starts_is_replaced_before_the_first_st
 def test_workers_killed_on_a_preempted_node_are_charged_as_a_preemption() -> None:
     job = Transcript(sharded()).started()
     leave(job)
-    job.apply(WorkerExited(node="b", generation=1, exit=Exit(rank=2, signal=9, step=5)))
+    job.apply(FromNode("b", WorkerExited(generation=1, exit=Exit(rank=2, signal=9, step=5))))
     job.all_stopped(5)
     incident = job.state.incidents[-1]
     assert (incident.rule, incident.failure_class) == ("preempted", "preemption")
@@ -240,7 +240,7 @@ def test_a_repeated_preemption_notice_changes_only_the_time_left() -> None:
 
 def test_the_reasons_of_two_preemption_notices_are_joined() -> None:
     job = Transcript(sharded()).started()
-    job.apply(PreemptionNoticed(node="b", detail="evicted: the node is being drained"))
+    job.apply(FromNode("b", PreemptionNoticed(detail="evicted: the node is being drained")))
     leave(job)
     job.succeed(RequestNodes)
     job.wait(GRACE_S / 3 - 0.1)
@@ -289,10 +289,10 @@ def test_a_preemption_notice_is_noted_with_the_time_and_the_reason() -> None:
     job = Transcript(sharded()).started()
     leave(job)
     assert job.state.notes[-1][1] == "b will be preempted in 30 s: got SIGTERM"
-    job.apply(PreemptionNoticed(node="a", grace_s=0.0))
+    job.apply(FromNode("a", PreemptionNoticed(grace_s=0.0)))
     assert job.state.notes[-1][1] == "a will be preempted: no detail given"
     assert job.state.nodes["a"].leaves_ns is None
-    assert not job.apply(PreemptionNoticed(node="x", detail="unknown"))
+    assert not job.apply(FromNode("x", PreemptionNoticed(detail="unknown")))
     assert len(job.state.notes) == 2
 
 
@@ -300,7 +300,7 @@ def test_the_same_reason_is_not_repeated() -> None:
     job = Transcript(sharded()).started()
     for _ in range(2):
         leave(job)
-        job.apply(PreemptionNoticed(node="b"))
+        job.apply(FromNode("b", PreemptionNoticed()))
     assert job.state.nodes["b"].leave_reason == "got SIGTERM"
 
 
@@ -339,7 +339,7 @@ def test_a_recipe_has_no_grace_period_and_a_script_without_a_known_time_its_own(
     recovery = {"terminationGraceSeconds": 7}
     document = spec({"min": 2, "max": 2, "spares": 1}, 2, 4, script=True, recovery=recovery)
     script = Transcript(document).started("a", "b", "c")
-    script.apply(PreemptionNoticed(node="b", detail="spot"))
+    script.apply(FromNode("b", PreemptionNoticed(detail="spot")))
     assert {stop.grace_s for stop in script.of(StopGroup)} == {7.0}
     limit_ns = round((7.0 + limits.STOP_TIMEOUT_S) * SECOND)
     assert script.state.timers["stop"] == script.now_ns + limit_ns

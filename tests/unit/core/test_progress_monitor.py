@@ -11,16 +11,15 @@ from holdfast.orchestrator.core.events import (
     AnyEvent,
     CancelRequested,
     ControllerStarted,
-    HeartbeatReceived,
-    NodeJoined,
+    FromNode,
     NodeLost,
     StepCompleted,
     Tick,
-    WorkerExited,
 )
 from holdfast.orchestrator.core.hang.facts import STARVED_MEMORY_S
 from holdfast.orchestrator.core.progress_monitor import BIG_JOB_RANKS, ProgressMonitor
 from holdfast.orchestrator.protocol.facts import Exit, ShardFile, WorkerBeat
+from holdfast.orchestrator.protocol.messages import Heartbeat, NodeJoined, WorkerExited
 
 from .harness import SECOND, Transcript, facts, spec
 from .watch import NAMES, NODES, WORKERS, Watch, Watched
@@ -46,7 +45,7 @@ def test_later_steps_are_reported_about_once_a_second() -> None:
 def test_an_unreported_step_is_reported_when_a_worker_exits() -> None:
     watch = Watch()
     watch.train(4)
-    watch.give(WorkerExited(node="a", generation=1, exit=Exit(rank=0, signal=9)))
+    watch.give(FromNode("a", WorkerExited(generation=1, exit=Exit(rank=0, signal=9))))
     assert watch.steps == [0, 2, 3]
 
 
@@ -57,8 +56,8 @@ def test_a_step_is_reported_that_no_rank_is_at() -> None:
         for node, ranks, step in (("a", (0, 1), a), ("b", (2, 3), b)):
             by = "" if step is None else "script"
             beats = tuple(WorkerBeat(rank=r, step=step or -1, counted_by=by) for r in ranks)
-            watch.give(HeartbeatReceived(node=node, generation=1, workers=beats))
-    watch.give(WorkerExited(node="a", generation=1, exit=Exit(rank=0, signal=9)))
+            watch.give(FromNode(node, Heartbeat(generation=1, workers=beats)))
+    watch.give(FromNode("a", WorkerExited(generation=1, exit=Exit(rank=0, signal=9))))
     reported = [one for one in watch.verdicts if isinstance(one, StepCompleted)]
     assert [(one.step, one.counted_by) for one in reported] == [(3, "script"), (4, "script")]
 
@@ -137,19 +136,19 @@ def test_a_heartbeat_that_overtook_another_counts() -> None:
     watch = Watch()
     watch.train(4)
     late = WorkerBeat(rank=0, phase="train", step=1, ticks=4)
-    watch.give(HeartbeatReceived(node="a", generation=1, workers=(late,)))
+    watch.give(FromNode("a", Heartbeat(generation=1, workers=(late,))))
     assert watch.monitor._current.ranks[0].beat.step == 3
     same = WorkerBeat(rank=0, phase="save", step=3, ticks=8)
-    watch.give(HeartbeatReceived(node="a", generation=1, workers=(same,)))
+    watch.give(FromNode("a", Heartbeat(generation=1, workers=(same,))))
     assert watch.monitor._current.ranks[0].beat.phase == "save"
 
 
 def test_a_rank_is_reported_only_by_its_own_node() -> None:
     watch = Watch()
     foreign = WorkerBeat(rank=0, phase="train", step=3, ticks=8)
-    watch.give(HeartbeatReceived(node="b", generation=1, workers=(foreign,)))
+    watch.give(FromNode("b", Heartbeat(generation=1, workers=(foreign,))))
     assert watch.monitor._current.ranks == {}
-    watch.give(HeartbeatReceived(node="x", generation=1, workers=(foreign,)))
+    watch.give(FromNode("x", Heartbeat(generation=1, workers=(foreign,))))
     assert watch.monitor._detector.last_ns("x") == 0
 
 
@@ -172,7 +171,7 @@ def test_a_step_reports_the_largest_numbers_and_the_loss_of_a_rank_at_the_step()
         WorkerBeat(rank=rank, phase="train", step=1, ticks=4, step_s=0.5, loss=0.25, tokens=64)
         for rank in (0, 1)
     )
-    watch.give(HeartbeatReceived(node="a", generation=1, workers=ahead))
+    watch.give(FromNode("a", Heartbeat(generation=1, workers=ahead)))
     watch.beat(0, node="b", step_s=0.75)
     (event,) = [v for v in watch.verdicts if isinstance(v, StepCompleted)]
     assert (event.step, event.loss, event.tokens, event.step_s) == (0, 1.5, 64, 0.75)
@@ -234,9 +233,9 @@ def test_before_the_first_launch_heartbeats_show_no_progress() -> None:
     job.submit()
     monitor = ProgressMonitor(job.state.job, job.controller)
     earlier = tuple(ShardFile(9, 7, shard, 2, f"s{shard}", 1, "c") for shard in range(2))
-    beat = HeartbeatReceived(node="a", generation=0, workers=(WorkerBeat(rank=0, step=3),))
+    beat = FromNode("a", Heartbeat(generation=0, workers=(WorkerBeat(rank=0, step=3),)))
     events: list[AnyEvent] = [ControllerStarted(incarnation=1, committed=earlier)]
-    events += [NodeJoined(node="a", facts=facts("a")), beat]
+    events += [FromNode("a", NodeJoined(facts=facts("a"))), beat]
     for event in events:
         assert monitor.observe(job.now_ns, Tick()) == ()
         job.apply(event)
@@ -248,7 +247,7 @@ def test_a_node_that_joins_and_sends_no_heartbeat_is_lost() -> None:
     watch = Watch(nodes={"min": 1, "max": 2, "spares": 1})
     watch.train(2)
     watch.job.join("c")
-    watch.give(NodeJoined(node="c", facts=facts("c")))
+    watch.give(FromNode("c", NodeJoined(facts=facts("c"))))
     watch.train(8, first=2)
     assert [lost.node for lost in watch.of(NodeLost)] == ["c"]
 
@@ -256,7 +255,7 @@ def test_a_node_that_joins_and_sends_no_heartbeat_is_lost() -> None:
 def test_a_heartbeat_of_an_unknown_node_is_ignored() -> None:
     watch = Watch()
     watch.train(2)
-    assert watch.give(HeartbeatReceived(node="x", generation=1, cpu_pressure=0.9)) == []
+    assert watch.give(FromNode("x", Heartbeat(generation=1, cpu_pressure=0.9))) == []
     assert watch.monitor._contended == {}
 
 
@@ -314,7 +313,7 @@ def test_a_machine_is_contended_before_it_is_starved(
 ) -> None:
     watch = Watch()
     watch.train(10)
-    watch.give(HeartbeatReceived(node="a", generation=1, cpu_pressure=pressure))
+    watch.give(FromNode("a", Heartbeat(generation=1, cpu_pressure=pressure)))
     assert list(watch.monitor._contended) == (["a"] if contended else [])
     assert watch.monitor._facts is not None and watch.monitor._facts.starved == starved
 
@@ -322,7 +321,7 @@ def test_a_machine_is_contended_before_it_is_starved(
 @pytest.mark.parametrize(("after_s", "named"), [(STARVED_MEMORY_S, []), (10.001, ["b"])])
 def test_a_machine_counts_as_contended_for_ten_seconds(after_s: float, named: list[str]) -> None:
     watch = Watch()
-    watch.give(HeartbeatReceived(node="b", generation=1, cpu_pressure=0.5))
+    watch.give(FromNode("b", Heartbeat(generation=1, cpu_pressure=0.5)))
     began = watch.job.now_ns
     for step in range(6):
         watch.job.now_ns = began + round((after_s - 0.5 * (5 - step)) * SECOND)
@@ -335,7 +334,7 @@ def test_a_machine_counts_as_contended_for_ten_seconds(after_s: float, named: li
                 for rank in ranks
             )  # fmt: skip
             watch.monitor._contended = {"b": began}
-            watch.give(HeartbeatReceived(node=node, generation=1, workers=beats))
+            watch.give(FromNode(node, Heartbeat(generation=1, workers=beats)))
     assert watch.monitor._current.stragglers.since.keys() == (set() if not named else {2, 3})
 
 

@@ -18,14 +18,14 @@ from holdfast.orchestrator.core.events import (
     ActionSucceeded,
     CancelRequested,
     ControllerStarted,
-    NodeJoined,
-    PreemptionNoticed,
+    FromNode,
     ResizeRequested,
     SuspendRequested,
     Tick,
 )
 from holdfast.orchestrator.core.roster import PendingNode
 from holdfast.orchestrator.protocol.facts import StagedShard
+from holdfast.orchestrator.protocol.messages import NodeJoined, PreemptionNoticed
 
 from .harness import Transcript, facts, spec
 
@@ -473,7 +473,7 @@ def test_a_cordoned_node_is_kept_only_for_the_newest_state(step: int, kept: bool
 def test_an_idle_node_that_leaves_is_kept_until_the_next_generation_has_trained() -> None:
     job = Transcript(spec({"min": 1, "max": 2, "spares": 1})).started("a", "b", "c")
     job.exits(0, signal=9)
-    job.apply(PreemptionNoticed(node="c", detail="spot"))
+    job.apply(FromNode("c", PreemptionNoticed(detail="spot")))
     assert not job.of(ReleaseNode)
     job.all_stopped(3)
     job.succeed(LaunchGroup)
@@ -491,10 +491,10 @@ def test_no_idle_node_is_released_before_all_have_reconnected_to_a_new_controlle
     assert job.state.phase == "pending"
     job.controller = job.replayed()
     job.apply(ControllerStarted(incarnation=2))
-    job.apply(NodeJoined(node="a", facts=facts("a")))
-    job.apply(PreemptionNoticed(node="a", detail="spot"))
+    job.apply(FromNode("a", NodeJoined(facts=facts("a"))))
+    job.apply(FromNode("a", PreemptionNoticed(detail="spot")))
     assert not job.of(ReleaseNode), "b may have the other part of a newer state"
-    job.apply(NodeJoined(node="b", facts=facts("b")))
+    job.apply(FromNode("b", NodeJoined(facts=facts("b"))))
     assert job.one(ReleaseNode).node == "a"
 
 

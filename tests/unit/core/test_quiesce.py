@@ -13,9 +13,8 @@ from holdfast.orchestrator.core.events import (
     ActionUnknown,
     CancelRequested,
     ControllerStarted,
+    FromNode,
     HangDetected,
-    NodeJoined,
-    PreemptionNoticed,
     ResizeRequested,
     ResumeRequested,
     StepCompleted,
@@ -30,6 +29,7 @@ from holdfast.orchestrator.core.quiesce import (
     pace_left_s,
     step_ahead,
 )
+from holdfast.orchestrator.protocol.messages import NodeJoined, PreemptionNoticed
 
 from .harness import Transcript, facts, spec
 
@@ -136,7 +136,7 @@ def test_no_step_is_requested_before_the_step_time_is_known() -> None:
 def test_a_leaving_node_without_time_to_learn_the_step_time_is_stopped_at_once() -> None:
     job = Transcript(spec({"min": 2, "max": 2, "spares": 1}, checkpoint=RARELY))
     job.started("a", "b", "c")
-    job.apply(PreemptionNoticed(node="b", detail="got SIGTERM", grace_s=5.0))
+    job.apply(FromNode("b", PreemptionNoticed(detail="got SIGTERM", grace_s=5.0)))
     assert len(job.of(StopGroup)) == 2 and not job.of(StageStep)
 
 
@@ -176,7 +176,7 @@ def test_a_node_that_cannot_stage_the_second_step_either_ends_the_wait() -> None
 
 def test_a_second_step_is_not_awaited_by_a_node_that_leaves_before() -> None:
     job = trained(nodes={"min": 2, "max": 2, "spares": 1})
-    job.apply(PreemptionNoticed(node="b", detail="got SIGTERM", grace_s=25.0))
+    job.apply(FromNode("b", PreemptionNoticed(detail="got SIGTERM", grace_s=25.0)))
     job.fail(job.of(StageStep)[1], "rank 2 was past step 36")
     assert len(job.of(StopGroup)) == 2 and len(job.all(StageStep)) == 2
 
@@ -232,7 +232,7 @@ def test_a_second_cancel_does_not_wait_for_the_step() -> None:
 
 def test_a_step_is_staged_before_a_node_leaves_if_there_is_time() -> None:
     job = trained(nodes={"min": 2, "max": 2, "spares": 1})
-    job.apply(PreemptionNoticed(node="b", detail="got SIGTERM", grace_s=30.0))
+    job.apply(FromNode("b", PreemptionNoticed(detail="got SIGTERM", grace_s=30.0)))
     assert len(job.of(StageStep)) == 2
     job.succeed(StageStep)
     assert len(job.of(StopGroup)) == 2
@@ -241,20 +241,20 @@ def test_a_step_is_staged_before_a_node_leaves_if_there_is_time() -> None:
 
 def test_a_leaving_node_without_time_for_the_step_is_stopped_at_once() -> None:
     job = trained(nodes={"min": 2, "max": 2, "spares": 1})
-    job.apply(PreemptionNoticed(node="b", detail="got SIGTERM", grace_s=6.0))
+    job.apply(FromNode("b", PreemptionNoticed(detail="got SIGTERM", grace_s=6.0)))
     assert len(job.of(StopGroup)) == 2 and not job.of(StageStep)
 
 
 def test_a_staged_step_is_awaited_for_a_third_of_the_leaving_nodes_time() -> None:
     job = trained(nodes={"min": 2, "max": 2, "spares": 1})
-    job.apply(PreemptionNoticed(node="b", detail="got SIGTERM", grace_s=18.0))
+    job.apply(FromNode("b", PreemptionNoticed(detail="got SIGTERM", grace_s=18.0)))
     assert len(job.of(StageStep)) == 2
     job.wait(6.1)
     assert len(job.of(StopGroup)) == 2
 
 
 def test_a_node_that_leaves_soon_limits_the_wait_of_other_interruptions() -> None:
-    leaving = PreemptionNoticed(node="b", detail="got SIGTERM", grace_s=6.0)
+    leaving = FromNode("b", PreemptionNoticed(detail="got SIGTERM", grace_s=6.0))
     job = trained(nodes={"min": 2, "max": 2})
     job.apply(leaving)
     ask(job, "suspend")
@@ -271,7 +271,7 @@ def test_a_node_that_leaves_soon_limits_the_wait_of_other_interruptions() -> Non
 def test_a_pending_request_for_nodes_does_not_withdraw_the_interruption() -> None:
     """Ranks wait after the requested step; they must not do so repeatedly for nothing."""
     job = trained(nodes={"min": 1, "max": 2})
-    job.apply(PreemptionNoticed(node="b", detail="got SIGTERM", grace_s=60.0))
+    job.apply(FromNode("b", PreemptionNoticed(detail="got SIGTERM", grace_s=60.0)))
     job.fail(job.one(RequestNodes))
     assert len(job.of(StageStep)) == 2, "no capacity, and one node is enough"
     job.wait(REQUEST_RETRY_S)
@@ -290,7 +290,7 @@ def test_a_new_controller_requests_a_step_when_all_members_have_reconnected() ->
     for node in ("a", "b"):
         assert not job.of(StageStep)
         ranks = tuple(seat.rank for seat in job.state.launch_actions[node].seats)
-        job.apply(NodeJoined(node=node, facts=facts(node), generation=1, ranks=ranks))
+        job.apply(FromNode(node, NodeJoined(facts=facts(node), generation=1, ranks=ranks)))
     assert len(job.of(StageStep)) == 2
     job.succeed(StageStep)
     assert len(job.of(StopGroup)) == 2
@@ -329,7 +329,7 @@ def test_a_leaving_node_needs_three_times_the_time_to_learn_the_pace(
 ) -> None:
     job = Transcript(spec({"min": 2, "max": 2, "spares": 1}, checkpoint=RARELY))
     job.started("a", "b", "c")
-    job.apply(PreemptionNoticed(node="b", detail="got SIGTERM", grace_s=grace_s))
+    job.apply(FromNode("b", PreemptionNoticed(detail="got SIGTERM", grace_s=grace_s)))
     assert (not job.of(StopGroup)) == waits
 
 
@@ -337,7 +337,7 @@ def test_a_leaving_node_needs_three_times_the_time_to_learn_the_pace(
 def test_a_leaving_node_needs_three_times_the_time_of_the_step(grace_s: float, waits: bool) -> None:
     """Twelve steps of 0.4 s are 4.8 s."""
     job = trained(nodes={"min": 2, "max": 2, "spares": 1})
-    job.apply(PreemptionNoticed(node="b", detail="got SIGTERM", grace_s=grace_s))
+    job.apply(FromNode("b", PreemptionNoticed(detail="got SIGTERM", grace_s=grace_s)))
     assert bool(job.of(StageStep)) == waits and bool(job.of(StopGroup)) != waits
 
 
@@ -392,8 +392,8 @@ def test_a_preemption_does_not_wait_for_members_that_reconnect() -> None:
     for node in ("a", "c"):
         ranks = tuple(s.rank for s in job.state.launch_actions[node].seats) if node == "a" else ()
         generation = 1 if node == "a" else 0
-        job.apply(NodeJoined(node=node, facts=facts(node), generation=generation, ranks=ranks))
-    job.apply(PreemptionNoticed(node="b", detail="got SIGTERM", grace_s=60.0))
+        job.apply(FromNode(node, NodeJoined(facts=facts(node), generation=generation, ranks=ranks)))
+    job.apply(FromNode("b", PreemptionNoticed(detail="got SIGTERM", grace_s=60.0)))
     assert len(job.of(StopGroup)) == 2 and not job.of(StageStep)
 
 
@@ -401,7 +401,7 @@ def test_a_leaving_node_has_time_for_a_step_that_takes_exactly_a_third_of_it() -
     job = trained(nodes={"min": 2, "max": 2, "spares": 1})
     job.apply(StepCompleted(generation=1, step=31, step_s=0.5))
     assert step_ahead(job.state) - job.state.step == 10
-    job.apply(PreemptionNoticed(node="b", detail="got SIGTERM", grace_s=15.0))
+    job.apply(FromNode("b", PreemptionNoticed(detail="got SIGTERM", grace_s=15.0)))
     assert len(job.of(StageStep)) == 2
 
 

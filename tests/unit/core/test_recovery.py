@@ -17,16 +17,11 @@ from holdfast.orchestrator.core.actions import (
     RequestNodes,
     StopGroup,
 )
-from holdfast.orchestrator.core.events import (
-    FaultInjected,
-    HangDetected,
-    NodeLost,
-    PreemptionNoticed,
-    WorkerExited,
-)
+from holdfast.orchestrator.core.events import FaultInjected, FromNode, HangDetected, NodeLost
 from holdfast.orchestrator.core.recovery import MAX_PLACES
 from holdfast.orchestrator.protocol.facts import Exit, Stack, StagedShard
 from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.orchestrator.protocol.messages import PreemptionNoticed, WorkerExited
 
 from .harness import SECOND, Transcript, spec, stack
 
@@ -242,7 +237,7 @@ def test_an_injected_fault_is_neither_charged_nor_a_strike() -> None:
 
 def test_a_node_with_a_preemption_notice_is_replaced_before_it_leaves() -> None:
     job = Transcript().started()
-    job.apply(PreemptionNoticed(node="b", detail="spot"))
+    job.apply(FromNode("b", PreemptionNoticed(detail="spot")))
     assert job.one(RequestNodes).count == 1
     assert not job.of(StopGroup), "it trains until another node can replace it"
     job.succeed(RequestNodes)
@@ -284,7 +279,7 @@ def test_events_of_an_old_generation_are_only_noted() -> None:
     job.all_stopped(3)
     before = len(job.actions)
     late = Exit(rank=0, signal=9)
-    job.apply(WorkerExited(node="a", generation=1, exit=late))
+    job.apply(FromNode("a", WorkerExited(generation=1, exit=late)))
     assert job.persisted(3, 0, generation=1) == []
     assert len(job.actions) == before
     assert len(job.state.notes) == 2

@@ -21,8 +21,7 @@ from holdfast.orchestrator.core.events import (
     ActionSucceeded,
     AdjustRequested,
     CancelRequested,
-    HeartbeatReceived,
-    PreemptionNoticed,
+    FromNode,
     ResizeRequested,
     ResumeRequested,
     SuspendRequested,
@@ -30,6 +29,7 @@ from holdfast.orchestrator.core.events import (
 from holdfast.orchestrator.core.progress_monitor import ProgressMonitor
 from holdfast.orchestrator.core.rank_assignment import check_resize
 from holdfast.orchestrator.protocol.facts import Exit
+from holdfast.orchestrator.protocol.messages import Heartbeat, PreemptionNoticed
 
 from ..planner.builders import make_job
 from .harness import SECOND, Transcript, spec
@@ -241,10 +241,10 @@ def test_a_running_job_follows_changes_of_its_spec() -> None:
 def test_the_heartbeat_timeout_follows_changes_of_the_spec() -> None:
     job = Transcript().started()
     monitor = ProgressMonitor(job.state.job, job.controller)
-    monitor.observe(job.now_ns, HeartbeatReceived(node="a", generation=1))
+    monitor.observe(job.now_ns, FromNode("a", Heartbeat(generation=1)))
     before = monitor.next_deadline_ns()
     job.apply(adjusted(heartbeat_timeout_s=60))
-    monitor.observe(job.now_ns, HeartbeatReceived(node="a", generation=1))
+    monitor.observe(job.now_ns, FromNode("a", Heartbeat(generation=1)))
     after = monitor.next_deadline_ns()
     assert before is not None and after is not None
     assert after - before == 57 * SECOND
@@ -483,10 +483,10 @@ def test_a_deadline_between_two_generations_ends_the_job_at_once() -> None:
 
 def test_a_third_of_a_leaving_nodes_time_is_for_training() -> None:
     job = Transcript(spec({"min": 2, "max": 2}, 2, 4)).started()
-    job.apply(PreemptionNoticed(node="b", detail="spot", grace_s=30.0))
+    job.apply(FromNode("b", PreemptionNoticed(detail="spot", grace_s=30.0)))
     assert job.state.timers["preempt"] == job.now_ns + 10 * SECOND
     unknown = Transcript(spec({"min": 2, "max": 2}, 2, 4)).started()
-    unknown.apply(PreemptionNoticed(node="b", detail="spot"))
+    unknown.apply(FromNode("b", PreemptionNoticed(detail="spot")))
     assert unknown.state.timers["preempt"] == unknown.now_ns + 2 * SECOND
 
 

@@ -118,11 +118,11 @@ def test_an_agent_that_had_written_the_state_reports_it_again() -> None:
     agent.stage(49)
     written = of(commands.WriteStorage, agent.from_worker(0, worker_protocol.Finished(step=49)))[0]
     done = inputs.WriteDone(written.buffer, written.staged, written.file, checksum="c")
-    (first,) = of(m.Persisted, agent.give(done))
+    (first,) = of(m.ShardPersisted, agent.give(done))
     agent.receive(m.StopWorkers(action_id=1, generation=1))
     for rank in range(2):
         agent.worker_ends(rank, signal=9)
-    again = of(m.Persisted, agent.receive(m.Persist(action_id=2, generation=1, step=49)))
+    again = of(m.ShardPersisted, agent.receive(m.Persist(action_id=2, generation=1, step=49)))
     assert first in again
 
 
@@ -132,9 +132,7 @@ def test_an_agent_without_the_step_reports_a_failure() -> None:
     agent.receive(m.StopWorkers(action_id=1, generation=1))
     for rank in range(2):
         agent.worker_ends(rank, signal=9)
-    (failed,) = of(
-        m.ShardPersistFailed, agent.receive(m.Persist(action_id=2, generation=1, step=49))
-    )
+    (failed,) = of(m.PersistFailed, agent.receive(m.Persist(action_id=2, generation=1, step=49)))
     assert "not held here" in failed.detail
 
 

@@ -13,12 +13,13 @@ from holdfast.orchestrator.core.events import (
     AdjustRequested,
     AgainRequested,
     CollectivesBegun,
-    PreemptionNoticed,
+    FromNode,
     ResizeRequested,
 )
 from holdfast.orchestrator.core.rank_assignment import check_resize, mesh_for
 from holdfast.orchestrator.core.sizes import EARLY_S, describe_elasticity
 from holdfast.orchestrator.errors import SpecError
+from holdfast.orchestrator.protocol.messages import PreemptionNoticed
 from tests.unit.core.harness import SECOND, Transcript, spec
 
 ERROR = {"code": 1, "error_type": "RuntimeError", "error_message": "world size changed"}
@@ -286,7 +287,7 @@ def test_a_running_job_follows_a_changed_list_of_sizes() -> None:
 
 
 def test_a_script_that_reports_nothing_works_at_a_size_that_it_leaves_for_another_reason() -> None:
-    for leaves in (ResizeRequested(nodes=1), PreemptionNoticed(node="node-1", grace_s=30.0)):
+    for leaves in (ResizeRequested(nodes=1), FromNode("node-1", PreemptionNoticed(grace_s=30.0))):
         job = started(step=None)
         job.apply(CollectivesBegun(generation=1))
         job.apply(leaves)

@@ -8,8 +8,9 @@ from statistics import median
 import pytest
 
 from holdfast.orchestrator.core.actions import LaunchGroup, StageStep
-from holdfast.orchestrator.core.events import HeartbeatReceived, StepCompleted, SuspendRequested
+from holdfast.orchestrator.core.events import StepCompleted, SuspendRequested
 from holdfast.orchestrator.core.staging_interval import describe, orders
+from holdfast.orchestrator.protocol.messages import Heartbeat, StageEvery
 from holdfast.orchestrator.runtime import snapshot
 from holdfast.orchestrator.runtime.observe.projection import ProjectionState
 
@@ -88,12 +89,12 @@ class Loop:
             )
         )  # fmt: skip
         every, begin = self.intervals[-1][1], self.intervals[-1][0]
-        beat = HeartbeatReceived(
-            node="a", generation=1, stage_every_steps=every, stage_from_step=begin
-        )
-        for order in orders(self.transcript.state, [beat]):
-            assert order.from_step > self.step, "it lies ahead of all ranks"
-            self.intervals.append((order.from_step, order.every_steps))
+        beat = Heartbeat(generation=1, stage_every_steps=every, stage_from_step=begin)
+        for order in orders(self.transcript.state, "a", beat):
+            wanted = order.message
+            assert isinstance(wanted, StageEvery)
+            assert wanted.from_step > self.step, "it lies ahead of all ranks"
+            self.intervals.append((wanted.from_step, wanted.every_steps))
 
 
 def test_ddp_of_1_5_billion_stays_within_3_percent_of_the_undisturbed_step() -> None:
@@ -172,8 +173,8 @@ def test_the_next_generation_begins_with_the_interval_of_the_last_one() -> None:
     transcript.all_stopped(step=199)
     launch = transcript.last(LaunchGroup)
     assert launch.membership.generation == 2 and launch.stage_every_steps == every > 10
-    beat = HeartbeatReceived(node="a", generation=2, stage_every_steps=every, stage_from_step=0)
-    assert orders(transcript.state, [beat]) == []
+    beat = Heartbeat(generation=2, stage_every_steps=every, stage_from_step=0)
+    assert orders(transcript.state, "a", beat) == []
 
 
 def test_a_planned_stop_stages_a_step_if_not_every_step_is_staged() -> None:
@@ -201,8 +202,9 @@ def test_nothing_is_ordered_from_agents_without_workers_or_of_an_older_generatio
     loop = Loop()
     loop.train(200)
     state = loop.transcript.state
-    assert orders(state, [HeartbeatReceived(node="a", generation=1)]) == []
-    old = HeartbeatReceived(node="a", generation=7, stage_every_steps=1)
-    assert orders(state, [old]) == []
-    (order,) = orders(state, [HeartbeatReceived(node="b", generation=1, stage_every_steps=1)])
-    assert (order.node, order.every_steps) == ("b", state.stage_every_steps)
+    assert orders(state, "a", Heartbeat(generation=1)) == []
+    old = Heartbeat(generation=7, stage_every_steps=1)
+    assert orders(state, "a", old) == []
+    (order,) = orders(state, "b", Heartbeat(generation=1, stage_every_steps=1))
+    assert order.node == "b" and isinstance(order.message, StageEvery)
+    assert order.message.every_steps == state.stage_every_steps

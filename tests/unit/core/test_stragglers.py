@@ -10,16 +10,12 @@ import pytest
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.core.actions import LaunchGroup
-from holdfast.orchestrator.core.events import (
-    AnyEvent,
-    HeartbeatReceived,
-    NodeJoined,
-    StragglerDetected,
-)
+from holdfast.orchestrator.core.events import AnyEvent, FromNode, StragglerDetected
 from holdfast.orchestrator.core.progress_monitor import ProgressMonitor
 from holdfast.orchestrator.core.stragglers import Slow, StragglerFinder, slow_ranks
 from holdfast.orchestrator.protocol.facts import Gpu, WorkerBeat
 from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.orchestrator.protocol.messages import Heartbeat, NodeJoined
 
 from .harness import SECOND, Transcript, facts, spec
 
@@ -125,12 +121,11 @@ def test_the_stages_of_a_pipeline_have_different_work() -> None:
     assert [slow for step in range(20) for slow in finder.observe(step, work_s, stages, {})] == []
 
 
-def heartbeats(step: int, pressure: float, gpus: bool = False) -> list[HeartbeatReceived]:
+def heartbeats(step: int, pressure: float, gpus: bool = False) -> list[FromNode]:
     """Node b takes 1.5 times as long as node a."""
     name = "probe_s" if gpus else "work_s"
     return [
-        HeartbeatReceived(
-            node=node,
+        FromNode(node, Heartbeat(
             generation=1,
             cpu_pressure=pressure,
             workers=tuple(
@@ -140,7 +135,7 @@ def heartbeats(step: int, pressure: float, gpus: bool = False) -> list[Heartbeat
                 )
                 for rank in ranks
             ),
-        )
+        ))
         for node, ranks in (("a", (0, 1)), ("b", (2, 3)))
     ]  # fmt: skip
 
@@ -164,7 +159,7 @@ def run(
     monitor = ProgressMonitor(job.state.job, job.controller)
     found: list[AnyEvent] = []
     for node in ("a", "b"):
-        monitor.observe(job.now_ns, NodeJoined(node=node, facts=facts(node), generation=1))
+        monitor.observe(job.now_ns, FromNode(node, NodeJoined(facts=facts(node), generation=1)))
     for step in range(12):
         job.now_ns += SECOND // 2
         for beat in heartbeats(step, pressure, bool(gpus)):

@@ -19,12 +19,13 @@ from holdfast.orchestrator.core.events import (
     ActionFailed,
     CheckpointsListed,
     ControllerStarted,
-    PreemptionNoticed,
+    FromNode,
     ResumeRequested,
     SuspendRequested,
 )
 from holdfast.orchestrator.core.state import CommittedCheckpoint, Refusal
 from holdfast.orchestrator.protocol.facts import Restore, ShardFile
+from holdfast.orchestrator.protocol.messages import PreemptionNoticed
 
 from .harness import Transcript, spec
 
@@ -229,7 +230,7 @@ def test_a_state_at_risk_whose_shards_are_not_whole_is_not_requested_again() -> 
     job = Transcript(spec({"min": 2, "max": 2}, workers=1)).started(step=40)
     job.apply(SuspendRequested())
     job.all_stopped(41)
-    job.apply(PreemptionNoticed(node="b", detail="spot"))
+    job.apply(FromNode("b", PreemptionNoticed(detail="spot")))
     job.apply(ResumeRequested())
     assert job.state.drain is not None and job.state.drain.kind == "at-risk"
     for shard in range(2):

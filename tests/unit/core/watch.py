@@ -8,16 +8,15 @@ from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.core.actions import LaunchGroup
 from holdfast.orchestrator.core.events import (
     AnyEvent,
-    GroupInspected,
+    FromNode,
     HangDetected,
     HangSuspected,
-    HeartbeatReceived,
-    NodeJoined,
     StepCompleted,
     Tick,
 )
 from holdfast.orchestrator.core.progress_monitor import ProgressMonitor
 from holdfast.orchestrator.protocol.facts import Stack, WorkerBeat
+from holdfast.orchestrator.protocol.messages import GroupInspected, Heartbeat, NodeJoined
 
 from .harness import SECOND, Transcript, facts, spec
 
@@ -33,7 +32,7 @@ class Watch:
         self.monitor = ProgressMonitor(self.job.state.job, self.job.controller)
         self.verdicts: list[AnyEvent] = []
         for node in ("a", "b"):
-            self.give(NodeJoined(node=node, facts=facts(node), generation=1))
+            self.give(FromNode(node, NodeJoined(facts=facts(node), generation=1)))
 
     def give(self, event: AnyEvent) -> list[AnyEvent]:
         found = list(self.monitor.observe(self.job.now_ns, event))
@@ -57,7 +56,7 @@ class Watch:
                     )
                     for rank in ranks
                 )  # fmt: skip
-                found += self.give(HeartbeatReceived(node=name, generation=1, workers=beats))
+                found += self.give(FromNode(name, Heartbeat(generation=1, workers=beats)))
         return found
 
     def train(self, steps: int, first: int = 0) -> None:
@@ -73,7 +72,7 @@ class Watch:
                 Stack(rank, 'File "train.py", line 8 in load', kind == "peers", "S", kind)
                 for rank, kind in kinds.items()
             )
-            event = GroupInspected(node=node, generation=1, stacks=stacks)
+            event = FromNode(node, GroupInspected(generation=1, stacks=stacks))
             self.job.apply(event)
             self.give(event)
 
@@ -123,7 +122,7 @@ class Script(Watch):
             workers = tuple(
                 WorkerBeat(rank=rank, **{"pulse_age_s": 0.1, **of_ranks[rank]}) for rank in ranks
             )
-            event = HeartbeatReceived(node=node, generation=generation, workers=workers)
+            event = FromNode(node, Heartbeat(generation=generation, workers=workers))
             found += self.give(event)
         return found
 
@@ -165,7 +164,7 @@ class Watched:
             for seat in self.transcript.state.launch_actions[name].seats
         )
         return self.monitor.observe(
-            self.now_ns, HeartbeatReceived(node=name, generation=1, workers=workers)
+            self.now_ns, FromNode(name, Heartbeat(generation=1, workers=workers))
         )
 
     def wait_until_due(self) -> tuple[AnyEvent, ...]:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_to_mapping
 from holdfast.orchestrator.core.actions import FinishJob, LaunchGroup
-from holdfast.orchestrator.core.events import NodeJoined
+from holdfast.orchestrator.core.events import FromNode
 from holdfast.orchestrator.core.rank_assignment import best_size, mesh_for
 from holdfast.orchestrator.errors import SpecError
 from holdfast.orchestrator.planner import choose_mesh, make_plan, num_nodes_used
@@ -20,6 +20,7 @@ from holdfast.orchestrator.planner.memory import device_bytes
 from holdfast.orchestrator.planner.micro_batch import fitted_layout
 from holdfast.orchestrator.planner.workload import layout_of, workload_of
 from holdfast.orchestrator.protocol.facts import Gpu, NodeFacts
+from holdfast.orchestrator.protocol.messages import NodeJoined
 
 from ..core.harness import Transcript
 from .builders import FACTS, make_job
@@ -107,7 +108,7 @@ def test_the_controller_launches_what_was_planned_or_refuses_it(
     transcript = Transcript(job_to_mapping(job))
     transcript.submit()
     for number in range(job.spec.nodes.max):
-        transcript.apply(NodeJoined(node=f"node-{number}", facts=node, offered_port=40_000))
+        transcript.apply(FromNode(f"node-{number}", NodeJoined(facts=node, offered_port=40_000)))
     launched = transcript.all(LaunchGroup)
     if plan is None:
         assert not launched
@@ -142,7 +143,7 @@ def launched_on(job: TrainingJob, nodes: list[NodeFacts]) -> list[LaunchGroup]:
     transcript = Transcript(job_to_mapping(job))
     transcript.submit()
     for number, facts in enumerate(nodes):
-        transcript.apply(NodeJoined(node=f"node-{number}", facts=facts, offered_port=40_000))
+        transcript.apply(FromNode(f"node-{number}", NodeJoined(facts=facts, offered_port=40_000)))
     return list(transcript.all(LaunchGroup))
 
 
@@ -224,7 +225,9 @@ def test_a_job_on_cpus_whose_states_exceed_the_main_memory_of_its_nodes_is_refus
         transcript = Transcript(job_to_mapping(job))
         transcript.submit()
         for number in range(2):
-            transcript.apply(NodeJoined(node=f"node-{number}", facts=node, offered_port=40_000))
+            transcript.apply(
+                FromNode(f"node-{number}", NodeJoined(facts=node, offered_port=40_000))
+            )
         assert bool(transcript.all(LaunchGroup)) is holds
         if not holds:
             reason = transcript.last(FinishJob).reason

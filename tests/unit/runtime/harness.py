@@ -78,7 +78,7 @@ class FakeAgent:
     auto: bool = False
     """Every launch continues to its first step by itself."""
     last_beat: wire.Heartbeat = field(default_factory=lambda: wire.Heartbeat(generation=0))
-    exits: list[wire.WorkerExitReport] = field(default_factory=list)
+    exits: list[wire.WorkerExited] = field(default_factory=list)
     """Exits of the current generation; sent again after every reconnect."""
 
     async def live(self) -> None:
@@ -110,8 +110,10 @@ class FakeAgent:
         self.frames.send(
             wire.Hello(
                 token=self.directory.token(), job=self.directory.name, node=self.name,
-                facts=node_facts(), generation=generation, ranks=ranks, staged=self.staged,
-                offered_port=4000,
+                joined=wire.NodeJoined(
+                    facts=node_facts(), generation=generation, ranks=ranks, staged=self.staged,
+                    offered_port=4000,
+                ),
             )
         )  # fmt: skip
         # As the real agent does: reconnect if no Welcome comes soon.
@@ -125,7 +127,7 @@ class FakeAgent:
     def _obey(self, message: Any) -> None:
         match message:
             case wire.Welcome():
-                self.say(wire.StandbyReport(ready=True))
+                self.say(wire.StandbysReported(ready=True))
                 for one in self.exits:
                     self.say(one)
                 if self.auto and self.launch is not None and not self.exits:
@@ -142,7 +144,7 @@ class FakeAgent:
             case wire.StopWorkers() if self.answers:
                 self.launch, self.exits = None, []
                 self.say(
-                    wire.Stopped(
+                    wire.GroupStopped(
                         action_id=message.action_id,
                         generation=message.generation,
                         staged=self.staged,
@@ -201,13 +203,13 @@ class FakeAgent:
             shard = ShardFile(
                 one.step, one.generation, one.shard, one.num_shards, name, one.num_bytes, "00"
             )
-            self.say(wire.Persisted(generation=one.generation, shard=shard, seconds=0.5))
+            self.say(wire.ShardPersisted(generation=one.generation, shard=shard, seconds=0.5))
 
     def exit_worker(self, index: int = 0, **how: Any) -> None:
         assert self.launch is not None
         seat = self.launch.seats[index]
         exit = Exit(rank=seat.rank, local_rank=seat.local_rank, **{"signal": 9, **how})
-        exited = wire.WorkerExitReport(generation=self.launch.membership.generation, exit=exit)
+        exited = wire.WorkerExited(generation=self.launch.membership.generation, exit=exit)
         self.exits.append(exited)
         self.say(exited)
 

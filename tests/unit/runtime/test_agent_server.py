@@ -90,7 +90,8 @@ class Job:
 
     def hello(self, **fields: object) -> wire.Hello:
         values = {"token": self.token, "job": self.name, "node": "n", **fields}
-        return wire.Hello(facts=node_facts(), **values)  # type: ignore[arg-type]
+        joined = wire.NodeJoined(facts=node_facts())
+        return wire.Hello(joined=joined, **values)  # type: ignore[arg-type]
 
     def client(self) -> ssl.SSLContext:
         return tls.client_context(*tls.files(self.directory))

@@ -13,14 +13,14 @@ from holdfast.orchestrator.core.events import (
     ActionSucceeded,
     AnyEvent,
     ControllerStarted,
-    HeartbeatReceived,
+    FromNode,
     JobSubmitted,
-    NodeJoined,
     ResizeRequested,
     StepCompleted,
 )
 from holdfast.orchestrator.core.journal import JournalError, JournalLost, Record
 from holdfast.orchestrator.protocol.facts import NodeFacts
+from holdfast.orchestrator.protocol.messages import Heartbeat, NodeJoined
 from holdfast.orchestrator.runtime import snapshot
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.driver import Driver
@@ -130,9 +130,9 @@ class MemoryDriver:
         return self
 
 
-def joined(name: str) -> NodeJoined:
+def joined(name: str) -> FromNode:
     facts = NodeFacts(hostname=name, address=name, data_port=1, slots=2)
-    return NodeJoined(node=name, facts=facts, offered_port=4000)
+    return FromNode(name, NodeJoined(facts=facts, offered_port=4000))
 
 
 def test_actions_and_replies_wait_for_the_commit() -> None:
@@ -206,7 +206,7 @@ def test_nodes_are_not_lost_because_a_commit_takes_a_minute() -> None:
         for _half_second in range(120):
             harness.clock.at_ns += 500_000_000
             for node in ("a", "b"):
-                harness.driver.submit(HeartbeatReceived(node=node, generation=1))
+                harness.driver.submit(FromNode(node, Heartbeat(generation=1)))
         harness.journal.may_commit.set()
         await asked
         await harness.driver.submit_durable(ResizeRequested(nodes=2))
@@ -223,7 +223,7 @@ def test_a_node_without_heartbeats_during_a_long_commit_is_lost() -> None:
         harness = await MemoryDriver().with_nodes()
         for _half_second in range(12):
             harness.clock.at_ns += 500_000_000
-            harness.driver.submit(HeartbeatReceived(node="a", generation=1))
+            harness.driver.submit(FromNode("a", Heartbeat(generation=1)))
         await harness.turn()
         assert list(harness.driver.state.nodes) == ["a"]
         assert "no heartbeat" in harness.driver.state.released_nodes["b"]

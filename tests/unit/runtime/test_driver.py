@@ -12,12 +12,13 @@ from holdfast.orchestrator.core.actions import AnyAction
 from holdfast.orchestrator.core.events import (
     AnyEvent,
     ControllerStarted,
-    HeartbeatReceived,
+    FromNode,
     JobSubmitted,
     ResizeRequested,
     Tick,
 )
 from holdfast.orchestrator.core.journal import JournalError, Record
+from holdfast.orchestrator.protocol.messages import Heartbeat
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.driver import Driver
 from holdfast.orchestrator.runtime.job_loop import JobLoop
@@ -87,7 +88,7 @@ def test_heartbeats_are_not_written_to_the_journal(tmp_path: Path) -> None:
     harness = DriverHarness(tmp_path / "journal")
     harness.driver.submit(SUBMITTED)
     asyncio.run(harness.turn())
-    harness.driver.submit(HeartbeatReceived(node="node-0", generation=1))
+    harness.driver.submit(FromNode("node-0", Heartbeat(generation=1)))
     asyncio.run(harness.turn())
     assert harness.events() == [SUBMITTED] and harness.syncs == 1
     assert harness.records == [1, 0]

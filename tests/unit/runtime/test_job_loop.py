@@ -12,16 +12,20 @@ from holdfast.orchestrator.core.events import (
     ActionSucceeded,
     ActionUnknown,
     ControllerStarted,
-    HeartbeatReceived,
+    FromNode,
     JobSubmitted,
-    NodeCopiedStep,
-    NodeJoined,
     NodeLost,
-    NodeRemarked,
     Tick,
 )
 from holdfast.orchestrator.core.state import TimerName
 from holdfast.orchestrator.protocol.facts import NodeFacts
+from holdfast.orchestrator.protocol.messages import (
+    CopyStep,
+    Heartbeat,
+    NodeJoined,
+    NodeRemarked,
+    StepCopied,
+)
 from holdfast.orchestrator.runtime.job_loop import JobLoop, Ready
 
 from .harness import make_job
@@ -31,9 +35,9 @@ SUBMITTED = JobSubmitted(job_id="id", spec=job_to_mapping(JOB), spec_directory="
 NODES = ("a", "b")
 
 
-def joined(node: str) -> NodeJoined:
+def joined(node: str) -> FromNode:
     facts = NodeFacts(hostname=node, address=node, data_port=1, slots=2)
-    return NodeJoined(node=node, facts=facts, offered_port=4000)
+    return FromNode(node, NodeJoined(facts=facts, offered_port=4000))
 
 
 def take(loop: JobLoop, now_ns: int) -> Ready:
@@ -60,9 +64,9 @@ def test_records_come_in_order_of_arrival_with_their_times_and_before_the_action
     loop.feed(3, joined("a"))
     loop.feed(2, joined("b"))
     ready = loop.ready(9)
-    assert [type(record.event) for record in ready.records] == [
-        JobSubmitted, ControllerStarted, NodeJoined, NodeJoined,
-    ]  # fmt: skip
+    submitted, started, *rest = [record.event for record in ready.records]
+    assert isinstance(submitted, JobSubmitted) and isinstance(started, ControllerStarted)
+    assert rest == [joined("a"), joined("b")]
     assert [record.now_ns for record in ready.records] == [1, 1, 3, 3], "time never goes back"
     assert ready.actions and ready.must_commit and loop.idle
 
@@ -80,7 +84,7 @@ def test_nothing_more_is_ready_before_the_last_records_are_durable() -> None:
 
 def test_heartbeats_are_no_records_and_need_no_commit() -> None:
     loop, _ = launched()
-    loop.feed(2 * SECOND_NS, HeartbeatReceived(node="a", generation=1))
+    loop.feed(2 * SECOND_NS, FromNode("a", Heartbeat(generation=1)))
     ready = take(loop, 2 * SECOND_NS)
     assert ready == ((), (), False, ())
     (seen,) = [one for one in loop.view(3 * SECOND_NS).nodes if one.name == "a"]
@@ -93,17 +97,18 @@ def test_copies_that_stop_are_in_the_journal() -> None:
         succeeded = ActionSucceeded(action_id=action.action_id, generation=action.generation)
         loop.feed(2 * SECOND_NS, succeeded)
     take(loop, 2 * SECOND_NS)
-    failed = NodeCopiedStep(
-        node="b", generation=1, wanted=0, step=0, staged_step=0, detail="a: timed out"
-    )
-    loop.feed(3 * SECOND_NS, failed)
+    failed = StepCopied(generation=1, wanted=0, step=0, staged_step=0, detail="a: timed out")
+    loop.feed(3 * SECOND_NS, FromNode("b", failed))
     ready = take(loop, 3 * SECOND_NS)
     assert ready.records == () and ready.orders
     for second in (14, 15):
-        late = msgspec.structs.replace(failed, wanted=ready.orders[0].step)
-        loop.feed(second * SECOND_NS, late)
+        wanted = ready.orders[0].message
+        assert isinstance(wanted, CopyStep)
+        late = msgspec.structs.replace(failed, wanted=wanted.step)
+        loop.feed(second * SECOND_NS, FromNode("b", late))
         ready = take(loop, second * SECOND_NS)
-        remarks = [one.event for one in ready.records if isinstance(one.event, NodeRemarked)]
+        facts = [one.event.fact for one in ready.records if isinstance(one.event, FromNode)]
+        remarks = [fact for fact in facts if isinstance(fact, NodeRemarked)]
         assert len(remarks) == (second == 14)
         assert all("for 11 s no step has been copied by all" in one.text for one in remarks)
 
@@ -113,7 +118,7 @@ def test_heartbeats_that_wait_count_from_their_arrival() -> None:
     loop, _ = launched()
     loop.ready(SECOND_NS)
     for second in range(2, 30):
-        loop.feed(second * SECOND_NS, HeartbeatReceived(node="a", generation=0))
+        loop.feed(second * SECOND_NS, FromNode("a", Heartbeat(generation=0)))
     loop.advance()
     events = [record.event for record in take(loop, 30 * SECOND_NS).records]
     assert [event.node for event in events if isinstance(event, NodeLost)] == ["b"]

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.core.controller import Controller
-from holdfast.orchestrator.core.events import ControllerStarted, HeartbeatReceived
+from holdfast.orchestrator.core.events import ControllerStarted, FromNode
 from holdfast.orchestrator.core.journal import Record
 from holdfast.orchestrator.core.progress_monitor import ProgressMonitor
 from holdfast.orchestrator.errors import Damaged
+from holdfast.orchestrator.protocol.messages import Heartbeat
 from holdfast.orchestrator.runtime import snapshot
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
 from tests.sim.run_seed import play
@@ -108,7 +109,7 @@ def test_a_monitor_that_starts_from_a_snapshot_equals_one_that_starts_from_recor
         assert restored.monitor._current == straight.monitor._current
         assert vars(restored.monitor._detector) == vars(straight.monitor._detector)
         assert restored.monitor.next_deadline_ns() == straight.monitor.next_deadline_ns()
-        beat = HeartbeatReceived(node="n0", generation=restored.controller.state.generation)
+        beat = FromNode("n0", Heartbeat(generation=restored.controller.state.generation))
         assert restored.monitor.observe(now_ns, beat) == straight.monitor.observe(now_ns, beat)
 
 

@@ -14,15 +14,18 @@ from holdfast.orchestrator.core.events import (
     ActionSucceeded,
     AnyEvent,
     ControllerStarted,
-    GroupStopped,
-    HeartbeatReceived,
+    FromNode,
     JobSubmitted,
-    NodeJoined,
     NodeLost,
     StepCompleted,
-    WorkerExited,
 )
 from holdfast.orchestrator.protocol.facts import Exit, StagedShard, WorkerBeat
+from holdfast.orchestrator.protocol.messages import (
+    GroupStopped,
+    Heartbeat,
+    NodeJoined,
+    WorkerExited,
+)
 from holdfast.orchestrator.runtime.job_loop import JobLoop
 
 from ..core.harness import SECOND, facts, spec
@@ -103,7 +106,7 @@ class BigJob:
     def join(self) -> None:
         (request,) = self.of(RequestNodes)
         self._apply(ActionSucceeded(action_id=request.action_id, nodes=tuple(self.names)))
-        self.apply("join", (NodeJoined(node=one, facts=facts(one, 1)) for one in self.names))
+        self.apply("join", (FromNode(one, NodeJoined(facts=facts(one, 1))) for one in self.names))
 
     def launched(self) -> None:
         launches = self.of(LaunchGroup)
@@ -114,10 +117,12 @@ class BigJob:
         self.apply(
             "heartbeat",
             (
-                HeartbeatReceived(
-                    node=name,
-                    generation=1,
-                    workers=(WorkerBeat(rank=rank, phase="train", step=step, ticks=step + 1),),
+                FromNode(
+                    name,
+                    Heartbeat(
+                        generation=1,
+                        workers=(WorkerBeat(rank=rank, phase="train", step=step, ticks=step + 1),),
+                    ),
                 )
                 for rank, name in enumerate(self.names)
             ),
@@ -135,24 +140,26 @@ class BigJob:
         self.apply(
             phase,
             (
-                NodeJoined(node=name, facts=facts(name, 1), generation=1, ranks=(rank,))
+                FromNode(name, NodeJoined(facts=facts(name, 1), generation=1, ranks=(rank,)))
                 for rank, name in enumerate(self.names)
             ),
         )
 
     def stop(self) -> None:
-        exited = WorkerExited(node="n0", generation=1, exit=Exit(rank=0, signal=9))
+        exited = FromNode("n0", WorkerExited(generation=1, exit=Exit(rank=0, signal=9)))
         self.apply("stop", (exited,))
         stops = self.of(StopGroup)
         assert len(stops) == len(self.names)
         self.apply(
             "stopped",
             (
-                GroupStopped(
-                    action_id=stop.action_id,
-                    node=stop.node,
-                    generation=1,
-                    staged=(StagedShard(9, 1, index % 2, 2, 100),),
+                FromNode(
+                    stop.node,
+                    GroupStopped(
+                        action_id=stop.action_id,
+                        generation=1,
+                        staged=(StagedShard(9, 1, index % 2, 2, 100),),
+                    ),
                 )
                 for index, stop in enumerate(stops)
             ),

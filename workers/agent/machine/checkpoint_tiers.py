@@ -15,10 +15,10 @@ from holdfast.orchestrator.protocol.messages import (
     AgentEvent,
     Committed,
     CopyStep,
-    HostMemoryPlanned,
+    NodeMemoryPlanned,
     Persist,
-    Persisted,
-    ShardPersistFailed,
+    PersistFailed,
+    ShardPersisted,
     StepCopied,
 )
 from holdfast.workers import worker_protocol
@@ -49,7 +49,7 @@ class CheckpointTiers:
         self.copies = PeerCopies(numbers)
         self.rounds = CopyRounds()
         self.memory = MemoryPlan()
-        self.unacknowledged: dict[Key, Persisted] = {}
+        self.unacknowledged: dict[Key, ShardPersisted] = {}
         """Durable, but not committed: sent again after a reconnect."""
         self._written: set[Key] = set()
         self._writing: dict[int, Key] = {}
@@ -130,7 +130,7 @@ class CheckpointTiers:
             out += self._release_copies(group)
         report = self.memory.unreported()
         if report is not None:
-            message = HostMemoryPlanned(generation=group.generation, memory=report)
+            message = NodeMemoryPlanned(generation=group.generation, memory=report)
             out.append(commands.Send(message))
         return out
 
@@ -294,7 +294,7 @@ class CheckpointTiers:
         self._writing = {s: at for s, at in self._writing.items() if at != key(staged)}
         if done.detail:
             self._written.discard(key(staged))
-            failed = ShardPersistFailed(
+            failed = PersistFailed(
                 generation=staged.generation,
                 step=staged.step,
                 shard=staged.shard,
@@ -311,7 +311,7 @@ class CheckpointTiers:
             checksum=done.checksum,
             coverage=done.coverage,
         )
-        report = Persisted(generation=staged.generation, shard=file, seconds=done.seconds)
+        report = ShardPersisted(generation=staged.generation, shard=file, seconds=done.seconds)
         self.unacknowledged[key(staged)] = report
         return [*out, commands.Send(report)]
 
@@ -509,7 +509,7 @@ def _no_shard(group: Generation, rank: int, shard: int, detail: str) -> Command:
 
 
 def _cannot_persist(generation: int, step: int, shard: int, detail: str) -> Command:
-    message = ShardPersistFailed(
+    message = PersistFailed(
         generation=generation, step=step, shard=shard, detail=detail, tried=False
     )
     return commands.Send(message)

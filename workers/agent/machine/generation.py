@@ -25,15 +25,15 @@ from holdfast.orchestrator.protocol.facts import (
 )
 from holdfast.orchestrator.protocol.messages import (
     AgentEvent,
-    AgentNote,
     Chaos,
-    Inspected,
+    GroupInspected,
     Launched,
     LaunchWorkers,
+    NodeRemarked,
     ShardStaged,
     Stage,
     StopWorkers,
-    WorkerExitReport,
+    WorkerExited,
 )
 from holdfast.workers import worker_protocol
 
@@ -44,7 +44,7 @@ from .script_progress import SECOND_NS as SECOND_NS
 from .script_progress import ScriptProgress
 
 MAX_INSPECTED_BYTES = 4096
-"""Limit of one stack in Inspected: the innermost 40 frames."""
+"""Limit of one stack in GroupInspected: the innermost 40 frames."""
 NO_ERROR = worker_protocol.Failed(error_type="", message="", traceback="")
 LOOK_AT_SAVES_S = 0.5
 """Workers that end a save are asked so often whether they wait for a peer that is gone."""
@@ -354,7 +354,7 @@ def inspected(
         replace(stack, text="" if stack.in_collective else stack.text[:MAX_INSPECTED_BYTES])
         for stack in stacks
     )
-    return [commands.Send(Inspected(generation=generation, stacks=short))]
+    return [commands.Send(GroupInspected(generation=generation, stacks=short))]
 
 
 def inject_fault(group: Generation | None, message: Chaos) -> list[Command]:
@@ -375,7 +375,7 @@ def lingers(group: Generation, rank: int, waits_for: str) -> list[Command]:
         return []
     group.lingers = True
     text = f"rank {rank} has run to its end and does not leave: it waits for {waits_for}"
-    return [commands.Send(AgentNote(text=text, shown=True))]
+    return [commands.Send(NodeRemarked(text=text, shown=True))]
 
 
 def launched(action_id: int, generation: int, *, ok: bool, detail: str) -> Command:
@@ -383,10 +383,10 @@ def launched(action_id: int, generation: int, *, ok: bool, detail: str) -> Comma
     return commands.Send(message)
 
 
-def exit_reports(group: Generation, *ranks: int) -> list[WorkerExitReport]:
+def exit_reports(group: Generation, *ranks: int) -> list[WorkerExited]:
     """Reports of these ranks, or of all that have ended."""
     return [
-        WorkerExitReport(generation=group.generation, exit=exit)
+        WorkerExited(generation=group.generation, exit=exit)
         for exit in group.exits
         if exit.rank in ranks or not ranks
     ]

@@ -39,8 +39,8 @@ from .preemption import Preemption
 from .standbys import Standbys
 
 RESENT = (
-    m.Heartbeat | m.WorkerExitReport | m.Persisted | m.StepCopied | m.Inspected | m.StandbyReport
-    | m.ImportsLearned
+    m.Heartbeat | m.WorkerExited | m.ShardPersisted | m.StepCopied | m.GroupInspected
+    | m.StandbysReported | m.ImportsLearned
 )  # fmt: skip
 """Messages that need not wait for a connection: every Welcome sends their newest state again, or
 they are worth nothing later."""
@@ -220,16 +220,14 @@ class AgentMachine:
         self._port = up.offered_port
         group = self.group
         runs = group is not None and not group.stopped
-        hello = m.Hello(
-            token=self._token,
-            job=self.job,
-            node=self.node,
+        joined = m.NodeJoined(
             facts=up.facts,
             generation=group.generation if group and runs else 0,
             ranks=tuple(w.seat.rank for w in group.alive) if group and runs else (),
             staged=self.tiers.inventory(),
             offered_port=self._port,
         )
+        hello = m.Hello(token=self._token, job=self.job, node=self.node, joined=joined)
         return [commands.Send(hello)]
 
     def _welcomed(self, now_ns: int, message: m.Welcome) -> list[Command]:
@@ -533,7 +531,7 @@ class AgentMachine:
 
     def _stopped(self, action_id: int, generation: int, group: Generation | None) -> Command:
         """No worker of the generation runs here any more. `group` is None when it never ran."""
-        message = m.Stopped(
+        message = m.GroupStopped(
             action_id=action_id,
             generation=generation,
             exits=group.exits if group else (),

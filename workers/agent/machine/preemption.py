@@ -67,6 +67,6 @@ class Preemption:
     def due_ns(self, connected: bool) -> int:
         return self.kill_ns if connected or self.saved else min(self.save_ns, self.kill_ns)
 
-    def message(self, now_ns: int) -> m.NodeLeaving:
+    def message(self, now_ns: int) -> m.PreemptionNoticed:
         grace_s = max(0.0, (self.kill_ns - now_ns) / SECOND_NS)
-        return m.NodeLeaving(detail=self.detail, grace_s=grace_s)
+        return m.PreemptionNoticed(detail=self.detail, grace_s=grace_s)

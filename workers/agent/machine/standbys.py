@@ -71,7 +71,7 @@ class Standbys:
     def _current(self) -> list[Command]:
         if self.reported is None:
             return []
-        return [commands.Send(m.StandbyReport(ready=self.reported))]
+        return [commands.Send(m.StandbysReported(ready=self.reported))]
 
     def _report(self, *, ready: bool) -> list[Command]:
         if self.reported == ready:

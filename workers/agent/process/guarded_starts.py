@@ -42,7 +42,7 @@ class GuardedStarts:
         self,
         fork: Callable[[commands.Fork, StartSetting], None],
         give: Callable[[inputs.Input], None],
-        send: Callable[[m.AgentNote | m.AgentEvent], None],
+        send: Callable[[m.NodeRemarked | m.AgentEvent], None],
         code: UploadedCode,
     ) -> None:
         self._fork, self._give, self._send, self._code = fork, give, send, code
@@ -113,21 +113,21 @@ class GuardedStarts:
         except Exception as error:  # whatever a file system raises, the workers start
             found = Findings(cut_short=f"{type(error).__name__}: {error}")
         for text in found.set_aside:
-            self._send(m.AgentNote(text=text))
+            self._send(m.NodeRemarked(text=text))
         if found.cut_short:
             text = f"not all checkpoints of the script were looked at: {found.cut_short}"
             self._send(m.AgentEvent(text=text))
         if found.divided is not None and found.divided[1] != ranks[2]:
-            self._send(m.AgentNote(text=_other_size(*found.divided, ranks[2])))
+            self._send(m.NodeRemarked(text=_other_size(*found.divided, ranks[2])))
         if found.newest is None:
             return None
         written_ns, path = found.newest
         if first.node_rank == 0:
-            self._send(m.AgentNote(text=_describe(path, written_ns)))
+            self._send(m.NodeRemarked(text=_describe(path, written_ns)))
             for _, other in found.passed_over:
                 if other != path:
                     text = f"{path} comes before {other}, with which a start failed"
-                    self._send(m.AgentNote(text=text))
+                    self._send(m.NodeRemarked(text=text))
         return str(path)
 
 

@@ -351,7 +351,7 @@ class AgentProcess:
 
     def _audited(self, seat: tuple[int, int], report: Audited) -> None:
         if isinstance(report, worker_protocol.CheckpointOpened):
-            self._link.send(m.OwnCheckpointOpened(generation=seat[0], path=report.path))
+            self._link.send(m.OwnCheckpointRead(generation=seat[0], path=report.path))
             return
         message = self._own_checkpoints.wrote(time.monotonic(), seat, report)
         if message is not None:
@@ -361,7 +361,7 @@ class AgentProcess:
         self._loop.call_soon_threadsafe(self._noted, text)
 
     def _noted(self, text: str) -> None:
-        self._link.send(m.AgentNote(text=text))
+        self._link.send(m.NodeRemarked(text=text))
 
     def _start(self, fork: commands.Fork, setting: StartSetting) -> None:
         try:

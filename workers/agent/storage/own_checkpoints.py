@@ -3,7 +3,7 @@ much of it the controller receives. Pure: time is an argument."""
 
 from __future__ import annotations
 
-from holdfast.orchestrator.protocol.messages import OwnCheckpointWritten
+from holdfast.orchestrator.protocol.messages import OwnCheckpointSeen
 from holdfast.workers.worker_protocol import CheckpointWritten
 
 MAX_KNOWN = 64
@@ -18,7 +18,7 @@ class OwnCheckpoints:
     """Checkpoints that the scripts of one node wrote."""
 
     def __init__(self) -> None:
-        self._known: dict[str, OwnCheckpointWritten] = {}
+        self._known: dict[str, OwnCheckpointSeen] = {}
         self._times: dict[str, dict[tuple[int, int], int]] = {}
         """Path -> how often each rank wrote it: all ranks may write one cache at the start."""
         self._sent_s: dict[str, float] = {}
@@ -26,7 +26,7 @@ class OwnCheckpoints:
 
     def wrote(
         self, now_s: float, seat: tuple[int, int], report: CheckpointWritten
-    ) -> OwnCheckpointWritten | None:
+    ) -> OwnCheckpointSeen | None:
         """What to send about this; None: nothing (now). `seat`: (generation, rank)."""
         path, generation = report.path, seat[0]
         before = self._known.pop(path, None)
@@ -35,7 +35,7 @@ class OwnCheckpoints:
         counts = self._times[path]
         counts[seat] = counts.get(seat, 0) + 1
         times = max(counts.values())
-        message = OwnCheckpointWritten(
+        message = OwnCheckpointSeen(
             generation=generation,
             path=path,
             times=times,
@@ -58,6 +58,6 @@ class OwnCheckpoints:
         self._sent_s[path] = now_s
         return message
 
-    def known(self) -> list[OwnCheckpointWritten]:
+    def known(self) -> list[OwnCheckpointSeen]:
         """Repeat them for a new connection: what was reported over the old one may be lost."""
         return list(self._known.values())

@@ -10,11 +10,10 @@ from holdfast.orchestrator.core.events import (
     AnyEvent,
     CollectivesBegun,
     ControllerStarted,
+    FromNode,
     HangDetected,
     HangSuspected,
     HangSuspicionEnded,
-    HeartbeatReceived,
-    NodeJoined,
     NodeLost,
     Tick,
 )
@@ -22,6 +21,7 @@ from holdfast.orchestrator.core.hang.facts import MIN_COLLECTIVES
 from holdfast.orchestrator.core.progress_monitor import ProgressMonitor
 from holdfast.orchestrator.core.provisioning import rejoin_s
 from holdfast.orchestrator.protocol.facts import WorkerBeat
+from holdfast.orchestrator.protocol.messages import Heartbeat, NodeJoined
 
 from ..harness import SECOND, facts
 from ..watch import Script, Watch
@@ -161,7 +161,7 @@ def test_a_hang_that_is_not_applied_yet_is_not_reported_again() -> None:
                 WorkerBeat(rank=rank, phase="train", step=9, ticks=20, quiet_s=half / 2)
                 for rank in ranks
             )
-            event = HeartbeatReceived(node=node, generation=1, workers=beats)
+            event = FromNode(node, Heartbeat(generation=1, workers=beats))
             found += watch.monitor.observe(watch.job.now_ns, event)
     assert len([one for one in found if isinstance(one, HangDetected)]) == 1
 
@@ -202,10 +202,10 @@ def test_a_hang_that_began_without_a_controller_is_detected() -> None:
     job.apply(started)
     watch.give(started)
     for node in ("a", "b"):
-        joined = NodeJoined(
-            node=node, facts=facts(node), generation=1,
+        joined = FromNode(node, NodeJoined(
+            facts=facts(node), generation=1,
             ranks=tuple(seat.rank for seat in job.state.launch_actions[node].seats),
-        )  # fmt: skip
+        ))  # fmt: skip
         job.apply(joined)
         watch.give(joined)
     watch.quiet(10, step=9, stopped=(2,))
@@ -219,7 +219,7 @@ def test_a_node_that_a_new_controller_does_not_reach_is_lost_and_does_not_hang()
     started = ControllerStarted(incarnation=2)
     job.apply(started)
     watch.give(started)
-    joined = NodeJoined(node="b", facts=facts("b"), generation=1, ranks=(2, 3))
+    joined = FromNode("b", NodeJoined(facts=facts("b"), generation=1, ranks=(2, 3)))
     job.apply(joined)
     watch.give(joined)
     since_ns = job.now_ns
@@ -239,7 +239,7 @@ def test_a_starved_machine_gets_time_for_steps_and_heartbeats() -> None:
     watch = Watch()
     watch.train(10)
     beats = tuple(WorkerBeat(rank=r, phase="train", step=9, ticks=20) for r in (0, 1))
-    watch.give(HeartbeatReceived(node="a", generation=1, workers=beats, cpu_pressure=0.9))
+    watch.give(FromNode("a", Heartbeat(generation=1, workers=beats, cpu_pressure=0.9)))
     facts = watch.monitor._facts
     assert facts is not None and facts.starved
     began = watch.job.now_ns
@@ -255,7 +255,7 @@ def test_a_starved_machine_gets_time_for_steps_and_heartbeats() -> None:
 def test_another_heartbeat_of_a_starved_machine_counts_only_for_nodes_on_it() -> None:
     watch = Watch()
     watch.train(3)
-    watch.give(HeartbeatReceived(node="a", generation=1, cpu_pressure=0.9))
+    watch.give(FromNode("a", Heartbeat(generation=1, cpu_pressure=0.9)))
     began = watch.job.now_ns
     while watch.job.now_ns < began + 4 * SECOND:
         watch.job.now_ns += SECOND // 2

@@ -15,7 +15,7 @@ from holdfast.orchestrator.core.events import (
     ActionSucceeded,
     ActionUnknown,
     ControllerStarted,
-    GroupStopped,
+    FromNode,
     NodeLost,
 )
 from holdfast.orchestrator.errors import HoldfastError
@@ -253,8 +253,9 @@ def test_every_action_ends_in_exactly_one_result(tmp_path: Path) -> None:
         harness.start()
         await harness.running(generation=2)
         await harness.finish()
-        results = (ActionSucceeded, ActionFailed, ActionUnknown, GroupStopped)
-        ended = [event.action_id for event in journal(harness) if isinstance(event, results)]
+        facts = [e.fact if isinstance(e, FromNode) else e for e in journal(harness)]
+        results = (ActionSucceeded, ActionFailed, ActionUnknown, wire.GroupStopped)
+        ended = [fact.action_id for fact in facts if isinstance(fact, results)]
         assert len(ended) == len(set(ended))
         assert set(ended) == set(range(1, max(ended) + 1))
         starts = [e.incarnation for e in journal(harness) if isinstance(e, ControllerStarted)]
@@ -407,7 +408,8 @@ def test_connections_without_valid_credentials_are_refused(tmp_path: Path) -> No
 
         async def hello(**fields: Any) -> Any:
             frames = await Frames.dial(place["address"], place["port"])
-            values = {"token": token, "job": "tiny", "node": "x", "facts": node_facts(), **fields}
+            joined = wire.NodeJoined(facts=node_facts())
+            values = {"token": token, "job": "tiny", "node": "x", "joined": joined, **fields}
             frames.send(wire.Hello(**values))
             answer = await frames.receive()
             assert await frames.receive() is None
@@ -446,8 +448,8 @@ def test_a_node_that_connects_twice_keeps_its_newest_connection(tmp_path: Path) 
         frames = await Frames.dial(place["address"], place["port"])
         frames.send(
             wire.Hello(
-                token=harness.directory.token(), job="tiny", node=agent.name, facts=node_facts(),
-                generation=1, ranks=(0, 1),
+                token=harness.directory.token(), job="tiny", node=agent.name,
+                joined=wire.NodeJoined(facts=node_facts(), generation=1, ranks=(0, 1)),
             )
         )  # fmt: skip
         assert isinstance(await frames.receive(), wire.Welcome)

@@ -180,7 +180,7 @@ DECODERS: dict[str, tuple[bytes, Mutate, Decode, type[Exception]]] = {
         ValueError,
     ),
     "message": (
-        wire.encode(wire.Persisted(generation=1, shard=FILES[0], seconds=1.0))[4:],
+        wire.encode(wire.ShardPersisted(generation=1, shard=FILES[0], seconds=1.0))[4:],
         with_odd_bytes,
         lambda data, _: wire.decode(data),
         wire.BadFrame,

@@ -6,8 +6,8 @@ from holdfast.orchestrator.core.actions import Reason
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.events import (
     AnyEvent,
+    FromNode,
     HangDetected,
-    OwnCheckpointSeen,
     ResumeRequested,
     StepCompleted,
     Tick,
@@ -15,6 +15,7 @@ from holdfast.orchestrator.core.events import (
 from holdfast.orchestrator.core.state import IncidentRecord, JobState, PendingStop
 from holdfast.orchestrator.protocol.facts import Membership, Restore
 from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.orchestrator.protocol.messages import OwnCheckpointSeen
 from holdfast.orchestrator.runtime.observe.goodput import TimeAccounting
 
 from ..harness import make_job
@@ -270,8 +271,8 @@ def silent_restart() -> Accounted:
     return job
 
 
-def ignores(*, waits: bool) -> OwnCheckpointSeen:
-    return OwnCheckpointSeen(node="a", generation=2, path="/o/c.pt", unread=True, waits=waits)
+def ignores(*, waits: bool) -> FromNode:
+    return FromNode("a", OwnCheckpointSeen(generation=2, path="/o/c.pt", unread=True, waits=waits))
 
 
 def test_a_silent_script_that_begins_at_step_0_trains_the_same_again() -> None:

@@ -13,7 +13,6 @@ from holdfast.orchestrator.core.actions import LaunchGroup
 from holdfast.orchestrator.core.events import (
     CancelRequested,
     CollectivesBegun,
-    HeartbeatReceived,
     StepCompleted,
 )
 from holdfast.orchestrator.hosts.local.job_records import replay
@@ -24,6 +23,7 @@ from holdfast.orchestrator.protocol.facts import (
     largest,
     report_fields,
 )
+from holdfast.orchestrator.protocol.messages import Heartbeat
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
 from holdfast.orchestrator.runtime.observe.view import JobView
 from holdfast.workers import worker_protocol
@@ -130,9 +130,8 @@ def test_a_script_without_a_pulse_is_not_suspect() -> None:
     projection = projected(transcript)
     silent = WorkerBeat(rank=0, pulse_age_s=99)
     paused = WorkerBeat(rank=1, ticks=7, pulse_age_s=99)
-    projection.beat(
-        transcript.now_ns, HeartbeatReceived(node="a", generation=1, workers=(silent, paused))
-    )
+    beat = Heartbeat(generation=1, workers=(silent, paused))
+    projection.beat(transcript.now_ns, "a", beat)
     workers = projection.view(transcript.now_ns).nodes[0].workers
     assert [worker.state for worker in workers] == ["running", "suspect"]
 

@@ -11,7 +11,6 @@ from holdfast.orchestrator.core.copy_rounds import CopyScheduler
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.facts import Membership, NodeFacts, StagedShard, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
-from holdfast.orchestrator.runtime import translate
 from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands, inputs
 from holdfast.workers.agent.machine.machine import AgentMachine
@@ -99,10 +98,9 @@ class Pair:
         if self.lost_reports:
             self.lost_reports -= 1
             return
-        event = translate.to_event(NAMES[index], report)
-        for order in self.rounds.observe(self.now_ns, event, self.state):
-            message = translate.to_message(order)
-            self.late.append((int(self.at) + self.late_steps, NAMES.index(order.node), message))
+        for order in self.rounds.observe(self.now_ns, NAMES[index], report, self.state):
+            late = int(self.at) + self.late_steps
+            self.late.append((late, NAMES.index(order.node), order.message))
 
     def deliver(self) -> None:
         while due := [one for one in self.late if one[0] <= self.at]:
@@ -256,5 +254,5 @@ def test_the_status_names_the_interval_and_the_slowest_push() -> None:
 def test_a_report_of_an_old_generation_orders_nothing() -> None:
     pair = Pair((1, 1))
     old = m.StepCopied(generation=7, wanted=0, step=0, staged_step=3)
-    assert pair.rounds.observe(0, translate.to_event("a", old), pair.state) == []
+    assert pair.rounds.observe(0, "a", old, pair.state) == []
     assert StagedShard(0, 1, 0, 2, 100) not in pair.nodes[0].tiers.inventory()

@@ -29,13 +29,13 @@ def test_a_worker_that_is_done_is_shown_to_leave_until_it_reports_a_step() -> No
 def test_of_workers_that_do_not_leave_each_node_names_one() -> None:
     harness = AgentHarness()
     harness.launch()
-    (note,) = of(m.AgentNote, harness.from_worker(1, LINGERS))
+    (note,) = of(m.NodeRemarked, harness.from_worker(1, LINGERS))
     assert note.shown
     assert note.text == (
         "rank 1 has run to its end and does not leave: it waits for the thread upload in send "
         "(hub.py:7)"
     )
-    assert not of(m.AgentNote, harness.from_worker(0, LINGERS))
+    assert not of(m.NodeRemarked, harness.from_worker(0, LINGERS))
 
 
 # -- errors -----------------------------------------------------------------------------------
@@ -53,10 +53,10 @@ def test_an_error_is_reported_before_its_process_has_ended_and_once() -> None:
     harness.launch()
     harness.from_worker(0, worker_protocol.Progress(step=3))
     out = harness.from_worker(0, failed())
-    (report,) = of(m.WorkerExitReport, out)
+    (report,) = of(m.WorkerExited, out)
     assert (report.exit.code, report.exit.step, report.exit.at_ns) == (1, 3, 5)
     assert [w.step for beat in of(m.Heartbeat, out) for w in beat.workers] == [3]
-    assert not of(m.WorkerExitReport, harness.worker_ends(0, code=1))
+    assert not of(m.WorkerExited, harness.worker_ends(0, code=1))
 
 
 def test_a_worker_that_cleans_up_after_its_error_has_the_grace_of_a_save() -> None:
@@ -65,11 +65,11 @@ def test_a_worker_that_cleans_up_after_its_error_has_the_grace_of_a_save() -> No
     harness.from_worker(0, failed())
     kills = of(commands.Kill, harness.receive(STOP))
     assert [(kill.rank, kill.signal) for kill in kills] == [(1, 9)]
-    assert not of(m.Stopped, harness.worker_ends(1, signal=9))
+    assert not of(m.GroupStopped, harness.worker_ends(1, signal=9))
     harness.now_ns = int(limits.SAVE_GRACE_S * SECOND_NS)
     kills = of(commands.Kill, harness.give(inputs.ClockTick()))
     assert [(kill.rank, kill.signal) for kill in kills] == [(0, 9)]
-    (stopped,) = of(m.Stopped, harness.worker_ends(0, signal=9))
+    (stopped,) = of(m.GroupStopped, harness.worker_ends(0, signal=9))
     cause = next(exit for exit in stopped.exits if exit.rank == 0)
     assert (cause.code, cause.signal, cause.by_us, cause.error_type) == (
         1,
@@ -89,5 +89,5 @@ def test_a_worker_that_lost_a_peer_has_no_such_grace() -> None:
     kills = of(commands.Kill, harness.from_worker(0, failed(secondary=True)))
     assert [kill.rank for kill in kills] == [0]
     harness.worker_ends(1, signal=9)
-    (stopped,) = of(m.Stopped, harness.worker_ends(0, signal=9))
+    (stopped,) = of(m.GroupStopped, harness.worker_ends(0, signal=9))
     assert [(exit.code, exit.secondary) for exit in stopped.exits] == [(1, True), (1, True)]

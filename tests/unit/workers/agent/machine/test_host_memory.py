@@ -34,8 +34,8 @@ def num_buffers(harness: AgentHarness) -> list[int]:
     return [len(list(harness.machine.tiers.buffers.of_slot(slot))) for slot in range(2)]
 
 
-def report(out: object) -> m.HostMemoryPlanned:
-    (found,) = of(m.HostMemoryPlanned, out)  # type: ignore[arg-type]
+def report(out: object) -> m.NodeMemoryPlanned:
+    (found,) = of(m.NodeMemoryPlanned, out)  # type: ignore[arg-type]
     return found
 
 
@@ -123,7 +123,7 @@ def test_own_buffers_count_as_free_in_the_next_generation() -> None:
     harness.launch(2)
     measure(harness, 0.5, held=int(3.5 * UNIT))
     out = request_buffers(harness, 2)
-    assert not of(m.HostMemoryPlanned, out), "the controller knows this plan"
+    assert not of(m.NodeMemoryPlanned, out), "the controller knows this plan"
     current = harness.machine.tiers.memory.current
     assert current is not None and current.grant.buffers == 4
 
@@ -140,7 +140,7 @@ def test_without_a_measurement_nothing_is_limited() -> None:
     harness = AgentHarness()
     harness.launch(1)
     out = request_buffers(harness)
-    assert num_buffers(harness) == [3, 3] and not of(m.HostMemoryPlanned, out)
+    assert num_buffers(harness) == [3, 3] and not of(m.NodeMemoryPlanned, out)
 
 
 def test_memory_for_the_shared_buffer_of_twins_is_none_for_a_buffer_each() -> None:

@@ -61,14 +61,14 @@ def test_a_newer_launch_first_kills_the_workers_of_the_older_generation() -> Non
 def test_a_stop_kills_at_once_and_reports_when_the_last_worker_is_reaped() -> None:
     harness = AgentHarness()
     harness.launch(1)
-    died = of(m.WorkerExitReport, harness.worker_ends(0, signal=11))
+    died = of(m.WorkerExited, harness.worker_ends(0, signal=11))
     assert [(e.exit.rank, e.exit.signal, e.exit.by_us) for e in died] == [(0, 11, False)]
     out = harness.receive(m.StopWorkers(action_id=7, generation=1))
     assert [(k.rank, k.signal) for k in of(commands.Kill, out)] == [(1, 9)]
-    assert not of(m.Stopped, out)
+    assert not of(m.GroupStopped, out)
     out = harness.worker_ends(1, signal=9)
-    assert not of(m.WorkerExitReport, out)
-    (stopped,) = of(m.Stopped, out)
+    assert not of(m.WorkerExited, out)
+    (stopped,) = of(m.GroupStopped, out)
     assert stopped.action_id == 7
     assert {(e.rank, e.by_us) for e in stopped.exits} == {(0, False), (1, True)}
 
@@ -79,7 +79,7 @@ def test_a_repeated_stop_gets_the_same_report() -> None:
     harness.receive(m.StopWorkers(action_id=7, generation=1))
     harness.worker_ends(0, signal=9)
     harness.worker_ends(1, signal=9)
-    (again,) = of(m.Stopped, harness.receive(m.StopWorkers(action_id=8, generation=1)))
+    (again,) = of(m.GroupStopped, harness.receive(m.StopWorkers(action_id=8, generation=1)))
     assert again.action_id == 8
     assert len(again.exits) == 2
 
@@ -93,7 +93,7 @@ def test_a_stop_with_grace_sends_sigterm_and_then_sigkill() -> None:
     harness.now_ns += 2 * SECOND_NS
     out = harness.give(inputs.ClockTick())
     assert [(k.rank, k.signal) for k in of(commands.Kill, out)] == [(1, 9)]
-    (stopped,) = of(m.Stopped, harness.worker_ends(1, signal=9))
+    (stopped,) = of(m.GroupStopped, harness.worker_ends(1, signal=9))
     assert all(e.by_us for e in stopped.exits)
 
 
@@ -115,7 +115,7 @@ def test_an_inspection_reports_what_workers_do_and_leaves_them_alone() -> None:
     waits = Stack(0, "a collective", True, "S", "peers")
     outside = Stack(1, "x" * 9000, False, "S", "nothing")
     out = harness.give(inputs.WorkersInspected(1, (waits, outside)))
-    (answer,) = of(m.Inspected, out)
+    (answer,) = of(m.GroupInspected, out)
     assert [(s.rank, s.activity, len(s.text)) for s in answer.stacks] == [
         (0, "peers", 0), (1, "nothing", 4096),
     ]  # fmt: skip
@@ -146,7 +146,7 @@ def test_a_worker_without_memory_says_so_with_its_exit() -> None:
     failed = worker_protocol.Failed(
         error_type="MemoryError", message="", traceback="", out_of_memory=True
     )
-    (exited,) = of(m.WorkerExitReport, harness.from_worker(1, failed))
+    (exited,) = of(m.WorkerExited, harness.from_worker(1, failed))
     assert exited.exit.out_of_memory
 
 
@@ -156,7 +156,7 @@ def test_a_worker_that_the_watchdog_aborted_has_lost_a_peer() -> None:
     line = "Watchdog caught collective operation timeout"
     crash = worker_protocol.Failed(error_type="", message=line, traceback="", secondary=True)
     out = harness.give(inputs.WorkerEnded(1, 1, None, 6, crash=crash))
-    (exited,) = of(m.WorkerExitReport, out)
+    (exited,) = of(m.WorkerExited, out)
     assert exited.exit.secondary and exited.exit.error_message == line
 
 
@@ -167,14 +167,14 @@ def test_a_python_error_is_reported_with_the_exit() -> None:
     out = harness.from_worker(
         1, worker_protocol.Failed(error_type="ValueError", message="bad", traceback="Traceback ...")
     )
-    (exited,) = of(m.WorkerExitReport, out)
+    (exited,) = of(m.WorkerExited, out)
     assert (exited.exit.error_type, exited.exit.step) == ("ValueError", 4)
 
 
 def test_a_worker_that_fails_before_its_first_step_names_the_step_it_resumed_after() -> None:
     harness = AgentHarness()
     harness.launch(2, restore=Restore(step=12, generation=1, num_shards=2))
-    (exited,) = of(m.WorkerExitReport, harness.worker_ends(0, code=1, generation=2))
+    (exited,) = of(m.WorkerExited, harness.worker_ends(0, code=1, generation=2))
     assert exited.exit.step == 12
 
 
@@ -196,11 +196,12 @@ def test_after_a_reconnect_the_exits_of_the_running_generation_are_sent_again() 
     harness = AgentHarness()
     harness.launch(1)
     harness.give(inputs.LinkDown())
-    assert not of(m.WorkerExitReport, harness.worker_ends(0, signal=9))
+    assert not of(m.WorkerExited, harness.worker_ends(0, signal=9))
     (hello,) = of(m.Hello, harness.give(inputs.LinkUp(FACTS, 29501)))
-    assert (hello.generation, hello.ranks, hello.offered_port) == (1, (1,), 29501)
+    joined = hello.joined
+    assert (joined.generation, joined.ranks, joined.offered_port) == (1, (1,), 29501)
     harness.now_ns += 285 * SECOND_NS
-    again = of(m.WorkerExitReport, harness.join())
+    again = of(m.WorkerExited, harness.join())
     assert [(e.exit.rank, e.exit.ago_s) for e in again] == [(0, 285.0)]
 
 
@@ -343,12 +344,12 @@ def test_an_upload_keeps_its_buffer_and_training_gets_another_one() -> None:
     writes = of(commands.WriteStorage, harness.stage(1))
     assert [w.directory for w in writes] == ["step-00000001.gen-1"] * 2
     for step in range(2, 7):
-        failed = of(m.ShardPersistFailed, harness.stage(step))
+        failed = of(m.PersistFailed, harness.stage(step))
         assert len(failed) == (2 if step % 2 else 0)  # skipped: the first upload still runs
         assert all(harness.machine.tiers.buffers.buffers[w.buffer].pins for w in writes)
         assert {(1, step, 0), (1, step, 1)} <= harness.staged()
     done = inputs.WriteDone(writes[0].buffer, writes[0].staged, writes[0].file, "ab", 0.1)
-    (persisted,) = of(m.Persisted, harness.give(done))
+    (persisted,) = of(m.ShardPersisted, harness.give(done))
     assert (persisted.shard.step, persisted.shard.checksum) == (1, "ab")
 
 
@@ -471,7 +472,7 @@ def test_a_node_with_ranks_forks_standbys_after_its_first_step_and_not_before() 
 
 
 def reports(out: Iterable[object]) -> list[bool]:
-    return [report.ready for report in of(m.StandbyReport, out)]
+    return [report.ready for report in of(m.StandbysReported, out)]
 
 
 def test_the_controller_is_notified_when_standbys_have_imported_what_the_script_imports() -> None:

@@ -42,7 +42,7 @@ def until_the_end(harness: AgentHarness) -> dict[str, float]:
 def test_sigterm_is_reported_at_once_with_the_remaining_time() -> None:
     harness = AgentHarness()
     trained(harness)
-    notice = one(m.NodeLeaving, harness.give(inputs.Terminated(GRACE_S)))
+    notice = one(m.PreemptionNoticed, harness.give(inputs.Terminated(GRACE_S)))
     assert notice.grace_s == GRACE_S - MARGIN_S
     assert harness.give(inputs.Terminated(GRACE_S)) == (), "a second SIGTERM changes nothing"
 
@@ -53,7 +53,7 @@ def test_the_notice_is_sent_again_after_a_reconnect() -> None:
     harness.give(inputs.LinkDown())
     harness.give(inputs.Terminated(GRACE_S))
     harness.now_ns += 4 * SECOND_NS
-    notice = one(m.NodeLeaving, harness.join())
+    notice = one(m.PreemptionNoticed, harness.join())
     assert notice.grace_s == GRACE_S - MARGIN_S - 4
 
 
@@ -66,7 +66,7 @@ def test_memory_is_served_and_stops_are_obeyed_until_shutdown() -> None:
     assert len([o for o in stop if isinstance(o, commands.Kill)]) == 2
     for rank in range(2):
         last = harness.give(inputs.WorkerEnded(1, rank, None, 9))
-    assert {s.step for s in one(m.Stopped, last).staged} == {3}
+    assert {s.step for s in one(m.GroupStopped, last).staged} == {3}
     assert harness.machine.lend(step=3, generation=1, shard=1)
     assert (
         one(commands.EndNode, harness.receive(m.Shutdown(detail="free to go"))).detail
@@ -101,7 +101,7 @@ def test_a_controller_that_reconnects_in_time_gets_the_reports_of_written_shards
     for order in harness.give(inputs.ClockTick()):
         assert isinstance(order, commands.WriteStorage)
         harness.give(inputs.WriteDone(order.buffer, order.staged, order.file, checksum="aa"))
-    reported = [report.shard.shard for report in of(m.Persisted, harness.join())]
+    reported = [report.shard.shard for report in of(m.ShardPersisted, harness.join())]
     assert sorted(reported) == [0, 1]
 
 

@@ -38,7 +38,7 @@ def test_only_the_rank_that_saves_lives_on_until_its_save_ends() -> None:
     harness.now_ns += 3 * SECOND_NS
     assert killed(harness.give(inputs.ClockTick())) == []
     assert killed(harness.from_worker(0, TRAINS)) == [(0, 9)]
-    answer = of(m.Stopped, harness.worker_ends(0, signal=9))
+    answer = of(m.GroupStopped, harness.worker_ends(0, signal=9))
     assert [one.action_id for one in answer] == [7]
     assert all(exit.by_us for exit in answer[0].exits)
 
@@ -48,7 +48,7 @@ def test_a_save_that_waits_for_a_peer_is_killed_at_once() -> None:
     harness.receive(STOP)
     stack = Stack(rank=0, text="barrier", in_collective=True)
     out = harness.give(inputs.WorkersInspected(1, (stack,)))
-    assert killed(out) == [(0, 9)] and not of(m.Inspected, out)
+    assert killed(out) == [(0, 9)] and not of(m.GroupInspected, out)
 
 
 def test_the_grace_for_a_save_is_bounded() -> None:

@@ -34,7 +34,7 @@ def test_workers_that_asked_get_a_notice_and_their_exit_is_of_the_stop() -> None
     harness.now_ns += 20 * SECOND_NS
     out = harness.give(inputs.ClockTick())
     assert [(one.rank, one.signal) for one in of(commands.Kill, out)] == [(1, 9)]
-    (stopped,) = of(m.Stopped, harness.worker_ends(1, signal=9))
+    (stopped,) = of(m.GroupStopped, harness.worker_ends(1, signal=9))
     assert all(exit.by_us for exit in stopped.exits)
 
 

@@ -52,7 +52,7 @@ class Node:
     def __init__(self, answer: Callable[[m.FetchCode], m.CodePart] | None = None) -> None:
         self.started: list[tuple[int, StartSetting]] = []
         self.given: list[inputs.Input] = []
-        self.sent: list[m.AgentNote | m.AgentEvent] = []
+        self.sent: list[m.NodeRemarked | m.AgentEvent] = []
         self._answer = answer
         self.code = UploadedCode(self._requested)
         self.starts = GuardedStarts(
