@@ -107,7 +107,7 @@ class ScriptWorker(SimWorker):
         unread = self.ignores and bool(self.membership.own_checkpoints)
         recovery = self.world.document["spec"]["recovery"]
         self.waits = unread and recovery.get("onIgnoredCheckpoint") != "warn"
-        written = m.OwnCheckpointWritten(
+        written = m.OwnCheckpointSeen(
             generation=self.generation, path="/o/ckpt.pt", times=2, unread=unread, waits=self.waits
         )
         if self.node.link is not None:
