@@ -15,11 +15,13 @@ install: $(STAMP)  ## make the virtual environment
 # bytecode saves several seconds of every start where python may not write it later.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch and the rest into $(VENV): 7 GB, some minutes"
 	$(BIN)/python -m pip install --quiet --upgrade uv
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --editable '.[dev]'
+	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --editable '.[dev]'
 	touch $(STAMP)
 
 run: $(STAMP)  ## train a transformer on the standard library's source: 2 nodes x 2 workers on this machine
+	@$(BIN)/holdfast delete stdlib-bytes --yes > /dev/null 2>&1 || true  # its last run, if it has ended
 	$(BIN)/holdfast run examples/stdlib-bytes.yaml
 
 lint: $(STAMP)  ## style, types, import rules and language

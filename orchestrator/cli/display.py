@@ -6,18 +6,22 @@ It is called from the controller's event loop, so it must not block.
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from typing import Any, Protocol, Self
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ..core.transitions import TERMINAL
 from ..runtime.observe.view import JobView
 from .output import clock, count, plural
 from .render import incident_title, is_open, live, outcome
 
 PROGRESS_INTERVAL_S = 5.0
 REFRESH_PER_SECOND = 4
+WATCH_INTERVAL_S = 1.0
 HISTORY = 2000
 
 
@@ -40,6 +44,16 @@ def make_display(console: Console, wants_lines: bool | None = None) -> Display:
     made = LiveDisplay(console) if console.is_terminal else LineDisplay(console)
     made.wants_lines = wants_lines
     return made
+
+
+def watch_job(read: Callable[[], JobView], display: Display) -> JobView:
+    """Show a job that another process runs, until it ends; its last view."""
+    while True:
+        view = read()
+        display.show(view)
+        if view.state in TERMINAL:
+            return view
+        time.sleep(WATCH_INTERVAL_S)
 
 
 class SilentDisplay:

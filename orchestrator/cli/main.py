@@ -10,7 +10,7 @@ import errno
 import io
 import os
 import sys
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -42,7 +42,6 @@ WRITABLE = "a file on a disk with space and quota left"
 app = typer.Typer(
     name="holdfast",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -62,8 +61,34 @@ Exit codes: 0 success, 1 failure, 2 invalid usage or job spec, 130 interrupted.
 """
 
 
+def _print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    import platform
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
+    for name in ("holdfast", "torch"):
+        try:
+            typer.echo(f"{name} {installed(name)}")
+        except PackageNotFoundError:
+            typer.echo(f"{name} not installed")
+    typer.echo(f"python {platform.python_version()}")
+    raise typer.Exit
+
+
 @app.callback(epilog=EPILOG)
-def holdfast() -> None:
+def holdfast(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the versions of Holdfast, torch and Python, and exit.",
+        ),
+    ] = False,
+) -> None:
     """Elastic multi-node PyTorch training that survives lost workers, nodes and controllers."""
 
 
@@ -81,21 +106,6 @@ for module, panel in {
     module.register(app, panel)
 app.add_typer(chaos.app, name="chaos", rich_help_panel="Inject faults")
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel="Inspect")
-
-
-@app.command(rich_help_panel="Prepare")
-def version() -> None:
-    """Print the versions of Holdfast, Python and torch."""
-    import platform
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as installed
-
-    for name in ("holdfast", "torch"):
-        try:
-            typer.echo(f"{name} {installed(name)}")
-        except PackageNotFoundError:
-            typer.echo(f"{name} not installed")
-    typer.echo(f"python {platform.python_version()}")
 
 
 def fail(text: str, code: int) -> NoReturn:

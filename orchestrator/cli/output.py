@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 
 WIDE = 10_000
-"""Columns of an output that is not a terminal: files and pipes get unwrapped lines."""
+"""Columns of an output that is not a terminal: files and pipes get unwrapped lines, but where
+COLUMNS is set."""
 
 STATE_STYLES = {
     "running": "green", "succeeded": "green", "member": "green", "train": "green",
@@ -45,7 +46,7 @@ def stderr() -> Console:
 
 def console(file: IO[str]) -> Console:
     """Without markup, since texts of jobs may contain brackets."""
-    width = None if file.isatty() else WIDE
+    width = None if file.isatty() or os.environ.get("COLUMNS") else WIDE
     return Console(file=file, highlight=False, markup=False, emoji=False, width=width)
 
 

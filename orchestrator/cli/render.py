@@ -46,7 +46,7 @@ def header(view: JobView) -> Text:
     text.append(view.name, style="bold")
     text.append("  ")
     text.append_text(state_text(view.state))
-    if view.reason:
+    if view.reason and view.state != "running":  # the reason of an earlier step is old then
         text.append(f"  {view.reason}", style="dim")
     return text
 
@@ -74,17 +74,19 @@ def throughput(view: JobView) -> Iterator[str]:
 
 
 def planned(view: JobView) -> Iterator[str]:
-    """What the planner predicted, and by how much it was wrong where the same is measured."""
+    """What the planner predicted, beside what is measured."""
     plan = view.planned
     if plan is None:
         return
     memory = f"{size(plan.device_memory_bytes)} per {_where(view)}"
-    yield memory + _error(view, plan.device_memory_bytes, view.device_memory_peak_bytes)
+    measured = view.device_memory_peak_bytes
+    yield memory + _beside(view, size(measured) if measured else "")
     if plan.step_s is not None:
-        yield f"{plan.step_s:.3f} s per step" + _error(view, plan.step_s, view.step_s)
+        step = f"{view.step_s:.3f} s" if view.step_s else ""
+        yield f"{plan.step_s:.3f} s per step" + _beside(view, step)
     if plan.sent_bytes:
         sent = f"{size(plan.sent_bytes)} sent by a rank in a step"
-        yield sent + _error(view, plan.sent_bytes, view.sent_bytes)
+        yield sent + _beside(view, size(view.sent_bytes) if view.sent_bytes else "")
 
 
 def _where(view: JobView) -> str:
@@ -92,9 +94,9 @@ def _where(view: JobView) -> str:
     return "device" if view.gpus_per_worker else "worker"
 
 
-def _error(view: JobView, planned: float, measured: float) -> str:
+def _beside(view: JobView, measured: str) -> str:
     if measured:
-        return f" ({planned / measured - 1:+.0%} of what is measured)"
+        return f" (measured: {measured})"
     return " (measured: unknown)" if view.step >= 0 else ""
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from holdfast.orchestrator import limits
+from holdfast.orchestrator.errors import Problem, UserError
 
 from ..options import JobArgument, JsonOption, Target, with_target
 from ..output import print_json
@@ -103,6 +105,8 @@ def delete(
     """
     found = target.find(job)
     what = found.describe_deletion(keep)
+    if not yes and not sys.stdin.isatty():
+        raise UserError(str(Problem("--yes", "nothing, and no terminal to ask", "the option")))
     if not yes:
         typer.confirm(f"Delete {what}?", abort=True)
     remarks = found.delete(keep)

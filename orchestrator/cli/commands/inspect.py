@@ -10,7 +10,7 @@ from holdfast.orchestrator.core.transitions import TERMINAL
 
 from ...errors import Problem, UserError
 from ..options import JobArgument, JsonOption, Target, with_target
-from ..output import columns, count, date, print_json, state_text, stderr, stdout
+from ..output import WIDE, columns, count, date, print_json, state_text, stderr, stdout
 
 if TYPE_CHECKING:
     from ...runtime.observe.view import JobView
@@ -27,18 +27,29 @@ def register(app: typer.Typer, panel: str) -> None:
 def status(
     job: Annotated[str | None, typer.Argument(metavar="JOB", help="Without JOB: all jobs.")] = None,
     as_json: JsonOption = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show it until it ends; Ctrl-C leaves it running.")
+    ] = False,
     *,
     target: Target,
 ) -> None:
     """Show a job: step, loss, nodes, workers, checkpoints, incidents. Or list all jobs.
 
-    Example: `holdfast status stdlib-bytes --json`
+    Examples: `holdfast status stdlib-bytes --json`, `holdfast status stdlib-bytes -w`
     """
     from ..render import status as render
 
+    if watch and (job is None or as_json):
+        got = "it with --json" if as_json else "it without JOB"
+        raise UserError(str(Problem("--watch", got, "it with JOB, as text")))
     if job is None:
         _list(target, as_json)
         return
+    if watch:
+        from ..display import make_display, watch_job
+
+        with make_display(stdout(), wants_lines=False) as display:
+            watch_job(lambda: target.find(job).view(), display)
     found = target.find(job)
     view = found.view()
     if as_json:
@@ -57,7 +68,8 @@ def _list(target: Target, as_json: bool) -> None:
     if not views:
         typer.echo(target.empty_message(), err=True)
         return
-    table = columns("job", "state", "steps", "loss", "workers", "incidents", "submitted")
+    names = ("job", "state", "steps", "loss", "workers", "incidents", "submitted")
+    table = columns(*names)
     for view in views:
         unattended = not view.controller_alive and view.state not in TERMINAL
         steps = str(view.step + 1) + (f"/{view.total_steps}" if view.total_steps else "")
@@ -72,7 +84,13 @@ def _list(target: Target, as_json: bool) -> None:
             str(max(view.num_incidents, len(view.incidents))),
             date(view.submitted_ns) if view.submitted_ns else "",
         )
-    stdout().print(table)
+    console = stdout()
+    unbound = console.options.update(width=WIDE)
+    for name in ("submitted", "incidents", "workers", "loss"):  # JOB and STATE are never cut
+        if console.measure(table, options=unbound).maximum <= console.width:
+            break
+        table.columns = [column for column in table.columns if column.header != name.upper()]
+    console.print(table)
 
 
 def report(

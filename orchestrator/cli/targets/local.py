@@ -23,7 +23,7 @@ from holdfast.orchestrator.protocol.messages import (
 )
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from ..display import Display
+from ..display import Display, watch_job
 from ..output import plural, stderr, without_controller
 from ..report import local_command
 from .base import RunResult, exit_code, first_free
@@ -288,6 +288,8 @@ class LocalTarget:
             if view.state in TERMINAL and transport.has_ended():
                 return RunResult(view, exit_code(view))
             with display, _lines(found.job(), found, display):
+                if view.controller_alive:
+                    return _watched(attach, transport, display)
                 done = attach_job(found, display.show, display.note)
         else:
             assert file is not None
@@ -339,6 +341,16 @@ class LocalTarget:
         for name in expire(self._home, Clock().now_ns()):
             stderr().print(f"job {name}: deleted, its ttlSecondsAfterFinished is over")
         return job, [*filter(None, [why]), *remarks(job)]
+
+
+def _watched(name: str, transport: LocalTransport, display: Display) -> RunResult:
+    """Show a job whose controller another process is."""
+    try:
+        view = watch_job(lambda: view_through(transport), display)
+    except KeyboardInterrupt:
+        display.note(f"job {name} goes on; `holdfast cancel {name}` ends it")
+        return RunResult(None, 130)
+    return RunResult(view, exit_code(view))
 
 
 def _result(done: FinishedRun) -> RunResult:

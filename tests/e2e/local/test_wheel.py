@@ -71,7 +71,7 @@ def test_a_wheel_installs_one_package_and_runs_a_job_from_an_empty_directory(
     assert {name for name in installed if not name.endswith(".dist-info")} == {"holdfast"}
     assert (packages / "holdfast/py.typed").exists(), "a type checker uses the types"
 
-    shown = run(bin / "holdfast", "version", cwd=empty)
+    shown = run(bin / "holdfast", "--version", cwd=empty)
     assert shown.returncode == 0 and "holdfast 0." in shown.stdout, shown.stderr
     shown = run(bin / "kubectl-holdfast", "--help", cwd=empty)
     assert shown.returncode == 0 and "Usage: kubectl holdfast" in shown.stdout, shown.stderr

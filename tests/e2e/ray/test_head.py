@@ -187,9 +187,8 @@ def test_a_ray_node_that_is_asked_to_end_hands_over_before_and_costs_no_step(
 def test_without_redis_only_checkpoints_outlive_the_cluster_and_a_new_one_resumes(
     job: WatchedJob,
 ) -> None:
-    job.until(lambda view: job.committed() >= 0)
+    job.until(lambda view: job.committed() >= 0 and len(job.workers()) == 4)
     processes = job.processes()
-    assert len(job.workers()) == 4
     job.lose_head()
     done = job.ask("status", job.name)
     assert done.returncode == 2 and "(Connection refused)" in done.stderr, done.stderr

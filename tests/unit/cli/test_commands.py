@@ -14,7 +14,7 @@ from .conftest import Holdfast
 
 VERBS = [
     "run", "status", "logs", "events", "report", "resize", "suspend", "resume", "cancel", "delete",
-    "validate", "plan", "schema", "version",
+    "validate", "plan", "schema",
 ]  # fmt: skip
 HEAVY = ("pydantic", "msgspec", "yaml", "fsspec", "torch", "numpy", "psutil")
 
@@ -59,6 +59,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["resize", "demo"], "Missing argument 'N'"),
         (["resize", "demo", "two"], "Invalid value for 'N'"),
         (["status", "--nope"], "No such option: --nope"),
+        (["status", "--watch"], "--watch: got it without JOB"),
         (["run"], "FILE: got nothing"),
         (["run", "x.yaml", "--attach", "demo"], "expected only one of them"),
         (["status", "nope"], "job: got nope; expected a job"),
@@ -155,4 +156,4 @@ def test_the_crd_is_printed_and_is_not_the_reference_page(holdfast: Holdfast) ->
 
 
 def test_version_names_torch(holdfast: Holdfast) -> None:
-    assert "torch " in holdfast("version").out
+    assert "torch " in holdfast("--version").out

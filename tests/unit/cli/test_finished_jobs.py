@@ -62,6 +62,28 @@ def test_a_job_with_a_running_controller_does_not_expire(tmp_path: Path) -> None
     assert expire(Home(tmp_path), 99 * SECOND_NS) == ["soon"]
 
 
+def test_without_a_terminal_a_deletion_needs_the_option_yes(
+    tmp_path: Path, holdfast: Holdfast
+) -> None:
+    ended_job(tmp_path / "home", "done")
+    result = holdfast("delete", "done")
+    assert result.code == 2 and "--yes: got nothing, and no terminal to ask" in result.err
+    assert [one.name for one in Home(tmp_path / "home").list()] == ["done"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "last"), [("200", "SUBMITTED"), ("70", "INCIDENTS"), ("33", "STEPS")]
+)
+def test_a_narrow_list_leaves_columns_out_and_never_cuts_a_name(
+    tmp_path: Path, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch, columns: str, last: str
+) -> None:
+    ended_job(tmp_path / "home", "a-long-name")
+    monkeypatch.setenv("COLUMNS", columns)
+    header, row = holdfast("status").out.splitlines()
+    assert header.split()[-1] == last and row.startswith("a-long-name   cancelled   -")
+    assert max(map(len, (header, row))) <= int(columns)
+
+
 def test_checkpoints_can_be_kept_when_the_record_is_deleted(
     tmp_path: Path, holdfast: Holdfast
 ) -> None:
@@ -204,7 +226,9 @@ def test_deleting_a_damaged_job_warns_that_it_may_not_have_ended(
 ) -> None:
     directory = ended_job(tmp_path / "home", "waiting", ended=False)
     (directory.path / "job.json").write_text("nonsense")
-    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    terminal = io.StringIO("n\n")
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdin", terminal)
     refused = holdfast("delete", "waiting")
     assert refused.code == 130
     assert "of a job that may not have ended: its state is unknown" in refused.out

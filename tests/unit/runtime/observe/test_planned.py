@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from holdfast.orchestrator.catalogue.load import load_catalogue
+from holdfast.orchestrator.cli.output import size
 from holdfast.orchestrator.cli.render import planned
 from holdfast.orchestrator.core.events import StepCompleted
 from holdfast.orchestrator.planner.calibration import Calibration, CalibrationEntry, key_of
@@ -72,10 +73,9 @@ def test_the_error_stands_beside_what_is_measured() -> None:
     }  # fmt: skip
     assert samples(view, "holdfast_planned_step_seconds") == {"": view.planned.step_s}
     first, second, third = planned(view)
-    assert f"({memory:+.0%} of what is measured)" in first
-    assert f"({step:+.0%} of what is measured)" in second
-    assert "sent by a rank in a step" in third
-    assert f"({sent:+.0%} of what is measured)" in third
+    assert first.endswith(f"(measured: {size(MEASURED_BYTES)})")
+    assert second.endswith("(measured: 0.500 s)")
+    assert third.endswith(f"sent by a rank in a step (measured: {size(MEASURED_SENT)})")
 
 
 def test_a_device_that_the_catalogue_lacks_has_no_planned_time() -> None:
