@@ -28,6 +28,9 @@ CANCEL_AGAIN_S = 30.0
 """A replica that stands down cannot lead again before all its reconcilers have ended. A task whose
 cancellation was swallowed by a library is cancelled again."""
 
+LEAVE_S = 3.0
+"""Seconds for the last statuses of an operator that ends: the next one waits for its lease."""
+
 log = logging.getLogger("holdfast.operator")
 
 
@@ -102,6 +105,13 @@ class Manager:
                     group.create_task(informer.run())
         finally:
             await self._close()
+
+    async def leave(self) -> None:
+        """This operator ends on a signal while it leads."""
+        if jobs := [asyncio.create_task(job.leave()) for job in self.jobs.values()]:
+            _done, late = await asyncio.wait(jobs, timeout=LEAVE_S)
+            for task in late:
+                task.cancel()
 
     async def _close(self) -> None:
         self._finalizers.close()

@@ -131,7 +131,7 @@ class JobReconciler:
         self._reported_view: JobView | None = None
         self._final_view: JobView | None = None
         self._labelled_generation = 0
-        self._deleted = False
+        self._deleted = self._leaving = False
         self._last_progress: tuple[Any, ...] = ()
         self._condition = ACCEPTED
         self._secret_problem: tuple[str, str] | None = None
@@ -176,6 +176,13 @@ class JobReconciler:
         """The object is gone and its pods are being deleted, so agents shut down without handing
         anything over. `run` is cancelled next."""
         self._deleted = True
+
+    async def leave(self) -> None:
+        """This operator ends: without another one, nothing would ever correct the status."""
+        self._leaving = True
+        if self._runtime is not None:
+            with contextlib.suppress(ApiError):
+                await self._status_writer.write()
 
     # -- life cycle ----------------------------------------------------------------------------
     async def run(self) -> None:
@@ -382,35 +389,24 @@ class JobReconciler:
         assert self._keys is not None
         self._checked_kubernetes = job.spec.kubernetes
         self._backend = KubernetesBackend(
-            job,
-            self.owner,
-            self._context.shared,
+            job, self.owner, self._context.shared,
             created=str(self._document["metadata"].get("creationTimestamp", "")),
-            checkpoint_path=path,
-            on_notice=self._on_preemption_notice,
+            checkpoint_path=path, on_notice=self._on_preemption_notice,
             on_change=lambda: self._status_writer.mark_dirty(urgent=True),
             ensure_secret=self._ensure_secret,
-        )
+        )  # fmt: skip
         return JobRuntime(
-            job,
-            key=self.owner.key,
-            job_id=self.owner.uid,
-            spec_directory="",
-            checkpoint_path=path,
-            log_directory=LOGS,
-            token=self._keys.token,
-            backend=self._backend,
-            endpoint=self._context.agent_server,
+            job, key=self.owner.key, job_id=self.owner.uid, token=self._keys.token,
+            spec_directory="", checkpoint_path=path, log_directory=LOGS,
+            backend=self._backend, endpoint=self._context.agent_server,
             storage=self._storage.store(store_job, path),
             tls_name=tls_name(self.owner.uid),
             tls_context=server_context_from_pem(self._keys.certificate, self._keys.key),
-            clock=self._clock,
             controller_absence_s=None,  # another operator takes over
-            on_change=self._on_change,
+            clock=self._clock, on_change=self._on_change,
             on_note=lambda text: self.events.record("Warning", "Note", text),
-            traces=incident_traces.of_environment(self.owner.key),
-            code=self._code,
-        )
+            traces=incident_traces.of_environment(self.owner.key), code=self._code,
+        )  # fmt: skip
 
     async def _check_pod(self, job: TrainingJob) -> None:
         """Try a pod and its gang with the API server, to find mistakes in the pod template and
@@ -493,6 +489,7 @@ class JobReconciler:
             now_ns=self._clock.now_ns(),
             problems=tuple(found),
             request=self._spec_sync.answer if self._spec_sync is not None else None,
+            leaving=self._leaving,
         )
 
     async def _write_final_status(self) -> None:

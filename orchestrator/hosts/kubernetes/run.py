@@ -125,6 +125,8 @@ class Operator:
                 managing.result()
             return keeping.result()
         finally:
+            if not managing.done() and not keeping.done():
+                await self.manager.leave()
             for task in (managing, keeping):
                 task.cancel()
             await asyncio.wait([managing, keeping])

@@ -44,6 +44,7 @@ HOLD_REASON = "CheckpointsUnusable"
 """Reason of a suspended job that waits for a user's decision about its checkpoints."""
 
 
+NO_OPERATOR = "the operator has ended: workers train on, and no fault is repaired until one is back"
 NOT_SEEN = "the operator has not looked at this job yet"
 
 
@@ -73,6 +74,8 @@ class StatusContext(NamedTuple):
     problems: tuple[tuple[str, str], ...] = ()
     """(CamelCase reason, sentence): why pods do not start."""
     request: RequestStatus | None = None
+    leaving: bool = False
+    """The operator ends, and whether another one follows is not known."""
 
 
 def status_of(view: JobView, context: StatusContext, before: Sequence[Document] = ()) -> Document:
@@ -80,6 +83,9 @@ def status_of(view: JobView, context: StatusContext, before: Sequence[Document] 
     ready = sum(node.state == "member" for node in view.nodes)
     finished = view.state in TERMINAL
     desired = 0 if finished or view.state in ("suspended", "suspending") else context.desired
+    spares = sum(node.state == "spare" for node in view.nodes)
+    summary = f"{ready}/{desired}"
+    nodes = NodesStatus(ready=ready, desired=desired, summary=summary, spares=spares)
     state = _condition_state(view, context)
     status = TrainingJobStatus(
         conditions=conditions(state, context, before),
@@ -87,12 +93,7 @@ def status_of(view: JobView, context: StatusContext, before: Sequence[Document] 
         state=view.state,
         reason=state.message,
         job_id=view.job_id or None,
-        nodes=NodesStatus(
-            ready=ready,
-            desired=desired,
-            summary=f"{ready}/{desired}",
-            spares=sum(node.state == "spare" for node in view.nodes),
-        ),
+        nodes=nodes,
         replicas=ready,
         selector=names.selector(context.name),
         world_size=view.world_size,
@@ -130,17 +131,11 @@ def status_without_controller(
 ) -> Document:
     """Status of a job that is suspended or whose controller cannot be started. `prior`: fields that
     its last controller wrote, which are kept."""
-    status = _document(
-        TrainingJobStatus(
-            conditions=conditions(state, context, before),
-            observed_generation=context.generation,
-            state=state.state,
-            reason=state.message,
-            nodes=NodesStatus(summary="0/0"),
-            replicas=0,
-            selector=names.selector(context.name),
-        )
-    )
+    status = _document(TrainingJobStatus(
+        conditions=conditions(state, context, before), observed_generation=context.generation,
+        state=state.state, reason=state.message, nodes=NodesStatus(summary="0/0"), replicas=0,
+        selector=names.selector(context.name),
+    ))  # fmt: skip
     return {**status, **(prior or {})}
 
 
@@ -158,26 +153,23 @@ def conditions(
     )
     found = []
     for kind in get_args(ConditionType):
-        holds, reason, message = _condition(kind, state)
+        aspect = _condition(kind, state)
+        present = kind in ("Ready", "Progressing") and state.state in (*BUSY, "pending")
+        if context.leaving and present:
+            aspect = _Aspect("Unknown", "NoOperator", NO_OPERATOR)
         last = old.get(kind)
         since = now
-        if last is not None and last["status"] == holds:
+        if last is not None and last["status"] == aspect.status:
             since = datetime.datetime.fromisoformat(last["lastTransitionTime"])
-        found.append(
-            Condition(
-                type=kind,
-                status=holds,
-                observed_generation=context.generation,
-                last_transition_time=since,
-                reason=reason,
-                message=message,
-            )
-        )
+        found.append(Condition(
+            type=kind, status=aspect.status, observed_generation=context.generation,
+            last_transition_time=since, reason=aspect.reason, message=aspect.message,
+        ))  # fmt: skip
     return found
 
 
 class _Aspect(NamedTuple):
-    status: Literal["True", "False"]
+    status: Literal["True", "False", "Unknown"]
     reason: str
     message: str
 
@@ -251,11 +243,9 @@ def _checkpoint(view: JobView) -> CheckpointStatus | None:
         return None
     newest = view.checkpoints[-1]
     return CheckpointStatus(
-        step=newest.step,
-        time=_time(newest.committed_ns),
-        generation=newest.generation,
+        step=newest.step, time=_time(newest.committed_ns), generation=newest.generation,
         size_bytes=newest.num_bytes,
-    )
+    )  # fmt: skip
 
 
 def _incident(one: Incident) -> IncidentStatus:

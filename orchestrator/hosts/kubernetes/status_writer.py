@@ -70,7 +70,7 @@ class StatusWriter:
         self._foreign_fields: set[str] = set()
         """Fields that a user has added to the status."""
         self._written_at = float("-inf")
-        self._writing = False
+        self._writing, self._lock = False, asyncio.Lock()
         self._unseen: Document | None = None
 
     def mark_dirty(self, *, urgent: bool = False) -> None:
@@ -133,14 +133,15 @@ class StatusWriter:
 
     async def write(self) -> None:
         """Write the status now. Raises ApiError."""
-        self._writing = True
-        try:
-            await self._write()
-        finally:
-            self._writing = False
-            unseen, self._unseen = self._unseen, None
-            if unseen is not None:
-                self.observe(unseen)
+        async with self._lock:
+            self._writing = True
+            try:
+                await self._write()
+            finally:
+                self._writing = False
+                unseen, self._unseen = self._unseen, None
+                if unseen is not None:
+                    self.observe(unseen)
 
     async def _write(self) -> None:
         self._written_at = asyncio.get_running_loop().time()

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from holdfast.orchestrator.api.v1alpha1.crd import NAME
+from holdfast.orchestrator.hosts.kubernetes.status import condition
 from holdfast.orchestrator.kube.definition import definition_text
 from tests.e2e.kubernetes.replica import Replica
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
@@ -25,6 +26,7 @@ from tests.e2e.kubernetes.unschedulable import (
     message_of,
     names_of,
     pods,
+    reason_of,
     wait_pods,
 )
 
@@ -50,16 +52,27 @@ def test_another_replica_takes_over_when_the_leader_is_killed(
     assert second.close() == 0
 
 
-def test_an_operator_that_stops_releases_its_lease(
+def test_an_operator_that_stops_releases_its_lease_and_its_jobs(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
     replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,), "--lease-seconds=600")
     replica.start()
     replica.wait_leading()
+    namespace.apply(job("left"))
+    wait_pods(namespace, "left", 2)
     assert replica.close() == 0
+    left = namespace.get("trainingjob", "left")
+    for kind in ("Ready", "Progressing"):
+        assert condition(left or {}, kind)["status"] == "Unknown", "nothing renews it"
+        assert reason_of(left, kind) == "NoOperator"
+    assert "NoOperator" in namespace.run("get", "trainingjob", "left")
     heir = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,), "--lease-seconds=600")
     heir.start()
     heir.wait_leading()
+    namespace.wait(
+        "trainingjob", "left",
+        lambda d: condition(d or {}, "Progressing").get("status") == "True", "to be looked at",
+    )  # fmt: skip
     assert heir.close() == 0
 
 

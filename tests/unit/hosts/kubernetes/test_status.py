@@ -120,6 +120,15 @@ def test_each_state_has_its_conditions(state: Any, true: set[str]) -> None:
     assert all(one["reason"] and one["message"] for one in status["conditions"])
 
 
+@pytest.mark.parametrize(
+    ("state", "unknown"), [("running", True), ("pending", True), ("suspended", False)]
+)
+def test_nothing_is_known_of_a_job_whose_operator_ends(state: Any, unknown: bool) -> None:
+    status = status_of(replace(view(), state=state), CONTEXT._replace(leaving=True))
+    held = {one["type"] for one in status["conditions"] if one["status"] == "Unknown"}
+    assert held == ({"Ready", "Progressing"} if unknown else set())
+
+
 def test_a_condition_that_does_not_hold_has_a_reason_of_its_own() -> None:
     running = {one["type"]: one for one in status_of(view(), CONTEXT)["conditions"]}
     assert running["Ready"]["reason"] == "Running"
