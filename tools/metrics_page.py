@@ -27,13 +27,14 @@ each name; the `_sum` and `_count` of a summary are gauges |
 | [Kubernetes](kubernetes.md) | port 8080 (`http`) of each pod of the operator; the leader has the \
 metrics of all jobs | also `namespace` |
 
-Every number is computed from the journal, like the report, so counters continue after a restart of
-the controller. `spec.metrics.port` and `spec.metrics.perRank` are for jobs of this machine: the
-operator and Ray's exporter have no series per rank.
+Counters continue after a restart of the controller. `spec.metrics.port` and `spec.metrics.perRank`
+are for jobs of this machine.
 """
 
 JOBS = """
 ## Metrics of a job
+
+Each has the label `job` too.
 """
 
 OPERATOR = """
@@ -52,14 +53,12 @@ The chart can create a ServiceMonitor or a PodMonitor (`metrics.serviceMonitor.e
 pods with `honor_labels: true`: `namespace` and `job` belong to the training job, and Prometheus
 would replace them by its own. All replicas are scraped; a standby replica has no jobs.
 
-A job without a controller has one series: `holdfast_job_state` of its current state. That is a job
-that has ended, was refused, is suspended and was never started, or has not been started yet. The
-series exists as long as the object does; `spec.ttlSecondsAfterFinished` deletes jobs that have
-ended. A job with a controller has between {least} and {most} series, whatever its number of nodes.
+A job that has ended or has not started has one series, `holdfast_job_state`, as long as the object
+exists. A job with a controller has between {least} and {most} series, whatever its number of nodes.
 
-The leader counts from the journal, so after a failover a counter continues with its old value, but
-with the labels of another pod (`instance`, `pod`): sum by `namespace` and `job`, as the dashboard
-does. Counters include what happened while no operator led, but `increase()` cannot see it.
+After a failover a counter continues with its old value, but with the labels of another pod
+(`instance`, `pod`): sum by `namespace` and `job`, as the dashboard does. Counters include what
+happened while no operator led, but `increase()` cannot see it.
 
 ## Alerts
 
@@ -96,7 +95,7 @@ ALERTS = (
     Alert(
         "HoldfastJobFailed",
         "warning",
-        "a job is in state `failed`: it ended with an error, or its spec was refused. The alert "
+        "a job is in state `failed`: it ended with an error, or its spec was rejected. The alert "
         "ends when the job is deleted or its spec is corrected",
         "`kubectl describe tj`: the condition Failed, the last incidents, the traceback",
     ),
@@ -146,8 +145,7 @@ def page() -> str:
             HEAD,
             JOBS,
             _table(
-                (one.name, one.kind, ("job", *one.labels), one.help + _note(one.per_rank))
-                for one in METRICS
+                (one.name, one.kind, one.labels, one.help + _note(one.per_rank)) for one in METRICS
             ),
             OPERATOR,
             _table((one.name, one.kind, one.labels, one.help) for one in OPERATOR_METRICS),

@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 MAX_FILE_LINES = 1000
 MAX_FUNCTION_LINES = 70
 MAX_PAGE_WORDS = 2500
-MAX_WORDS = 43000
-"""Words of README and docs together. It only falls; the goal is 40,000."""
+MAX_WORDS = 40000
+"""Words of README and docs together."""
 
 # Lines of Python. A budget only falls: a feature pays with something that goes. The goal is 66,000
 # for orchestrator and workers, 65,000 for tests.

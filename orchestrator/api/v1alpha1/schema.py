@@ -38,9 +38,8 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
 HEAD = """
 # {title}
 
-The spec has three pages: [job](job-spec.md), [training](job-spec-training.md),
-[recovery](job-spec-recovery.md). `holdfast schema --markdown -o docs/user/job-spec.md` writes
-all of them from the models in `orchestrator/api/v1alpha1`.
+Pages of the spec: [job](job-spec.md), [training](job-spec-training.md),
+[recovery](job-spec-recovery.md). Generated: `holdfast schema --markdown -o docs/user/job-spec.md`.
 """
 
 INTRODUCTION = f"""

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 GROUP_TIMEOUT = (
-    "spec.recovery.hangTimeoutSeconds, after which Holdfast restarts a job that hangs; and in a "
-    "script without the session init_process_group(timeout=...)"
+    "spec.recovery.hangTimeoutSeconds, and init_process_group(timeout=...) in your own script"
 )
 PET = "PET_"
 
