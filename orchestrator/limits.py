@@ -218,7 +218,7 @@ to a local disk. A torn checkpoint costs more: all steps since the one before it
 
 HOLD_S = 3.0
 """How long a worker that has staged a requested step waits for the planned stop. The stop comes
-within a round trip, unless it was cancelled or the controller died; then training goes on."""
+within a round trip, unless it was cancelled or the controller died; then training continues."""
 
 REPLACEMENT_WAIT_S = 2.0
 """How long the job waits for a replacement before it shrinks: one restart is cheaper than two."""

@@ -175,7 +175,7 @@ def _refused(directory: Path, name: str) -> str:
     if stat.S_ISLNK(mode):
         inside = code_archive.links_inside(name, str(path.readlink()))
         return "" if inside else "because the link leads out of the directory"
-    return "" if stat.S_ISREG(mode) else "because it is no regular file"
+    return "" if stat.S_ISREG(mode) else "because it is not a regular file"
 
 
 def is_secret(name: str) -> bool:

@@ -168,7 +168,7 @@ def _find_python(work: Path, written: str, field: str) -> tuple[str | None, Prob
         return None, Problem(field, f"{written} ({path} is not executable)", expected, fix)
     answer = _ask(str(path))
     if not isinstance(answer, dict):
-        return None, Problem(field, f"{written} ({path} is no Python: {answer})", expected, fix)
+        return None, Problem(field, f"{written} ({path} is not Python: {answer})", expected, fix)
     if tuple(answer["version"]) < (3, 8):
         version = ".".join(map(str, answer["version"]))
         return None, Problem(field, f"{written} (Python {version})", "Python 3.8 or later")

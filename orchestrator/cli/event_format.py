@@ -241,7 +241,7 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     e.StepCompleted: _step_completed,
     e.HangDetected: lambda v: f"hang: {v.evidence}",
     e.HangSuspected: lambda v: f"hang suspected: {v.evidence}",
-    e.HangSuspicionEnded: lambda v: f"progress again, after {v.seconds:.1f} s without any",
+    e.HangSuspicionEnded: lambda v: f"progress after {v.seconds:.1f} s without any",
     e.CollectivesBegun: lambda v: "all ranks begin collectives; the script reports no steps",
     m.GroupInspected: lambda v: f"{plural(len(v.stacks), 'worker')} inspected",
     e.StragglerDetected: lambda v: f"straggler: {v.evidence}",

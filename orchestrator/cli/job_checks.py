@@ -179,7 +179,7 @@ def with_local_gpus(job: TrainingJob, source: str) -> tuple[TrainingJob, str]:
     try:
         resolved, why = resolve(job, found)
     except TooFewGpus:
-        why = f"{found.what}: `holdfast run` would refuse the job on this machine"
+        why = f"{found.what}: `holdfast run` rejects the job on this machine"
         resolved, why = resolve(job, GpusFound(0, why, wanted=True))
     except SpecError as error:
         raise SpecError(error.problems, source) from None

@@ -37,7 +37,7 @@ def edited(job: TrainingJob, directory: Path) -> Code:
         program = job.spec.entrypoint.program
         what = program.script or program.module or " ".join(program.words)
         got = f"job {job.name}, which runs {what}, from {directory}"
-        expected = "the directory in which that is, as the current one or that of FILE"
+        expected = "its directory as the current one, or as FILE's"
         raise UserError(str(Problem("--again", got, expected)))
     code = _packed(job, directory, job.name)
     if code.name == job.spec.code:

@@ -40,7 +40,7 @@ KubernetesOption = Annotated[
 NamespaceOption = Annotated[
     str | None,
     typer.Option(
-        "--namespace", "-n", help="Kubernetes namespace.", show_default="that of the context",
+        "--namespace", "-n", help="Kubernetes namespace.", show_default="the context's",
         rich_help_panel=TARGET_PANEL,
     ),
 ]  # fmt: skip

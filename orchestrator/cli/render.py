@@ -240,7 +240,7 @@ def outcome(incident: Incident, *, ended: bool = False) -> str:
             return f"superseded by incident {incident.overtaken_by}"
         if incident.no_steps and "launch" in incident.seconds:
             ran = duration(sum(incident.seconds.values()))
-            return f"all workers run after {ran}, when training went on is unknown"
+            return f"all workers run after {ran}, when training continued is unknown"
         return "the job ended" if ended else incident.decision or "in progress"
     resumed = "next step"
     if incident.inferred:

@@ -51,28 +51,28 @@ NameOption = Annotated[
 EnvOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--env", metavar="K=V", help="A variable of the workers; can be repeated.",
+        "--env", metavar="K=V", help="Variable of the workers; may be repeated.",
         show_default=False, rich_help_panel=PANEL,
     ),
 ]  # fmt: skip
 PythonOption = Annotated[
     str | None,
     typer.Option(
-        "--python", metavar="PATH", help="Another interpreter, or an environment's directory.",
+        "--python", metavar="PATH", help="Interpreter, or directory of an environment.",
         show_default=False, rich_help_panel=PANEL,
     ),
 ]  # fmt: skip
 ResumeOption = Annotated[
     str | None,
     typer.Option(
-        "--resume-args", metavar="ARGS", help="Further arguments once there is a checkpoint, such "
+        "--resume-args", metavar="ARGS", help="Arguments added once there is a checkpoint, such "
         "as '--resume {checkpoint}'.", show_default=False, rich_help_panel=PANEL,
     ),
 ]  # fmt: skip
 SaveOption = Annotated[
     Path | None,
     typer.Option(
-        "--save", metavar="JOB.yaml", help="Write the job to a new file and run that.",
+        "--save", metavar="JOB.yaml", help="Write the job to a new file, and run it.",
         show_default=False, rich_help_panel=PANEL,
     ),
 ]  # fmt: skip

@@ -90,7 +90,7 @@ def why_nothing_usable(state: JobState) -> str:
     ]
     more = len(newest) - len(named)
     return (
-        f"no committed checkpoint can be used, and the job does not begin again by itself: "
+        f"no committed checkpoint can be used: "
         f"{'; '.join(named)}{f'; and {more} more' if more else ''}. "
         f"`holdfast checkpoint repair {state.job.name}` restores what is intact, "
         f"`holdfast resume {state.job.name} --start-over` begins at step 0"
@@ -114,7 +114,7 @@ def shard_persisted(ctx: StepContext, node: str, fact: ShardPersisted) -> None:
     drained = state.drain is not None and key == (state.drain.step, state.drain.generation)
     if shard.generation != state.generation and not drained:
         ctx.note(
-            f"refused shard {shard.shard} of step {shard.step} from {node}: written by "
+            f"rejected shard {shard.shard} of step {shard.step} from {node}: written by "
             f"generation {shard.generation}, the current one is {state.generation}"
         )
         return
@@ -124,8 +124,8 @@ def shard_persisted(ctx: StepContext, node: str, fact: ShardPersisted) -> None:
     mesh = state.meshes.get(shard.generation)
     if mesh is None or mesh.num_shards != shard.num_shards or shard.shard >= shard.num_shards:
         ctx.note(
-            f"refused shard {shard.shard} of {shard.num_shards} from {node}: it does not fit "
-            f"the mesh of generation {shard.generation}"
+            f"rejected shard {shard.shard} of {shard.num_shards} from {node}: the mesh of "
+            f"generation {shard.generation} has other shards"
         )
         return
     pending = state.catalog.pending.get(key)

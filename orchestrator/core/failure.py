@@ -194,13 +194,13 @@ def _preempted(facts: FailureEvidence) -> Failure | None:
 
 
 def _left_early(facts: FailureEvidence) -> Failure | None:
-    """Some workers ended with exit code 0 while others went on until they hung or failed."""
+    """Some workers ended with exit code 0 while others continued until they hung or failed."""
     early = [(n, e) for n, e in facts.exits if e.code == 0 and not e.by_us]
     primary = _first(facts, lambda e: not is_secondary(e))
     if not early or primary or facts.lost or len(early) == facts.world_size:
         return None
     node, exit = early[0]
-    title = f"{_where(exit, node)} ended with exit code 0 while others went on"
+    title = f"{_where(exit, node)} ended with exit code 0 while others continued"
     still = facts.world_size - len(early)
     evidence = f"it left {when(exit)}; {still} of {facts.world_size} workers had not ended"
     return Failure("user", "left-early", title, evidence, node, exit.rank, exit)

@@ -1,7 +1,7 @@
 """What must hold after every step.
 
 Nothing is repaired. A broken invariant is a bug of Holdfast: the controller stops before it does
-harm, and training goes on without it. Tests and the simulation check the whole state after each
+harm, and training continues without it. Tests and the simulation check the whole state after each
 step; in production a step checks what its event touched, and the whole state after a launch.
 """
 
@@ -51,7 +51,7 @@ def _membership(state: JobState) -> None:
             raise Broken(f"{state.members} are members, {list(state.launch_actions)} were launched")
         ranks = [seat.rank for name in members for seat in state.launch_actions[name].seats]
         if ranks != list(range(wanted.world_size)):
-            raise Broken(f"ranks are no bijection: {ranks}")
+            raise Broken(f"ranks are not a bijection: {ranks}")
 
 
 def _node(state: JobState, name: str) -> None:
@@ -66,7 +66,7 @@ def _node(state: JobState, name: str) -> None:
 def _launching(state: JobState, name: str) -> None:
     action = state.inflight.get(state.launching[name])
     if name not in state.launch_actions:
-        raise Broken(f"{name} is launching and is no member")
+        raise Broken(f"{name} is launching and is not a member")
     if action is not None and action.generation != state.generation:
         raise Broken(f"{name} is being launched for generation {action.generation}")
 

@@ -4,7 +4,7 @@ Only needed where workers do not stage every step anyway, and only of use where 
 that keeps its own checkpoints learns from the stop itself after which step it has to save. The
 agents are asked for one step, a little ahead of where the ranks are. If a rank was past it already,
 a later one is requested once, if there is time: the memory tier keeps the newest step that is
-complete over all nodes. Training goes on meanwhile; recovery.py stops the generation afterwards.
+complete over all nodes. Training continues meanwhile; recovery.py stops the generation afterwards.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ def inspected(ctx: StepContext, node: str, fact: GroupInspected) -> None:
 def suspicion_ended(ctx: StepContext, event: HangSuspicionEnded) -> None:
     """A hang that ends by itself is not charged."""
     ctx.state.inspected.clear()
-    _show_over(ctx, f"progress again, after {event.seconds:.1f} s without any")
+    _show_over(ctx, f"progress after {event.seconds:.1f} s without any")
 
 
 def remarked(ctx: StepContext, node: str, fact: NodeRemarked) -> None:

@@ -24,7 +24,7 @@ from .transitions import JobPhase
 
 TRAINING: tuple[JobPhase, ...] = ("starting", "recovering", "running")
 LEAVE_SHARE = 1 / 3
-"""The share of a leaving node's remaining time in which training goes on while its replacement
+"""The share of a leaving node's remaining time in which training continues while its replacement
 starts. The rest is for the hand-over, and for storage if no node can take over."""
 
 MAX_NAMED = 3

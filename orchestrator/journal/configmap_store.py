@@ -115,7 +115,7 @@ class ConfigMapStore:
         if size > MAX_BYTES:
             raise JournalError(
                 f"job {self._owner.key}: the journal needs {size} bytes; a ConfigMap holds "
-                f"{MAX_BYTES}; training goes on without a controller"
+                f"{MAX_BYTES}; training continues without a controller"
             )
         loop = asyncio.get_running_loop()
         give_up = loop.time() + RETRY_TIMEOUT_S
@@ -189,7 +189,7 @@ class ConfigMapStore:
 
     def _failed(self, error: ApiError) -> JournalError:
         return JournalError(
-            f"job {self._owner.key}: the journal cannot be written ({error}); training goes on "
+            f"job {self._owner.key}: the journal cannot be written ({error}); training continues "
             f"without a controller"
         )
 

@@ -200,7 +200,7 @@ class FileStore:
         if error.errno in NO_ROOM:
             return StoreFull(self._unwritten(error), cut=cut)
         return JournalError(
-            f"{self.place}: cannot be written ({error.strerror}); training goes on without a "
+            f"{self.place}: cannot be written ({error.strerror}); training continues without a "
             f"controller; mend the disk, then attach again"
         )
 

@@ -130,7 +130,7 @@ class GcsStore:
             raise
         except Exception as error:
             raise JournalError(
-                f"job {self._job}: its journal cannot be written ({error}); training goes on "
+                f"job {self._job}: its journal cannot be written ({error}); training continues "
                 f"without a controller"
             ) from None
 

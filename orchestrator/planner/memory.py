@@ -168,7 +168,7 @@ def describe_host(host_bytes: int | None) -> str:
     """What offloaded states may take of main memory, and whether that is known."""
     if host_bytes is None:
         each = f"{MAIN_MEMORY_PER_DEVICE / 2**30:.0f} GiB"
-        return f"{each} of main memory per worker, assumed: that of the nodes is not known"
+        return f"{each} of main memory per worker, assumed: the nodes' memory is not known"
     return f"{host_bytes / 2**30:.1f} GiB of main memory per worker, of what its node has"
 
 

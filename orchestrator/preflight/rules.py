@@ -57,7 +57,7 @@ _EVERY_RANK = "call it on every rank, and only write or print the result under r
 _E, _W, _N = Severity.ERROR, Severity.WARNING, Severity.NOTE
 
 _TABLE = [
-    LintRule("PRE001", _E, "a file that is no valid Python",
+    LintRule("PRE001", _E, "a file that is not valid Python",
          "the worker ends with this error when it starts", "correct the line",
          "Python's parser"),
     LintRule("PRE002", _W, "`# holdfast: ignore[ID]` with an unknown ID",
@@ -133,7 +133,7 @@ _TABLE = [
          "tie after sharding in one group: fully_shard([embedding, head])",
          "pytorch#143181 (D12)"),
     LintRule("FSDP213", _W, "weights loaded on some ranks of a sharded model",
-         "the step does not hang: ranks go on with different weights, a silently wrong model",
+         "the step does not hang: ranks continue with different weights, a silently wrong model",
          "load on every rank, or broadcast: set_model_state_dict with "
          "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)",
          "measured with FSDP1 and FSDP2 (D01, X20)"),
@@ -210,7 +210,7 @@ _TABLE = [
          "docs/user/job-spec.md"),
     LintRule("ENV507", _W, "a process in the background (setsid, nohup, start_new_session)",
          "Holdfast ends it with the worker that started it, with what it has not done",
-         "wait for it before the script ends, or do its work in a thread that is no daemon",
+         "wait for it before the script ends, or do its work in a thread that is not a daemon",
          "docs/user/script.md; pytorch#92151"),
 ]  # fmt: skip
 

@@ -30,7 +30,7 @@ def problem() -> str:
 
 
 def _torch_version(package: Path) -> tuple[str, tuple[int, int]]:
-    """From torch/version.py, which vendor builds have too; one of another form passes."""
+    """Release and numbers in torch/version.py; a version of another form passes."""
     try:
         source = (package / "version.py").read_text(encoding="utf-8")
     except OSError:

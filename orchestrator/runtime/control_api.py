@@ -174,7 +174,7 @@ class ControlApi:
             raise UserError(str(Problem("--start-over", text, expected, fix)))
         suspended = state.phase == "suspended"
         await self._request(events.ResumeRequested(by=_by(arguments)))
-        return wire.Reply(ok=True, detail="asking for nodes" if suspended else "training goes on")
+        return wire.Reply(ok=True, detail="asking for nodes" if suspended else "training continues")
 
     async def _resume_from_hold(self, start_over: bool, by: str) -> wire.Reply:
         """None of its checkpoints could be used. Storage may have a repaired one now."""

@@ -84,7 +84,7 @@ class Driver:
 
     async def run(self, carry_out: CarryOut) -> None:
         """Run until `stop` or the job's end. Raises JournalLost when another controller has taken
-        over, JournalError when the journal cannot be written; in both cases training goes on."""
+        over, JournalError when the journal cannot be written; in both cases training continues."""
         try:
             while not self._stopping:
                 await self._wait()

@@ -81,8 +81,8 @@ class JobRuntime:
     `prepare` raises user errors before anything is written. After `begin` agents may connect.
     `run` returns when the job has ended and FinishJob has been carried out. It raises JournalLost
     when another controller writes the journal, and JournalError when nothing can be written: in
-    both cases training goes on, and nothing was done that is not in the journal. `close` may be
-    called at any time; training goes on, and the next controller continues from the journal.
+    both cases training continues, and nothing was done that is not in the journal. `close` may be
+    called at any time; training continues, and the next controller continues from the journal.
 
     `key` names the job at the agent server (Hello.job) and in manifests: its plain name on one
     machine, `namespace/name` in a cluster. Agents must present `token` and, with TLS, the key of
@@ -258,7 +258,7 @@ class JobRuntime:
         await self.driver.run(self._executor.carry_out)
 
     def stop(self) -> None:
-        """Have `run` return soon; training goes on."""
+        """Have `run` return soon; training continues."""
         self.driver.stop()
 
     async def close(self, *, release: bool = False) -> None:

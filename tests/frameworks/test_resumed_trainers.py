@@ -43,7 +43,7 @@ def test_a_killed_worker_costs_the_steps_since_the_trainers_checkpoint(
     assert after.trained_twice <= SAVE_EVERY
     finish(job)
     assert log.lines()[-1].step == 40
-    (event,) = [line for line in events(job) if "goes on from" in line]
+    (event,) = [line for line in events(job) if "continues from" in line]
     assert f"{tmp_path}/out/" in event and "its newest complete checkpoint" in event
 
 

@@ -124,7 +124,7 @@ def expect_hooks(optimizer: Any) -> Callable[..., Any]:
     """Its register_step_pre_hook. Raises UserError for a look-alike of torch's optimizers."""
     if not isinstance(optimizer, Optimizer):
         raise UserError(
-            f"optimizer: got {type(optimizer).__name__}, which is no torch.optim.Optimizer; "
+            f"optimizer: got {type(optimizer).__name__}, which is not a torch.optim.Optimizer; "
             "expected one whose steps can wait for the copy of the state on a GPU; make it a "
             "subclass of torch.optim.Optimizer"
         )

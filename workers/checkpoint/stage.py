@@ -390,7 +390,7 @@ def _not_frozen(step: int, written: list[str]) -> str:
     name = written[0].removeprefix(MODEL)
     more = f" and {len(written) - 1} more" if len(written) > 1 else ""
     return (
-        f"holdfast: the copy of step {step} is thrown away: {name}{more} has requires_grad False, "
+        f"holdfast: the copy of step {step} is discarded: {name}{more} has requires_grad False, "
         "but was written. From now on it is copied with every step"
     )
 
@@ -399,9 +399,9 @@ def _torn(step: int, written: list[str]) -> str:
     names = [name.removeprefix(MODEL) for name in written[:_MAX_NAMED]]
     more = f" and {len(written) - _MAX_NAMED} more" if len(written) > _MAX_NAMED else ""
     return (
-        f"holdfast: the copy of step {step} is thrown away: {', '.join(names)}{more} was written "
+        f"holdfast: the copy of step {step} is discarded: {', '.join(names)}{more} was written "
         "after session.step, while it was copied. From now on the device waits for the copy of "
-        "such tensors before it goes on; write them before session.step to avoid that wait"
+        "such tensors before it continues; write them before session.step to avoid that wait"
     )
 
 

@@ -260,9 +260,9 @@ class TrainingState:
         if changed:
             more = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
             self._say(
-                "settings that were changed in the script are those of the checkpoint: "
+                "the checkpoint's settings replace those of the script: "
                 f"{', '.join(changed[:_MAX_NAMED])}{more}; to change one, set it after s.restore, "
-                "such as optimizer.param_groups[0]['lr'] and base_lrs of its schedule"
+                "such as optimizer.param_groups[0]['lr'] and its schedule's base_lrs"
             )
 
     def make_optimizer_tensor(

@@ -54,7 +54,7 @@ def apply(module: ModuleType, file: str) -> None:
             why = f"it is not as expected: {error}"
     if why and package not in _left_alone:
         _left_alone.add(package)
-        say(f"{package} {version} is left alone ({why}): {patches.WITHOUT}{although()}")
+        say(f"{package} {version} is not patched ({why}): {patches.WITHOUT}{although()}")
 
 
 def _version(package: str) -> str:
@@ -136,7 +136,7 @@ def chosen(call: str, folder: Path | None, agreed: str, names: list[str], why: s
     and the events have one line about it."""
     if agreed and not why:
         path = str(folder / agreed) if folder is not None else agreed
-        say(f"{call} goes on from {path}, its newest complete checkpoint since the job began")
+        say(f"{call} continues from {path}, its newest complete checkpoint since the job began")
         return path
     if names and not agreed:
         why = f"not every rank finds {names[0]} in {folder}, which the nodes have to share"

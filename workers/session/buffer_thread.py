@@ -1,5 +1,5 @@
 """Prepares staging buffers for copies from a device, in a thread: page-locking makes the pages
-present and takes 0.5 to 1 s per GB, while training goes on.
+present and takes 0.5 to 1 s per GB, while training continues.
 
 Until the requested buffers have come, this thread receives the agent's messages as well: the
 training thread does so only when it stages.

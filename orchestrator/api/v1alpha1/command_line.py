@@ -113,7 +113,7 @@ def _split(line: str) -> list[str]:
     text = re.sub(r"\\\r?\n", " ", line).strip()
     if "\n" in text:
         raise CommandRefused(
-            "several lines", "one command", f"end a line with \\ to go on; {IN_A_SCRIPT}"
+            "several lines", "one command", f"end a line with \\ to continue it; {IN_A_SCRIPT}"
         )
     lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
     lexer.whitespace_split, lexer.commenters = True, ""

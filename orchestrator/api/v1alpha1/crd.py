@@ -248,7 +248,7 @@ def _open(path: str) -> Node:
     kept = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     if path not in OPEN_MAPPINGS:
         return kept
-    text = "Part of a pod; kept as it is."
+    text = "Part of a pod."
     properties = {name: {"description": text, **kept} for name in OPEN_MAPPINGS[path]}
     return {"type": "object", "properties": properties}
 

@@ -224,7 +224,7 @@ def read_yaml(text: str, loader: type[yaml.SafeLoader] = _Loader) -> Any:
         assert error.problem_mark is not None
         where = f"line {error.problem_mark.line + 1}"
         if "single document" in (error.context or ""):
-            fix = "give every job a file of its own"
+            fix = "write each job into its own file"
             problem = Problem(where, "a second document", "one in a file", fix)
         else:
             problem = Problem(where, error.problem or "invalid YAML", "valid YAML")

@@ -71,7 +71,7 @@ class Validation(Part):
     def _check_share(self) -> Validation:
         if self.source is not None and self.share is not None:
             raise ValueError(
-                f"share: got {self.share:g} with a source of its own; expected one of the two; "
+                f"share: got {self.share:g} with its own source; expected one of the two; "
                 f"remove share"
             )
         return self

@@ -33,7 +33,7 @@ def _command(job: TrainingJob) -> Iterator[str]:
         options = ", ".join(program.replaced)
         yield f"spec.entrypoint: {options}: not used; the spec and Holdfast decide this"
     if program.words:
-        yield f"spec.entrypoint.command: each rank runs {program}: it is no Python file"
+        yield f"spec.entrypoint.command: each rank runs {program}: it is not a Python file"
 
 
 def _is_configured(program: Program) -> bool:

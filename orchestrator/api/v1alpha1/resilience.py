@@ -182,7 +182,7 @@ class Recovery(Part):
     budgets: Budgets = Budgets()
     controller_absence_s: Seconds | Auto | Literal["never"] = "auto"
     """Seconds without a controller after which agents write their state to storage and exit. auto:
-    never on Kubernetes, else 900; never: training goes on without limit."""
+    never on Kubernetes, else 900; never: training continues without limit."""
     bad_node_strikes: int = Field(default=limits.BAD_NODE_STRIKES, ge=1, le=limits.MAX_COUNT)
     """Incidents within the infrastructure window after which the node that caused them is cordoned.
     """

@@ -21,7 +21,7 @@ ANSWER_S = 60.0
 PAUSE_S = 0.25
 """Between two calls to an actor that Ray restarts."""
 HEAD_PATIENCE_S = 120.0
-"""A head that restarts is back within a minute where Ray keeps its state; training goes on."""
+"""A head that restarts is back within a minute where Ray keeps its state; training continues."""
 HEAD_PAUSE_S = 0.5
 UNLISTED = ("watch",)
 """Methods that are called every other second: they would fill Ray's list of tasks."""

@@ -226,7 +226,7 @@ def repair(
         typer.Option(
             "--job",
             metavar="[NAMESPACE/]NAME",
-            help="The job's name, if no manifest is left that has it.",
+            help="Name of the job, if no manifest has it.",
         ),
     ] = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
@@ -234,12 +234,12 @@ def repair(
     *,
     target: Target,
 ) -> None:
-    """Write a new checkpoint from the intact parts of a damaged one, and let the job go on.
+    """Write a new checkpoint from the intact parts of a damaged one, and let the job continue.
 
-    A damaged part of a tensor is taken from the newest older checkpoint that has it intact. If
-    there is none, the optimizer's state of that parameter begins at zero; values of the model are
-    never made up. The damaged checkpoint stays as it is. The job must be suspended or have ended; a
-    job that holds because of its checkpoints is resumed.
+    A damaged part of a tensor comes from the newest older checkpoint that has it intact, or the
+    optimizer's state of that parameter begins at zero; model values are never made up. The damaged
+    checkpoint stays as it is. The job must be suspended or have ended; a job that is held for its
+    checkpoints resumes.
 
     Example: `holdfast checkpoint repair my-job`
     """
@@ -344,8 +344,8 @@ def adopt(
     """Give committed checkpoints to another job, which then continues from them.
 
     A job continues only from its own checkpoints, and a job on Kubernetes is named NAMESPACE/NAME.
-    Use this to rename a job, or to move it from one machine or Ray to Kubernetes. Nothing is
-    copied. The job that wrote the checkpoints must have ended.
+    Use this to rename a job, or to move it from one machine or Ray to Kubernetes. No data is
+    copied: the new job owns the checkpoints. The job that wrote them must have ended.
 
     Example: `holdfast checkpoint adopt s3://bucket/my-job --job team/my-job`
     """

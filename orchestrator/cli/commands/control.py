@@ -41,8 +41,8 @@ def resize(
 ) -> None:
     """Train on N nodes from now on. N may exceed spec.nodes.max.
 
-    The job stops briefly, forms as many whole replicas as N nodes can hold, and continues after its
-    last step with the same global batch.
+    The job stops briefly, and continues after its last step with as many whole replicas as N nodes
+    can hold. A recipe keeps its global batch size.
 
     Example: `holdfast resize my-job 1`
     """
@@ -60,7 +60,7 @@ def resume(
         bool,
         typer.Option(
             "--start-over",
-            help="Begin at step 0. Only for a job that is held for its checkpoints.",
+            help="Begin at step 0; only for a job that is held for its checkpoints.",
         ),
     ] = False,
     as_json: JsonOption = False,
@@ -69,9 +69,9 @@ def resume(
 ) -> None:
     """Continue a suspended job.
 
-    Its controller must be running; if it is not, start it with `holdfast run --attach JOB`. A job
-    none of whose checkpoints can be used goes on after `holdfast checkpoint repair JOB`, or from
-    step 0 with --start-over; so does a job whose script ignored its own checkpoint.
+    Its controller must run; otherwise start it with `holdfast run --attach JOB`. If no checkpoint
+    can be used, repair one first with `holdfast checkpoint repair JOB`, or begin at step 0 with
+    --start-over; the same holds if the script ignored its own checkpoint.
     """
     more = {"start_over": True} if start_over else {}
     _request(target, job, as_json, "resume", "resume requested", **more)

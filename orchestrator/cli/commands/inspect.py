@@ -132,8 +132,8 @@ def events(
 ) -> None:
     """Print every event that the controller received, and each decision with its reason.
 
-    The oldest events of a long job are no longer kept; the first line then says how many are
-    missing. --json prints one document per line.
+    If the oldest events of a long job are no longer kept, the first line says how many. --json
+    prints one document per line.
     """
     target.find(job).print_events(follow=follow, as_json=as_json)
 
@@ -152,17 +152,18 @@ def logs(
         ),
     ] = None,
     node: Annotated[
-        str | None, typer.Option("--node", help="Log of this node's agent instead of the workers.")
+        str | None, typer.Option("--node", help="Print the log of this node's agent instead.")
     ] = None,
     failed: Annotated[
         bool,
-        typer.Option("--failed", help="The worker that ended the last generation that failed."),
+        typer.Option("--failed", help="Only the worker that caused the last failure."),
     ] = False,
     *,
     target: Target,
 ) -> None:
-    """Print stdout and stderr of the workers, each line with its rank, of every generation from the
-    oldest on. Of a progress bar, the last state of each line is printed.
+    """Print what the workers printed, each line with its rank, from the oldest generation on.
+
+    Progress bars are reduced to their last state.
 
     Examples: `holdfast logs my-job -f --rank 0`, `holdfast logs my-job --failed`
     """
@@ -195,7 +196,7 @@ def _failure_selector(view: JobView) -> LogSelector:
     failures = ("user", "infrastructure", "hang")
     newest = next((one for one in reversed(view.incidents) if one.failure_class in failures), None)
     if newest is None:
-        raise UserError(str(Problem("--failed", view.name, "a job with a failure; it had none")))
+        raise UserError(str(Problem("--failed", view.name, "a job with a failure")))
     generation, title = newest.generation_before, incident_title(newest)
     stderr().print(f"generation {generation}: {title}", style="yellow", soft_wrap=True)
     return LogSelector(newest.culprit_rank, generation)

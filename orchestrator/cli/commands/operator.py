@@ -48,7 +48,7 @@ RequestsOption = Annotated[
     typer.Option(
         "--worker-requests",
         metavar="JSON",
-        help="What a pod requests per worker where the job says nothing, such as "
+        help="Resources that a pod requests per worker by default, such as "
         '{"cpu": "250m", "memory": "512Mi"}.',
     ),
 ]
@@ -73,7 +73,7 @@ CacheOption = Annotated[
     typer.Option(
         "--cache-volume",
         metavar="JSON",
-        help="Volume source where pods keep what compilers produce, apart for each namespace.",
+        help="Volume source for compile caches, with a directory for each namespace.",
     ),
 ]
 PrefixesOption = Annotated[
@@ -114,19 +114,19 @@ GangWaitOption = Annotated[
     typer.Option(
         "--gang-wait-seconds",
         min=0,
-        help="An incomplete job gives its nodes up after this time to a job that comes first.",
+        help="An incomplete job releases its nodes after this time to a job that comes first.",
     ),
 ]
 GangHoldOption = Annotated[
     float,
-    typer.Option("--gang-hold-seconds", min=0, help="... and to other workloads after this time."),
+    typer.Option("--gang-hold-seconds", min=0, help="... to other workloads after this time."),
 ]
 ProvisioningOption = Annotated[
     float,
     typer.Option(
         "--provisioning-seconds",
         min=0,
-        help="... and not earlier than this while an autoscaler adds machines for it.",
+        help="... not earlier than this while an autoscaler adds machines for it.",
     ),
 ]
 StatusOption = Annotated[float, typer.Option("--status-interval-seconds", min=0.1, hidden=True)]
@@ -164,8 +164,8 @@ def operator(
 ) -> None:
     """Host the controllers of all TrainingJobs of a cluster (the chart starts this).
 
-    One of several replicas leads; the others stand by. If the leader dies, training goes on and the
-    next leader continues from the journals.
+    One of several replicas leads. If the leader dies, training continues, and the next leader
+    continues from the journals.
 
     Example: `holdfast operator --agent-endpoint holdfast-agents.holdfast.svc:7077`
     """

@@ -50,15 +50,15 @@ DevicesOption = Annotated[
         "--devices",
         "-d",
         metavar="COUNTxDEVICE",
-        help="On these devices, such as 64xH100-80. Several times: compare them.",
-        show_default="those of this machine",
+        help="Devices, such as 64xH100-80; repeat the option to compare them.",
+        show_default="this machine's",
     ),
 ]
 NetworkOption = Annotated[
     str | None,
     typer.Option(
         "--network",
-        help="Link between nodes, a name of the catalogue.",
+        help="Link between nodes, by its name in the catalogue.",
         show_default=f"{DEFAULT_NETWORK}; of a job on this machine's devices by its fabric",
     ),
 ]
@@ -100,7 +100,7 @@ DeviceMemoryOption = Annotated[
     typer.Option(
         "--device-memory",
         metavar="QUANTITY",
-        help="Memory of one worker's device, such as 80Gi, where --devices does not say it.",
+        help="Memory of one worker's device, such as 80Gi, without --devices.",
     ),
 ]
 HostMemoryOption = Annotated[
@@ -108,8 +108,8 @@ HostMemoryOption = Annotated[
     typer.Option(
         "--host-memory",
         metavar="QUANTITY",
-        help="Main memory of a node, such as 2Ti, which offloaded states may take.",
-        show_default="that of this machine; with --devices or --model 240Gi for each device",
+        help="Main memory of a node for offloaded states, such as 2Ti.",
+        show_default="this machine's; with --devices or --model 240Gi for each device",
     ),
 ]
 CatalogueOption = Annotated[
@@ -133,14 +133,13 @@ SvgOption = Annotated[
 ]
 SaveOption = Annotated[
     Path | None,
-    typer.Option("--save", metavar="FILE", help="With --model: write the job that is best."),
+    typer.Option("--save", metavar="FILE", help="With --model: write the best job."),
 ]
 CalibrateOption = Annotated[
     bool,
     typer.Option(
         "--calibrate",
-        help="Train a block of the job 20 times on this machine first, and plan with what it took, "
-        "now and later.",
+        help="Train a block of the job on this machine first, and plan with its times.",
     ),
 ]
 
@@ -167,7 +166,7 @@ def plan(
 ) -> None:
     """Show whether a job or a model fits, what would run where, how long a step takes, and why.
 
-    No job is started. Exit code 2: it does not fit.
+    Starts no job. Exit code 2 if the job does not fit.
 
     Examples: `holdfast plan job.yaml --devices 64xH100-80`,
     `holdfast plan --model llama3-70b --devices 64xH100-80 --by price`

@@ -39,7 +39,7 @@ def preflight(
             "--import",
             metavar="CONFIG",
             help="Print the TrainingJob of an accelerate YAML, a DeepSpeed JSON or a torchtitan "
-            "TOML, and what it dropped.",
+            "TOML, and the fields that it dropped.",
         ),
     ] = None,
     script: Annotated[
@@ -138,7 +138,7 @@ def _findings(file: Path) -> tuple[list[Finding], dict[str, Any], str]:
     if script is None:
         entry = job.spec.entrypoint.program
         what = f"module {entry.module} is not below the working directory" if entry.module else ""
-        what = what or (f"{entry} is no Python file" if entry.words else "")
+        what = what or (f"{entry} is not a Python file" if entry.words else "")
         return found, {"num_files": 1}, what and f"{what}: its code was not read"
     if not script.is_file():
         got = f"{job.spec.entrypoint.program.script} ({script} does not exist)"

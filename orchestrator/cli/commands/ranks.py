@@ -37,17 +37,15 @@ def stacks(
         typer.Option("--rank", min=0, help="Only this rank; may be repeated."),
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="All ranks, not only the first 512 of a larger job.")
+        bool, typer.Option("--all", help="Ask all ranks, not only the first 512.")
     ] = False,
     as_json: JsonOption = False,
     *,
     target: Target,
 ) -> None:
-    """Print what each rank does now: the stack of its main thread, innermost call first, and its
-    newest collective of each process group, from torch's flight recorder. Ranks with the same stack
-    are printed once.
+    """Print what each rank does now: the stack of its main thread, and its newest collectives.
 
-    Training goes on undisturbed: no signal is sent and no process is paused.
+    The innermost call comes first. Ranks with the same stack share an entry. No process is paused.
 
     Examples: `holdfast stacks my-job`, `holdfast stacks my-job --rank 0 --rank 7`
     """
@@ -114,7 +112,7 @@ def profile(
         int, typer.Option("--rate", min=1, max=1000, help="Samples per second.")
     ] = 100,
     idle: Annotated[
-        bool, typer.Option("--idle", help="Count threads that wait, for example for peers.")
+        bool, typer.Option("--idle", help="Count waiting threads too, for example for peers.")
     ] = False,
     out: Annotated[
         Path | None,
@@ -130,7 +128,7 @@ def profile(
 ) -> None:  # fmt: skip
     """Record with py-spy where one rank spends its time, and write the file here.
 
-    Training goes on: py-spy reads the memory of the process and never pauses it.
+    Training continues: py-spy never pauses the process.
 
     Example: `holdfast profile my-job --seconds 10 -o rank0.svg`
     """

@@ -45,7 +45,7 @@ AgainOption = Annotated[
     typer.Option(
         "--again",
         metavar="JOB",
-        help="Restart the workers of a running job with its edited code, on the nodes that it has, "
+        help="Restart the workers of a running job with its edited code, on the same nodes, "
         "from its last checkpoint; on this machine, also run a job that has ended again.",
     ),
 ]
@@ -81,7 +81,7 @@ def run(
         bool | None,
         typer.Option(
             "--logs/--no-logs",
-            help="Show what rank 0 prints, too.",
+            help="Show what rank 0 prints.",
             show_default="of a script on this machine and on Kubernetes",
         ),
     ] = None,
@@ -95,19 +95,18 @@ def run(
 ) -> None:
     """Train on this machine, show the progress until the job ends, then print the report.
 
-    Exit code 0 when the job succeeded, 1 when it failed or was cancelled, 2 for invalid usage or an
-    invalid job spec, 130 when Ctrl-C cancelled the job. When this process is killed or loses its
-    terminal, the agents keep training for spec.recovery.controllerAbsenceSeconds (15 minutes);
-    `--attach` takes the job over.
+    Exit code: 0 if the job succeeds, 1 if it fails or is cancelled, 2 for invalid usage or an
+    invalid job spec, 130 after Ctrl-C. If this process dies, the agents keep training for
+    spec.recovery.controllerAbsenceSeconds (15 minutes), and `--attach` takes the job over.
 
-    With --again, exit once the new code has finished a step, and 1 if the job has ended before. In
-    a cluster the directory of FILE is uploaded, without FILE the current one. A job of this machine
-    that had ended is run and shown until it ends, from its newest checkpoint.
+    With --kubernetes or --ray the job runs in a cluster without this process: Ctrl-C leaves it
+    running, and `--attach` watches it again.
 
-    With --kubernetes or --ray the job is created in a cluster and watched. It runs there without
-    this process: Ctrl-C (also 130) leaves it running, and `--attach` watches it again.
+    --again returns after the first step of the new code. In a cluster it uploads the directory of
+    FILE, by default the current one. A job of this machine that has ended runs again from its
+    newest checkpoint.
 
-    A script needs no spec: the one that is made of the options is printed, and --save keeps it.
+    A script needs no spec: run prints the spec that it makes of the options; --save writes it.
 
     Examples: `holdfast run examples/stdlib-bytes.yaml`,
     `holdfast run --attach stdlib-bytes`,

@@ -52,7 +52,7 @@ def submit(
         ),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Print its output until it ends.")
+        bool, typer.Option("--follow", "-f", help="Print the job's output until it ends.")
     ] = False,
     words: WordsArgument = None,
     nodes: NodesOption = None,
@@ -66,9 +66,9 @@ def submit(
 ) -> None:
     """Submit a job to a Ray cluster. It appears in `ray job list` and in Ray's dashboard.
 
-    If the job runs a script, the directory of FILE is uploaded (Ray's working_dir), without
-    secrets; of a script without a spec, the current one. `ray job stop` cancels the job. With
-    --follow the exit code is that of `holdfast run`; otherwise it is 0 once the job is submitted.
+    With a script, submit uploads the directory of the spec (without a spec, the current one) as
+    Ray's working_dir, without secrets. `ray job stop` cancels the job. With --follow the exit code
+    is that of `holdfast run`; otherwise it is 0 once the job is submitted.
 
     Examples: `holdfast submit examples/stdlib-bytes.yaml --ray http://head:8265`,
     `holdfast submit train.py --nodes 2 --workers 2 -- --lr 3e-4`
@@ -94,6 +94,6 @@ def submit(
     if "://" in address:
         log += f" --address {address}"
     typer.echo(
-        f"submitted as Ray job {submitted.ray_job}; go on with `holdfast status {job} --ray "
+        f"submitted as Ray job {submitted.ray_job}; watch it with `holdfast status {job} --ray "
         f"{address}`, see its log with `{log}`"
     )

@@ -223,7 +223,7 @@ class LocalTransport:
             raise error
         self._damaged = True
         files = self._deleted_files(keep)
-        return f"{files}, of a job that may not have ended: its state is unknown ({error})"
+        return f"{files}, of a job that may still run: its state is unknown ({error})"
 
     def _deleted_files(self, keep: Path | None) -> str:
         what = "logs" if keep is not None else "logs and checkpoints"
@@ -234,7 +234,7 @@ class LocalTransport:
         self._directory.remove(kept)
         remarks = []
         if self._damaged:
-            remarks.append("its files were damaged, so it is unknown whether it had ended")
+            remarks.append("its files were damaged, so the job may still run")
         if kept is not None:
             remarks.append(f"to continue from its checkpoints, set spec.checkpoint.path: {kept}")
         return remarks

@@ -222,7 +222,7 @@ class JobReconciler:
             self._report(ConditionState("pending", "OperatorWaits", f"{error}; trying again"))
         except Exception as error:
             log.exception("job %s: internal error", self.owner.key, extra={"job": self.owner.key})
-            text = f"{type(error).__name__}: {error}; training goes on; trying again"
+            text = f"{type(error).__name__}: {error}; training continues; trying again"
             self._report(ConditionState("pending", "OperatorError", text))
         return False
 
@@ -291,7 +291,7 @@ class JobReconciler:
 
     async def _read_job(self) -> TrainingJob:
         """The job of the object or, where the object has become invalid since the job started, the
-        job of the journal: training goes on with it and spec_sync.py reports the problem."""
+        job of the journal: training continues with it and spec_sync.py reports the problem."""
         try:
             return self._valid_job()
         except SpecError:

@@ -63,7 +63,7 @@ async def run_operator(process: OperatorProcess, options: Options) -> None:
     await asyncio.wait([work, waiting], return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
     if not work.done():
-        log.info("stopping on a signal; training goes on")
+        log.info("stopping on a signal; training continues")
         work.cancel()
         await asyncio.wait([work])
     if not work.cancelled():
@@ -108,7 +108,7 @@ class Operator:
             log.info("standing by as %s", self._process.identity)
             await leader.acquire()
             try:
-                log.warning("stood down, training goes on: %s", await self._lead(cluster, leader))
+                log.warning("stood down, training continues: %s", await self._lead(cluster, leader))
             finally:
                 self.manager = None
                 await leader.release()

@@ -94,7 +94,7 @@ class SpecSync:
         generation = int(document["metadata"]["generation"])
         if generation != self._refused_generation:
             self._refused_generation, self.refusal = generation, text
-            text = f"training goes on with the previous spec: {text}"
+            text = f"training continues with the previous spec: {text}"
             self._events.record("Warning", "InvalidSpec", text)
 
     async def _carry_out(self, text: str) -> None:
@@ -117,7 +117,7 @@ class SpecSync:
         self.answer = answer.model_copy(update={"id": number[:MAX_ID]})
 
     async def _request_code(self, generation: int, code: str | None) -> None:
-        """Training goes on with the old code until the new one is there."""
+        """Training continues with the old code until the new one is there."""
         if code is not None:
             try:
                 await self._code.part(code, 0)

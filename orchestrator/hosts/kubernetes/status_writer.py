@@ -248,7 +248,7 @@ def _opened(one: Incident) -> EventDraft:
 
 
 def _closed(one: Incident) -> EventDraft:
-    text = f"incident {one.number} is over: {one.decision or 'training goes on'}"
+    text = f"incident {one.number} is over: {one.decision or 'training continues'}"
     least = "at least " * one.steps_lost_at_least
     lost = f"{least}{one.steps_lost} steps lost" if one.steps_lost else "no finished step lost"
     if one.steps_lost is None or (least and not one.steps_lost):

@@ -181,7 +181,7 @@ class JobDirectory:
             replace(self.controller_file, json.dumps(record).encode() + b"\n", PRIVATE)
         except OSError as error:
             raise HoldfastError(
-                f"{self.controller_file}: cannot be written ({error.strerror}); training goes on "
+                f"{self.controller_file}: cannot be written ({error.strerror}); training continues "
                 f"without a controller; free disk space, then attach again"
             ) from None
 

@@ -1,7 +1,7 @@
 """Runs the controller of one local job in the `holdfast run` process.
 
 It provides what is local about a job: files, journal, port for agents, /metrics, log file, display
-and terminal signals. When this process is killed, training goes on: the node launcher and the
+and terminal signals. When this process is killed, training continues: the node launcher and the
 agents run in sessions of their own, agents wait for the next controller, and the journal holds
 every decision.
 """

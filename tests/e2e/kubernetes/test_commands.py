@@ -138,7 +138,7 @@ def test_ctrl_c_leaves_the_job_running_and_prints_how_to_reattach(
           last=output.read_text)  # fmt: skip
     command.send_signal(signal.SIGINT)
     assert command.wait(60) == 130
-    assert "job demo goes on in the cluster. Watch it again with `holdfast run --attach" in (
+    assert "job demo continues in the cluster. Watch it again with `holdfast run --attach" in (
         output.read_text()
     )
     assert jobs.get("trainingjob", "demo") is not None

@@ -1,4 +1,4 @@
-"""A storage path that becomes unwritable: training goes on and the problem is reported.
+"""A storage path that becomes unwritable: training continues and the problem is reported.
 
 A file replaces the directory, because the tests may run as root, which ignores permissions.
 """

@@ -236,7 +236,7 @@ MODELS_ONLY = (
     Wrong(
         "validation-source-or-share",
         recipe({"data": {"validation": {"source": "x", "share": 0.1}}}),
-        ("config.data.validation.share: got 0.1 with a source of its own; expected one",),
+        ("config.data.validation.share: got 0.1 with its own source; expected one",),
     ),
     Wrong(
         "validation-share",

@@ -234,7 +234,7 @@ def test_the_end_of_an_incident_is_unknown_if_the_script_shows_no_progress() -> 
     incident = make_incident(over=False, **unknown)
     incident.seconds = {"stop": 0.05, "place": 0.0, "launch": 0.62}
     lines = list(report_lines(make_view(incidents=[incident], step=-1)))
-    assert "outcome: all workers run after 0.67 s, when training went on is unknown" in lines
+    assert "outcome: all workers run after 0.67 s, when training continued is unknown" in lines
     inferred = make_incident(inferred=True, **unknown)
     (line,) = [x for x in report_lines(make_view(incidents=[inferred])) if "outcome" in x]
     assert line == "outcome: collectives again (no steps are reported) after 0.67 s"

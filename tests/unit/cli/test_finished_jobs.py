@@ -231,10 +231,10 @@ def test_deleting_a_damaged_job_warns_that_it_may_not_have_ended(
     monkeypatch.setattr("sys.stdin", terminal)
     refused = holdfast("delete", "waiting")
     assert refused.code == 130
-    assert "of a job that may not have ended: its state is unknown" in refused.out
+    assert "of a job that may still run: its state is unknown" in refused.out
     assert (directory.path / "checkpoints" / "shard").exists()
     result = holdfast("delete", "waiting", "--yes")
-    assert result.code == 0 and "it is unknown whether it had ended" in result.out
+    assert result.code == 0 and "so the job may still run" in result.out
     assert not directory.path.exists()
 
 

@@ -51,7 +51,7 @@ def test_a_shard_of_an_old_generation_is_refused() -> None:
     job.exits(0, signal=9)
     job.all_stopped(12)
     assert not job.persisted(9, 1, generation=1)
-    assert "refused shard 1 of step 9" in job.state.notes[-1][1]
+    assert "rejected shard 1 of step 9" in job.state.notes[-1][1]
 
 
 @pytest.mark.parametrize(("shard", "num_shards"), [(3, 4), (2, 2)])
@@ -60,7 +60,7 @@ def test_a_shard_of_another_mesh_is_refused(shard: int, num_shards: int) -> None
     assert not job.persisted(9, shard, num_shards=num_shards)
     assert not job.state.catalog.pending
     assert job.state.notes[-1][1] == (
-        f"refused shard {shard} of {num_shards} from n: it does not fit the mesh of generation 1"
+        f"rejected shard {shard} of {num_shards} from n: the mesh of generation 1 has other shards"
     )
 
 
@@ -69,7 +69,7 @@ def test_a_shard_before_the_first_launch_is_refused() -> None:
     job.submit()
     file = _files(9, generation=0)[0]
     assert not job.apply(FromNode("n", ShardPersisted(generation=0, shard=file)))
-    assert "does not fit the mesh of generation 0" in job.state.notes[-1][1]
+    assert "the mesh of generation 0 has other shards" in job.state.notes[-1][1]
 
 
 def test_a_committed_checkpoint_whose_shard_is_reported_late_is_not_deleted() -> None:

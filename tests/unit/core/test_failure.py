@@ -214,7 +214,7 @@ def test_a_worker_that_left_early_does_not_explain_a_lost_node_or_another_error(
     early = Exit(rank=3, code=0, step=7)
     left = attribute(Evidence(exits=exits(early), world_size=4))
     assert left.evidence == "it left after step 7; 3 of 4 workers had not ended"
-    assert left.title == "worker 3 on node-1 ended with exit code 0 while others went on"
+    assert left.title == "worker 3 on node-1 ended with exit code 0 while others continued"
     lost = (("node-0", "gone", ""),)
     assert attribute(Evidence(exits=exits(early), lost=lost, world_size=4)).rule == "node-lost"
     error = Exit(rank=0, code=1, **ERROR)

@@ -101,7 +101,7 @@ def test_an_inspection_shows_what_a_rank_does_that_its_peers_may_wait_for() -> N
     assert sorted(job.state.inspected) == [0, 2, 3]
     job.apply(HangSuspicionEnded(generation=1, seconds=4.0))
     assert job.state.inspected == {}
-    assert job.state.notes[-1][1] == "progress again, after 4.0 s without any"
+    assert job.state.notes[-1][1] == "progress after 4.0 s without any"
     assert job.state.reason.text == "all 4 ranks train"
 
 

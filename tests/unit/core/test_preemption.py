@@ -101,7 +101,7 @@ def test_a_job_that_must_wait_for_nodes_writes_its_newest_step_to_storage_first(
     job = Transcript(sharded()).started()
     leave(job)
     job.fail(job.one(RequestNodes))
-    assert not job.of(StopGroup), "no node can replace it: training goes on as long as it is safe"
+    assert not job.of(StopGroup), "no node can replace it: training continues as long as it is safe"
     job.wait(GRACE_S / 3 + 0.1)
     assert len(job.of(StopGroup)) == 2
     job.all_stopped(30)

@@ -68,7 +68,7 @@ def test_all_nodes_stage_a_step_ahead_before_a_planned_stop(purpose: str) -> Non
     assert job.state.phase == "running"
     assert f"step {step} is staged first" in job.state.reason.text
     job.step(step - 1)
-    assert job.state.step == step - 1, "training goes on"
+    assert job.state.step == step - 1, "training continues"
     job.succeed(StageStep)
     assert [stop.node for stop in job.of(StopGroup)] == ["a", "b"]
     job.all_stopped(step)

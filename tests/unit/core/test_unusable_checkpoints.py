@@ -250,7 +250,7 @@ def test_a_reason_to_hold_names_the_newest_checkpoints_and_counts_the_others() -
         CommittedCheckpoint(step, 1, 2, 1, 0, refused=True, refusal=refusal, problem=problem)
         for step, refusal, problem in ((19, "missing", ""), (29, "", "old"), (9, "damaged", ""))
     ]
-    begin = "no committed checkpoint can be used, and the job does not begin again by itself: "
+    begin = "no committed checkpoint can be used: "
     text = begin + "step 29 is damaged (old); step 19 is missing; step 9 is damaged. "
     assert why_nothing_usable(job.state).startswith(text)
     catalog.committed.append(CommittedCheckpoint(5, 1, 2, 1, 0, refused=True))

@@ -20,7 +20,7 @@ def test_a_suspend_can_be_withdrawn_before_workers_stop(tmp_path: Path) -> None:
         assert not (await harness.ask("resume")).ok, "no suspend was requested"
         assert (await harness.ask("suspend")).ok
         withdrawn = await harness.ask("resume")
-        assert withdrawn.ok and withdrawn.detail == "training goes on"
+        assert withdrawn.ok and withdrawn.detail == "training continues"
         await asyncio.sleep(PACE_S + 0.2)  # by then it would have begun
         projection = harness.service.runtime.driver.loop.projection
         view = projection.view(projection.now_ns)

@@ -148,7 +148,7 @@ def test_the_next_operator_takes_every_job_over_from_its_journal(tmp_path: Path)
             await hosted.until(lambda view: view.state == "running")
         for hosted in jobs:
             await hosted.stop()
-            assert len(hosted.backend.agents) == 2, "training goes on"
+            assert len(hosted.backend.agents) == 2, "training continues"
         for hosted in jobs:
             await hosted.start(hosted.journal.reopened())
         for hosted in jobs:

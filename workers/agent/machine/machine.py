@@ -177,7 +177,7 @@ class AgentMachine:
                 return self._welcomed(now_ns, message)
             case m.Refused():
                 if message.final:
-                    return self._end(now_ns, f"refused by the controller: {message.detail}")
+                    return self._end(now_ns, f"rejected by the controller: {message.detail}")
                 return [commands.CloseLink(message.detail)]
             case m.LaunchWorkers():
                 return self._launch(now_ns, message)

@@ -108,4 +108,4 @@ def _patch(module: ModuleType) -> None:
         patches = importlib.import_module("holdfast.workers.integrations.patches")
         patches.apply(module, PATCHES[name])
     except Exception as error:
-        print(f"holdfast: {name} is left alone ({type(error).__name__}: {error})", file=sys.stderr)
+        print(f"holdfast: {name} is not patched ({type(error).__name__}: {error})", file=sys.stderr)

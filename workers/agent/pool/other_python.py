@@ -68,7 +68,7 @@ def _audit(wire: int) -> None:
     try:
         _load("file_audit").install(wire)
     except Exception as error:
-        print(f"holdfast: its own checkpoints are not known ({type(error).__name__}: {error})",
+        print(f"holdfast: its checkpoints are not known ({type(error).__name__}: {error})",
               file=sys.stderr)  # fmt: skip
 
 

@@ -252,7 +252,7 @@ class WorkerPool:
             return
         first, more = ended.killed[0][:MAX_COMMAND_CHARS], len(ended.killed) - 1
         programs = f"`{first}`{f' and {more} more' if more else ''}"
-        self.noted(f"rank {seat[1]} has ended, and with it what it had left running: {programs}")
+        self.noted(f"rank {seat[1]} has ended, with its background processes: {programs}")
 
     def _forked(self, message: fork_protocol.Forked) -> None:
         process = self._processes[message.worker]

@@ -113,7 +113,7 @@ class ProgressServer:
             def _take(self) -> tuple[int, str]:
                 seat = server._seat(self.headers.get("Authorization", ""))
                 if seat is None:
-                    return 401, f"the token is not that of ${PROGRESS_TOKEN}\n"
+                    return 401, f"the token does not belong to ${PROGRESS_TOKEN}\n"
                 size = self.headers.get("Content-Length", "")
                 if not size.isdigit() or int(size) > MAX_BODY_BYTES:
                     return 413, f"expected a Content-Length of at most {MAX_BODY_BYTES}\n"

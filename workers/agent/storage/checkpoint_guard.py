@@ -44,7 +44,7 @@ MAX_JUDGED = 3
 """Older checkpoints with which the newest one is compared."""
 LOOK_TIMEOUT_S = 5.0
 """After this the workers are started all the same: a launch is sent again after 15 s."""
-TOO_SLOW = f"the file system did not answer within {LOOK_TIMEOUT_S:.0f} s; the rest stays as it is"
+TOO_SLOW = f"the file system did not answer within {LOOK_TIMEOUT_S:.0f} s; the rest is unchanged"
 GROWTH_S = 0.5
 """A checkpoint that may be another job's is renamed only if it has not changed for this long."""
 SETTLED_S = 60.0
@@ -310,7 +310,7 @@ class _Look:
             self._expect_time()
             if path.is_symlink() and not path.exists():
                 if path.lstat().st_mtime_ns >= self._since_ns:
-                    self._set_aside(path, "what it points to does not exist")
+                    self._set_aside(path, "its target does not exist")
                 continue
             status = path.stat()
             written_ns = status.st_mtime_ns
@@ -334,7 +334,7 @@ class _Look:
         user = (self._reported and _recent(path)) or in_use(path) if self._foreign else ""
         self._expect_time()
         if user:
-            text = f"checkpoint {path} is incomplete ({why}) and stays as it is: {user}"
+            text = f"checkpoint {path} is incomplete ({why}) and keeps its name: {user}"
             self.findings.set_aside.append(text)
         return not user
 

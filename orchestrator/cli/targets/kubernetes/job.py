@@ -96,8 +96,8 @@ class KubernetesTransport:
         written = f" (its last status is {age} old)" if written_ns else ""
         hint = self._session.kubectl_hint("describe", "trainingjob", self.name)
         return (
-            f"For {since} {absence.what}{written}. This is the last known state. Training goes on "
-            f"without an operator, and requests wait for one. See {hint}"
+            f"For {since} {absence.what}{written}. This is the last known state. Training "
+            f"continues without an operator, and requests wait for one. See {hint}"
         )
 
     # -- requests ------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class KubernetesTransport:
             )
             raise UserError(str(problem))
         kubectl = self._session.kubectl_hint("delete", "trainingjob", self.name)
-        end = f"{self._session.hint('cancel', self.name)}, or delete it as it is with {kubectl}"
+        end = f"{self._session.hint('cancel', self.name)}, or delete it with {kubectl}"
         expect_ended(view, end)
         return f"job {self.name} in namespace {self._namespace} with its pods and their logs"
 
@@ -282,7 +282,7 @@ async def _answer_in_status(cluster: KubeClient, document: Document, number: str
         answer: Document = (latest.get("status") or {}).get("request") or {}
         if answer.get("id") == number:
             return answer
-    raise AssertionError("a watch does not end by itself")
+    raise AssertionError("a watch does not end")
 
 
 async def _withdraw(cluster: KubeClient, key: tuple[str, str], value: str) -> bool:

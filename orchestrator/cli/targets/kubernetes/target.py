@@ -138,7 +138,7 @@ class KubernetesTarget:
             except KeyboardInterrupt:
                 if watcher.started:
                     display.note(
-                        f"Ctrl-C: job {name} goes on in the cluster. Watch it again with "
+                        f"Ctrl-C: job {name} continues in the cluster. Watch it again with "
                         f"{self._session.hint('run', '--attach', name)}; end it with "
                         f"{self._session.hint('cancel', name)}"
                     )
@@ -248,7 +248,7 @@ class _Watcher:
             for task in (checking, lines):
                 task.cancel()
             await asyncio.wait([checking, lines])
-        raise AssertionError("a watch does not end by itself")
+        raise AssertionError("a watch does not end")
 
     async def _current_pods(self, cluster: KubeClient, document: Document) -> list[Document]:
         """Listed again only when the nodes in the status have changed."""

@@ -104,7 +104,7 @@ class DashboardTarget:
         return nullcontext()
 
     def free_name(self, wanted: str) -> str:
-        raise AssertionError("`run` is refused for a dashboard's address")
+        raise AssertionError("`run` does not work with a dashboard's address")
 
     def run(
         self,

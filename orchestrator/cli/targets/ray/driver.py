@@ -57,10 +57,10 @@ def fork_driver(*, pause_s: float = PAUSE_S, max_early: int = MAX_EARLY) -> int:
         name = signal.Signals(-code).name
         if num_early >= max_early:
             _print(f"{num_early} drivers of this job were killed ({name}) within {EARLY_S:.0f} s "
-                   f"of their start; this Ray job ends, the training job goes on")  # fmt: skip
+                   f"of their start; this Ray job ends, the training job continues")  # fmt: skip
             os._exit(128 - code)
-        _print(f"the driver of this job was killed ({name}); training goes on, and another driver "
-               f"attaches to the job")  # fmt: skip
+        _print(f"the driver of this job was killed ({name}); training continues, and another "
+               f"driver attaches to the job")  # fmt: skip
         time.sleep(pause_s)
 
 

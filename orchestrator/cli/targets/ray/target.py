@@ -148,7 +148,7 @@ class RayTarget:
                 view = transport.watch(display)
             except KeyboardInterrupt:
                 display.note(
-                    f"Job {name} goes on in the cluster. Watch it again with "
+                    f"Job {name} continues in the cluster. Watch it again with "
                     f"`{self.command('run', '--attach', name)}`; end it with "
                     f"`{self.command('cancel', name)}`"
                 )

@@ -41,7 +41,7 @@ def write(
                 for _block in _written(made, inner, root / path):
                     if archive.stat().st_size > max_bytes:
                         limit = f"{max_bytes / 2**20:g} MiB compressed"
-                        expected = f"at most {limit}, as Ray's head takes no more"
+                        expected = f"at most {limit}, the limit of Ray's head"
                         raise code_files.too_large(directory, chosen, f"over {limit}", expected)
     if lost:
         yield code_files.remark("because what the link leads to is not", lost)

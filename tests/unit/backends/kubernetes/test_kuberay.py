@@ -70,7 +70,7 @@ def test_a_misspelt_field_is_an_error() -> None:
 
 
 def test_a_failed_ray_job_keeps_its_cluster() -> None:
-    """Ray reports FAILED also when only the Ray job's process was lost, while training goes on."""
+    """Ray reports FAILED also when only the Ray job's process was lost; training continues."""
     spec = yaml.safe_load((ROOT / "manifests" / "kuberay" / "rayjob.yaml").read_text())["spec"]
     assert not spec.get("shutdownAfterJobFinishes"), "KubeRay would delete the cluster at FAILED"
     (rule,) = spec["deletionStrategy"]["deletionRules"]

@@ -64,7 +64,7 @@ def test_lost_steps_of_a_script_that_reports_none_are_unknown() -> None:
     assert incident.no_steps and incident.steps_lost is None
     assert incident.seconds == {"stop": 0.0, "place": 0.0, "launch": 0.5}
     assert "total" not in view_of(transcript).recovery, "whether it trains is unknown"
-    assert outcome(incident) == ("all workers run after 0.50 s, when training went on is unknown")
+    assert outcome(incident) == ("all workers run after 0.50 s, when training continued is unknown")
     assert "no checkpoint of the script was seen" in incident.decision
     assert "before it reported a step" in incident.evidence
     transcript.wait(3600)

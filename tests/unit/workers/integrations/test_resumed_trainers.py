@@ -78,7 +78,7 @@ def test_it_goes_on_from_its_own_newest_complete_checkpoint(
     checkpoint(tmp_path / "other" / "checkpoint-900")
     found = trainer_of(output_dir=str(tmp_path)).train()
     assert found == str(tmp_path / "checkpoint-20")
-    assert f"Trainer.train() goes on from {found}" in capsys.readouterr().err
+    assert f"Trainer.train() continues from {found}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", [False, True, "elsewhere/checkpoint-1"])
@@ -142,7 +142,7 @@ def test_an_unknown_trainer_is_left_alone_and_named_once(
         patches.apply(module, "resumed_transformers")
     assert kind.train is train
     shown = capsys.readouterr().err
-    assert shown.count("\n") == 1 and f" is left alone ({why}): Trainer.train() begins" in shown
+    assert shown.count("\n") == 1 and f" is not patched ({why}): Trainer.train() begins" in shown
     assert "although checkpoint /out/checkpoint-7 is complete" in shown
 
 

@@ -31,7 +31,7 @@ def test_a_killed_driver_is_replaced_and_the_exit_code_is_that_of_the_last() -> 
     process = start(f"if not num_killed: {KILL}sys.exit(7)\n")
     stdout, stderr = process.communicate()
     assert process.returncode == 7 and stdout == "driver 0\ndriver 1\n"
-    assert "was killed (SIGKILL); training goes on, and another driver attaches" in stderr
+    assert "was killed (SIGKILL); training continues, and another driver attaches" in stderr
 
 
 @pytest.mark.parametrize("code", [0, 1, 2])

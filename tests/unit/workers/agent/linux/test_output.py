@@ -15,7 +15,7 @@ def test_printing_to_a_full_disk_does_not_raise() -> None:
     try:
         stream = output.stream(fd, "backslashreplace")
         for _ in range(1000):
-            print("training goes on", "x" * 100, file=stream, flush=True)
+            print("training continues", "x" * 100, file=stream, flush=True)
     finally:
         os.close(fd)
 

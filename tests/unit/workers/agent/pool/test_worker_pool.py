@@ -189,5 +189,5 @@ def test_programs_that_a_worker_has_left_running_are_named_if_it_ended_well(
         server.close()
         return notes
 
-    text = "rank 0 has ended, and with it what it had left running: `sh -c cp` and 1 more"
+    text = "rank 0 has ended, with its background processes: `sh -c cp` and 1 more"
     assert asyncio.run(scene()) == ([text] if named else [])

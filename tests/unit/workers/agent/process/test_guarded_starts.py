@@ -182,7 +182,7 @@ def test_workers_start_although_a_file_system_does_not_answer_and_an_event_names
         assert node.started[0][1].environment == {RESUME_SINCE: "1"}
         assert [message.text for message in node.sent] == [
             "not all checkpoints of the script were looked at: the file system did not answer "
-            "within 5 s; the rest stays as it is"
+            "within 5 s; the rest is unchanged"
         ]
         answers.set()
 
