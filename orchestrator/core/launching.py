@@ -80,16 +80,16 @@ def _wait(ctx: StepContext) -> None:
     pending = len(state.pending_nodes) if state.capacity_denied else state.expected_nodes
     denied = f"; {state.capacity_detail or 'the backend has no capacity'}"
     what = (
-        f"{here} usable, at least {wanted} needed, {pending} pending"
+        f"({here} of {wanted} ready, {pending} starting)"
         f"{denied if state.capacity_denied else ''}{provisioning.why_none_joins(state)}"
         f"{describe_elasticity(state.job)}{state.sizes.describe()}"
     )
-    ctx.move("pending", "capacity", f"waiting for nodes: {what}")
+    ctx.move("pending", "capacity", f"waiting for nodes {what}")
     if limit is None:
         return
     ctx.arm_once("capacity", limit)
     if ctx.due("capacity"):
-        text = f"recovery.capacityTimeoutSeconds: waited {limit:g} s for nodes: {what}"
+        text = f"recovery.capacityTimeoutSeconds: waited {limit:g} s for nodes {what}"
         completion.end_early(ctx, "failed", Reason("capacity", text))
 
 

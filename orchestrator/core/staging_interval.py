@@ -159,13 +159,12 @@ def _sentence(every: int, costs: Costs, checkpoint: Checkpoint) -> str:
     share = 100 * costs.total_s / every / costs.step_s
     copy = f", of which the copy {costs.delayed_s:.2g} s" if costs.delayed_s else ""
     budget = checkpoint.memory.budget_percent
-    why = f"a staging costs {costs.total_s:.2g} s{copy}; a step takes {costs.step_s:.2g} s"
+    why = f"{often}; {costs.total_s:.2g} s each{copy} = {share:.2g} % of the step time"
     if share > budget and every == longest(checkpoint):
-        more = f"{share:.2g} % of it even in the longest interval, the budget {budget:g} %"
-        return f"{often}: {why}; this is {more}"
+        return f"{why}, in the longest interval (budget {budget:g} %)"
     if costs.whole_s > costs.step_s and math.ceil(costs.whole_s / costs.step_s) == every:
-        return f"{often}: a staging takes {costs.whole_s:.2g} s, a step {costs.step_s:.2g} s"
-    return f"{often}: {why}; this is {share:.2g} % of it, the budget {budget:g} %"
+        return f"{often}; a staging takes {costs.whole_s:.2g} s, a step {costs.step_s:.2g} s"
+    return f"{why} (budget {budget:g} %)"
 
 
 def begin_generation(state: JobState) -> None:

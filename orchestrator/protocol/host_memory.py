@@ -172,11 +172,10 @@ def describe(memory: HostMemory, node: str = "") -> str:
         "checkpoints": "no buffer: no checkpoint can be made",
     }[grant.given_up]
     needs = grant.buffers + COPIES * grant.buddy
-    takes = f"{needs} x {_gib(unit)}" if needs else _gib(unit)
-    where = f"{node} has " if node else ""
-    why = f"{where}{_gib(memory.usable_bytes)} for staged state"
-    verb = "may take" if grant.buffers else "would take"
-    return f"{what}; it {verb} {takes}: {why} of {_gib(memory.room.limit_bytes)}"
+    takes = f"{needs} x {_gib(unit)}" if needs else f"each needs {_gib(unit)}"
+    where = f" on {node}" if node else ""
+    room = f"{_gib(memory.usable_bytes)} of {_gib(memory.room.limit_bytes)} available{where}"
+    return f"{what} ({takes}); {room}"
 
 
 def too_little(memory: HostMemory) -> str:

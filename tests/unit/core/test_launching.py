@@ -186,7 +186,7 @@ def test_below_the_minimum_the_job_waits_with_the_reason() -> None:
     job.fail(job.one(RequestNodes))
     job.stopped("a", 5)
     assert job.state.phase == "pending"
-    assert "1 usable, at least 2 needed" in job.state.reason.text
+    assert "(1 of 2 ready" in job.state.reason.text
     job.wait(5.1)
     job.succeed(RequestNodes)
     job.join("c")
@@ -259,8 +259,8 @@ def test_a_job_that_never_gets_its_nodes_fails_with_the_reason() -> None:
     finish = job.one(FinishJob)
     assert (finish.outcome, finish.reason.code) == ("failed", "capacity")
     assert finish.reason.text == (
-        "recovery.capacityTimeoutSeconds: waited 60 s for nodes: 1 usable, at least 2 needed, "
-        "0 pending; half of the quota is used"
+        "recovery.capacityTimeoutSeconds: waited 60 s for nodes (1 of 2 ready, "
+        "0 starting); half of the quota is used"
     )
     assert not job.of(LaunchGroup)
 
@@ -329,13 +329,13 @@ def test_a_recovering_job_waits_for_capacity_with_the_reason_of_the_backend_or_i
     job.fail(job.one(RequestNodes), "")
     assert job.state.phase == "pending"
     assert job.state.reason.text == (
-        "waiting for nodes: 0 usable, at least 2 needed, 0 pending; the backend has no capacity"
+        "waiting for nodes (0 of 2 ready, 0 starting); the backend has no capacity"
     )
     assert job.state.notes[-1][1] == "a request for 2 more nodes was refused: no capacity"
     job.wait(5.0)
     job.succeed(RequestNodes)
     job.join("a")
-    assert job.state.reason.text == "waiting for nodes: 1 usable, at least 2 needed, 1 pending"
+    assert job.state.reason.text == "waiting for nodes (1 of 2 ready, 1 starting)"
 
 
 @pytest.mark.parametrize(

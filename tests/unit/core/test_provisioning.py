@@ -379,9 +379,9 @@ def test_a_refused_request_is_repeated_after_a_pause() -> None:
     assert not job.of(RequestNodes)
     job.wait(0.1)
     assert job.one(RequestNodes).count == 2
-    assert job.state.reason.text == (
-        "waiting for nodes: 0 usable, at least 1 needed, 0 pending; quota"
-    ), "the new request promises nothing"
+    assert job.state.reason.text == ("waiting for nodes (0 of 1 ready, 0 starting); quota"), (
+        "the new request promises nothing"
+    )
     job.succeed(RequestNodes)
     job.join("a")
     assert not job.state.capacity_denied

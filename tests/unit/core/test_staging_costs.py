@@ -109,9 +109,7 @@ def test_the_first_choice_of_every_step_keeps_what_was_measured() -> None:
     assert chosen.judged_from == SAMPLES + SETTLED_STEPS
     assert len(job.state.staging_samples) == SAMPLES
     assert not [text for _at, text in job.state.notes if "memory tier stages" in text]
-    assert describe(job.state) == (
-        "every step: a staging costs 0.01 s; a step takes 0.99 s; this is 1 % of it, the budget 3 %"
-    )
+    assert describe(job.state) == "every step; 0.01 s each = 1 % of the step time (budget 3 %)"
 
 
 def test_a_new_interval_is_noted_and_judged_from_its_own_stagings() -> None:
@@ -180,36 +178,35 @@ def test_the_sentence_has_the_copy_only_where_it_delays_a_step() -> None:
     job = _job()
     _reports(job, 1, stall_s=0.1, copy_s=0.6)
     assert describe(job.state) == (
-        "every 10 steps: a staging costs 0.25 s, of which the copy 0.15 s; a step takes 0.9 s; "
-        "this is 2.8 % of it, the budget 3 %"
+        "every 10 steps; 0.25 s each, of which the copy 0.15 s = 2.8 % of the step time "
+        "(budget 3 %)"
     )
 
 
 def test_a_staging_that_takes_longer_than_a_step_gives_the_interval() -> None:
     job = _job()
     _reports(job, 1, stall_s=0.01, staging_s=3.5)
-    assert describe(job.state) == "every 4 steps: a staging takes 3.5 s, a step 0.99 s"
+    assert describe(job.state) == "every 4 steps; a staging takes 3.5 s, a step 0.99 s"
 
 
 def test_a_budget_that_even_the_longest_interval_exceeds_is_said() -> None:
     job = _job(storage={"everySteps": 5})
     _reports(job, 1, stall_s=0.5)
     assert describe(job.state) == (
-        "every 5 steps: a staging costs 0.5 s; a step takes 0.5 s; this is 20 % of it even in the "
-        "longest interval, the budget 3 %"
+        "every 5 steps; 0.5 s each = 20 % of the step time, in the longest interval (budget 3 %)"
     )
     within = _job(storage={"everySteps": 5})
     _reports(within, 1, stall_s=0.12)
-    assert describe(within.state).endswith("this is 2.7 % of it, the budget 3 %")
+    assert describe(within.state).endswith("2.7 % of the step time (budget 3 %)")
 
 
 def test_a_budget_that_is_just_kept_and_a_staging_of_just_one_step_are_no_exceptions() -> None:
     job = _job(memory={"budgetPercent": 3.125}, storage={"everySteps": 4})
     _reports(job, 1, stall_s=0.125, step_s=1.125)
-    assert describe(job.state).endswith("this is 3.1 % of it, the budget 3.125 %")
+    assert describe(job.state).endswith("3.1 % of the step time (budget 3.125 %)")
     job = _job()
     _reports(job, 1, stall_s=0.0, staging_s=1.0)
-    assert describe(job.state).startswith("every step: a staging costs 0 s; a step takes 1 s;")
+    assert describe(job.state).startswith("every step; 0 s each")
 
 
 def test_without_measurements_the_interval_is_described_by_the_spec() -> None:

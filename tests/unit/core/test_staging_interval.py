@@ -109,7 +109,7 @@ def test_ddp_of_1_5_billion_stays_within_3_percent_of_the_undisturbed_step() -> 
     gaps = {b - a for a, b in zip(loop.staged[-10:], loop.staged[-9:], strict=False)}
     assert gaps == {loop.transcript.state.stage_every_steps}
     assert max(gaps) < 60
-    assert "the budget 3 %" in describe(loop.transcript.state)
+    assert "(budget 3 %)" in describe(loop.transcript.state)
 
 
 @pytest.mark.parametrize("percent", [1, 3, 10])
@@ -123,7 +123,7 @@ def test_a_small_state_is_staged_after_every_step() -> None:
     loop = Loop(copy_s=0.002, hash_s=0.003, launch_s=0.002)
     loop.train(100)
     assert loop.staged == list(range(100))
-    assert describe(loop.transcript.state).startswith("every step: a staging costs 0.002 s")
+    assert describe(loop.transcript.state).startswith("every step; 0.002 s each")
 
 
 def test_a_single_slow_staging_changes_nothing() -> None:
@@ -150,7 +150,7 @@ def test_steps_for_storage_are_staged_too_and_limit_the_interval() -> None:
     loop.train(200)
     late = [step for step in loop.staged if step >= 100]
     assert {124, 149, 174, 199} <= set(late) and len(late) <= 8
-    assert "even in the longest interval" in describe(loop.transcript.state)
+    assert "in the longest interval" in describe(loop.transcript.state)
 
 
 def test_the_interval_becomes_shorter_again_but_not_at_once() -> None:

@@ -78,4 +78,7 @@ def test_the_node_that_holds_least_decides() -> None:
     found = least({"a": planned(9), "b": planned(3), "c": planned(5)})
     assert found is not None and found[0] == "b"
     text = describe(found[1], "b")
-    assert text.startswith("3 buffers per worker instead of 4, no buddy copies") and "b has" in text
+    assert text.startswith("3 buffers per worker instead of 4, no buddy copies")
+    assert text.endswith("on b")
+        "on b"
+    )
