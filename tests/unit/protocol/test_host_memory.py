@@ -80,5 +80,3 @@ def test_the_node_that_holds_least_decides() -> None:
     text = describe(found[1], "b")
     assert text.startswith("3 buffers per worker instead of 4, no buddy copies")
     assert text.endswith("on b")
-        "on b"
-    )
