@@ -18,9 +18,8 @@ import msgspec
 
 from holdfast.orchestrator.api.v1alpha1.parallelism import ActivationCheckpointing
 from holdfast.orchestrator.catalogue.load import load_catalogue
-from holdfast.orchestrator.catalogue.types import Architecture
-from holdfast.orchestrator.planner.model import count_parameters
-from holdfast.orchestrator.planner.step_time import Hardware, step_time
+from holdfast.orchestrator.explorer.step_time import Hardware, step_time
+from holdfast.orchestrator.planner.model import Architecture, count_parameters
 from holdfast.orchestrator.planner.workload import ParallelLayout, Workload
 from holdfast.orchestrator.protocol.mesh import Mesh
 

@@ -20,11 +20,11 @@ import msgspec
 import yaml
 
 from holdfast.orchestrator.api.v1alpha1 import load_job
+from holdfast.orchestrator.catalogue.calibration import Measured
 from holdfast.orchestrator.catalogue.load import load_catalogue
 from holdfast.orchestrator.cli.calibration import factors
-from holdfast.orchestrator.planner.calibration import Measured
-from holdfast.orchestrator.planner.cpu import EFFICIENCY, cpu_device
-from holdfast.orchestrator.planner.step_time import Hardware, step_time
+from holdfast.orchestrator.explorer.cpu import EFFICIENCY, cpu_device
+from holdfast.orchestrator.explorer.step_time import Hardware, step_time
 from holdfast.orchestrator.planner.workload import layout_of, workload_of
 from holdfast.orchestrator.protocol.hardware import processor
 from holdfast.orchestrator.protocol.mesh import Mesh

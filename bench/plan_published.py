@@ -2,7 +2,7 @@
 
 `python -m bench.plan_published` writes bench/results/plan_published.md. Nothing is measured: the
 rows are figures that others measured on 8 to 512 H100 and on H200. `--fit` prints the constants of
-planner/step_time.py that fit them best.
+explorer/step_time.py that fit them best.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import msgspec
 
 from holdfast.orchestrator.api.v1alpha1.parallelism import ActivationCheckpointing
 from holdfast.orchestrator.catalogue.load import load_catalogue
-from holdfast.orchestrator.catalogue.types import Architecture
-from holdfast.orchestrator.planner import step_time as timing
+from holdfast.orchestrator.explorer import step_time as timing
 from holdfast.orchestrator.planner.memory import USABLE, device_bytes
-from holdfast.orchestrator.planner.model import count_parameters
+from holdfast.orchestrator.planner.model import Architecture, count_parameters
 from holdfast.orchestrator.planner.workload import ParallelLayout, Workload
 from holdfast.orchestrator.protocol.mesh import Mesh
 
@@ -334,7 +333,7 @@ Nothing was measured here. {held} of {rows} rows are within {within:.0%} of the 
 per device.
 
 Six constants were fitted to these rows (`--fit`): matrix products in bfloat16 and in float8,
-attention, passes of eager blocks and attention over a context axis in planner/step_time.py, and
+attention, passes of eager blocks and attention over a context axis in explorer/step_time.py, and
 `sustained` of the H100 of 96 GB. So the errors of tokens/s are what is left by a fit. The second
 table was not fitted.
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from holdfast import session
 from holdfast.orchestrator.api.v1alpha1.recipe import Model
-from holdfast.workers.training.data import share
+from holdfast.workers.session.order import share
 from holdfast.workers.training.initial_values import fill
 from holdfast.workers.training.models.transformer import Transformer
 

@@ -22,7 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from bench.timeline import Recorder
 from holdfast import session
 from holdfast.orchestrator.api.v1alpha1 import Pretrain
-from holdfast.workers.training.data import Dataset, share
+from holdfast.workers.session.order import share
+from holdfast.workers.training.data import Dataset
 from holdfast.workers.training.initial_values import fill
 from holdfast.workers.training.models.transformer import Transformer
 

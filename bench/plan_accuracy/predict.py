@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.explorer.traffic import collectives
 from holdfast.orchestrator.planner.memory import device_terms, model_state_bytes
 from holdfast.orchestrator.planner.terms import PHASES, by_phase
-from holdfast.orchestrator.planner.traffic import collectives
 from holdfast.orchestrator.planner.workload import layout_of, workload_of
 from holdfast.orchestrator.protocol.mesh import Mesh
 

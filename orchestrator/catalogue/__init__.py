@@ -1,5 +1,6 @@
-"""What the planner knows: devices, links and model architectures, as data with sources.
+"""What the explorer knows: devices, links, model architectures and measurements, as data with
+sources.
 
 types.py has the types; load.py reads the files beside it and a user's own; hugging_face.py reads
-the configuration of a model.
+the configuration of a model; calibration.py and measurements.py have what this user measured.
 """

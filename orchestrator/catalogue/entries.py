@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import Problem
+from ..planner.model import Architecture
 from .quantities import PRICE, RATE, SIZE, SPEED, TIME, Kind, WrongQuantity
-from .types import Architecture, Device, Link, Price
+from .types import Device, Link, Price
 
 FORMATS = ("float32", "bfloat16", "float16", "float8")
 """Formats of matrix products of which a device has a peak."""

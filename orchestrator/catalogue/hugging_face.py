@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import Problem
+from ..planner.model import Architecture
 from .load import CatalogueError
-from .types import Architecture
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 """Fields that only a mixture of experts has."""

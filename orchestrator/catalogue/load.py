@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from ..errors import Problem, UserError
+from ..planner.model import Architecture
 from .entries import SECTIONS, inconsistent, lacking, read_fields
-from .types import Architecture, Device, Link
+from .types import Device, Link
 
 FILE_VARIABLE = "HOLDFAST_CATALOGUE"
 """Path of the user's catalogue file."""
@@ -135,11 +136,6 @@ def load_catalogue(extra: Path | None = None) -> Catalogue:
     if user is not None:
         merged.add(user)
     return merged.catalogue(str(user or ""))
-
-
-def device_as_reported(name: str) -> Device | None:
-    """The device that a driver calls so, from catalogue_or_built_in()."""
-    return catalogue_or_built_in().reported(name)
 
 
 @functools.cache

@@ -10,18 +10,18 @@ from pathlib import Path
 import msgspec
 
 from ..api.v1alpha1 import TrainingJob
+from ..catalogue.calibration import Calibration, CalibrationEntry, Measured, key_of, with_entry
+from ..catalogue.measurements import LARGEST_FACTOR, SMALLEST_FACTOR, is_sane, read, write
 from ..catalogue.types import Link
 from ..errors import Problem, UserError
-from ..hosts.local.job_directory import Home
-from ..hosts.local.measurements import LARGEST_FACTOR, SMALLEST_FACTOR, is_sane, read, write
-from ..planner.calibration import Calibration, CalibrationEntry, Measured, key_of, with_entry
+from ..explorer.hardware import calibrated, workers_here
+from ..explorer.step_time import Hardware, parts_alone, update_seconds
 from ..planner.choose import choose_mesh, memory_on
-from ..planner.hardware import calibrated, workers_here
 from ..planner.micro_batch import fitted_layout
-from ..planner.step_time import Hardware, parts_alone, update_seconds
 from ..planner.workload import ParallelLayout, Workload, workload_of
 from ..protocol import python_command
 from ..protocol.facts import NodeFacts
+from ..runtime.job_directory import Home
 from .output import stderr
 
 MODULE = "holdfast.workers.training.calibrate"
@@ -54,12 +54,8 @@ def with_calibration(
         workers = job.spec.workers_per_node if work.on_gpu else workers_here(job)
         entries = calibrate(file, directory, hardware, work, layout, workers)
     else:
-        entries = _known(directory)
+        entries = read(directory, stderr().print)
     return calibrated(hardware, work, layout, entries)
-
-
-def _known(home: Path) -> tuple[CalibrationEntry, ...]:
-    return read(home, stderr().print)
 
 
 def calibrate(
@@ -74,7 +70,9 @@ def calibrate(
         expected = f"factors between {SMALLEST_FACTOR} and {LARGEST_FACTOR:g}"
         raise UserError(str(Problem("--calibrate", got, expected, "repeat it on an idle machine")))
     key = key_of(work, layout, hardware.device.name)
-    entries = with_entry(_known(home), CalibrationEntry(key=key, calibration=calibration))
+    entries = with_entry(
+        read(home, stderr().print), CalibrationEntry(key=key, calibration=calibration)
+    )
     write(home, entries)
     return entries
 

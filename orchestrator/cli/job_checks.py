@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..api.v1alpha1 import TrainingJob, load_job
-from ..backends.local.devices import found_here, gpus
+from ..backends.devices import found_here, gpus
 from ..errors import Problem, SpecError
 from ..planner.gpus import GpusFound, TooFewGpus, resolve
 from ..protocol import files
@@ -188,9 +188,9 @@ def with_local_gpus(job: TrainingJob, source: str) -> tuple[TrainingJob, str]:
 
 def local_facts(slots: int) -> NodeFacts:
     """This machine as a node of the local backend, for `holdfast plan`."""
-    from holdfast.orchestrator.hosts.local.job_directory import Home
     from holdfast.orchestrator.protocol.environment import chosen_cache
     from holdfast.orchestrator.protocol.hardware import cpus, memory_bytes, processor, rdma_devices
+    from holdfast.orchestrator.runtime.job_directory import Home
 
     return NodeFacts(
         hostname=socket.gethostname(),

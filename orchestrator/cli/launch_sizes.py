@@ -31,7 +31,7 @@ def counted(
     whole = {**os.environ, **env}
     if is_accelerate and ("--cpu" in program.launcher_args or config_file(program, Path(), whole)):
         return None
-    from ..backends.local.devices import found_by
+    from ..backends.devices import found_by
 
     found = found_by(env)
     count = 0 if gpus == 0 or value == "cpu" else found.most

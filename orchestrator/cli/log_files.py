@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import Problem, UserError
-from ..hosts.local.job_directory import JobDirectory
+from ..runtime.job_directory import JobDirectory
 
 PART_BYTES = 1 << 20
 """Bytes of a log in memory at once; a longer line is split there."""

@@ -15,19 +15,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from ..errors import HoldfastError, Problem
-from .commands import (
-    chaos,
-    checkpoint,
-    control,
-    inspect,
-    operator,
-    plan,
-    preflight,
-    ranks,
-    run,
-    spec,
-    submit,
-)
+from ..parts import part
+from .commands import chaos, checkpoint, control, inspect, ranks, run, spec
 from .options import PLUGIN, complete
 from .output import discard_output, stderr
 
@@ -92,18 +81,19 @@ def holdfast(
     """Elastic multi-node PyTorch training that survives lost workers, nodes and controllers."""
 
 
-for module, panel in {
-    run: "Run",
-    submit: "Run",
-    inspect: "Inspect",
-    ranks: "Inspect",
-    control: "Change",
-    spec: "Prepare",
-    preflight: "Prepare",
-    plan: "Prepare",
-    operator: "Cluster",
-}.items():
-    module.register(app, panel)
+for register, panel in (
+    (run.register, "Run"),
+    (part("command submit"), "Run"),
+    (inspect.register, "Inspect"),
+    (ranks.register, "Inspect"),
+    (control.register, "Change"),
+    (spec.register, "Prepare"),
+    (part("command preflight"), "Prepare"),
+    (part("command plan"), "Prepare"),
+    (part("command operator"), "Cluster"),
+):
+    if register is not None:
+        register(app, panel)
 app.add_typer(chaos.app, name="chaos", rich_help_panel="Inject faults")
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel="Inspect")
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ..errors import Problem, UserError
+from ..parts import part
 
 if TYPE_CHECKING:
     from .targets.base import Target as Target
@@ -113,31 +114,26 @@ def choose(
     context: str | None,
     kubeconfig: Path | None,
     ray: str | None,
-) -> Target:
-    """Raises UserError for options that exclude each other."""
+) -> Any:
+    """A Target. Raises UserError for options that exclude each other."""
     if ray is not None:
         if kubernetes:
             raise UserError(str(Problem("--ray", "--ray and --kubernetes", "only one of them")))
-        return _ray(ray)
+        address = ray_address(ray)
+        return provided("target ray", "ray", f"--ray {address}", address)
     if kubernetes or ctx.obj == PLUGIN:
         source = ctx.get_parameter_source("home")
         if source is not None and source.name == "COMMANDLINE":
             raise UserError(str(Problem("--home", "--home and --kubernetes", "only one of them")))
-        try:
-            from .targets.kubernetes.target import KubernetesTarget
-        except ModuleNotFoundError as error:
-            got = f"--kubernetes, but the package {error.name} is not installed"
-            fix = "pip install '.[kubernetes]' in a checkout of Holdfast"
-            raise UserError(str(Problem("--kubernetes", got, "it installed", fix))) from None
-        return KubernetesTarget(namespace, context, kubeconfig, plugin=ctx.obj == PLUGIN)
+        where = {"namespace": namespace, "context": context, "kubeconfig": kubeconfig}
+        written, plugin = "--kubernetes", ctx.obj == PLUGIN
+        return provided("target kubernetes", "kubernetes", written, **where, plugin=plugin)
     cluster_only = {"--namespace": namespace, "--context": context, "--kubeconfig": kubeconfig}
     for option, value in cluster_only.items():
         if value is not None:
             got = f"{value} without --kubernetes"
             raise UserError(str(Problem(option, got, "it with --kubernetes", "add --kubernetes")))
-    from .targets.local import LocalTarget
-
-    return LocalTarget(home)
+    return provided("target local", "local", "--home", home)
 
 
 def complete(words: list[str]) -> list[str]:
@@ -156,25 +152,18 @@ def ray_address(given: str) -> str:
     return given or os.environ.get("RAY_ADDRESS") or "auto"
 
 
-def _ray(given: str) -> Target:
-    """Raises UserError without Ray's libraries. For the address of a dashboard, status, report and
-    logs read what is published there; any other command runs again inside the cluster, and this
-    process exits with its exit code."""
-    address = ray_address(given)
+def provided(name: str, backend: str, written: str, *given: Any, **named: Any) -> Any:
+    """What a part makes of the arguments. Raises UserError for a backend that is not installed, or
+    whose libraries are not."""
+    missing, fix = f"the backend {backend}", "an installation of Holdfast that has it"
     try:
-        if address.startswith(("http://", "https://")):
-            from .targets.ray.dashboard import DashboardTarget, can_look
-            from .targets.ray.jobs_api import forward
-
-            if can_look():
-                return DashboardTarget(address)
-            raise typer.Exit(forward(address))
-        from .targets.ray.target import RayTarget
+        if make := part(name):
+            return make(*given, **named)
     except ModuleNotFoundError as error:
-        got = f"{address}, but the package {error.name} is not installed"
-        fix = "pip install '.[ray]' in a checkout of Holdfast"
-        raise UserError(str(Problem("--ray", got, "it installed", fix))) from None
-    return RayTarget(address)
+        missing = f"the package {error.name}"
+        fix = f"pip install '.[{backend}]' in a checkout of Holdfast"
+    got = f"{written}, but {missing} is not installed"
+    raise UserError(str(Problem(written.split()[0], got, "it installed", fix)))
 
 
 PLUGIN = "kubectl plugin"

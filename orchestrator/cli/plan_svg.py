@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from ..planner import Plan
-from ..planner.estimate import Estimate
-from ..planner.model_plan import ModelPlan
+from ..explorer.estimate import Estimate
+from ..explorer.model_plan import ModelPlan
+from ..explorer.plan import Plan
 from ..planner.terms import CATEGORIES, Category
 from .output import seconds, size
 

@@ -8,13 +8,13 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..planner import Plan
-from ..planner.advice import NOTHING_HELPS
-from ..planner.estimate import Estimate, TimePlan
+from ..explorer.advice import NOTHING_HELPS
+from ..explorer.estimate import Estimate, TimePlan
+from ..explorer.model_plan import ModelPlan
+from ..explorer.plan import Plan
+from ..explorer.ranking import Alternative
+from ..explorer.strategies import Strategies
 from ..planner.memory import USABLE
-from ..planner.model_plan import ModelPlan
-from ..planner.ranking import Alternative
-from ..planner.strategies import Strategies
 from ..planner.terms import CATEGORIES
 from ..protocol.host_memory import describe
 from ..protocol.mesh import AXES
@@ -86,10 +86,8 @@ def _verdict(plan: Plan) -> Text:
     figures, memory = plan.estimate, plan.device_memory_bytes
     if figures is not None and memory is None and plan.fits is False:
         where = "main memory of its node"
-        text = (
-            f"{plan.job}: does not fit: the states of a worker alone fill its share of the {where}"
-        )
-        return Text(text, "bold red")
+        text = f"{plan.job}: does not fit: the states of a worker alone fill its share of the "
+        return Text(text + where, "bold red")
     if figures is None or memory is None:
         what = "the model is" if figures is None else "the memory of the devices is"
         fix = "" if figures is None else "; --devices 64xH100-80 says it"

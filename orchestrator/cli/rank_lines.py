@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Self
 
-from ..hosts.local.job_directory import JobDirectory
+from ..runtime.job_directory import JobDirectory
 from .log_files import LogTail, generations
 from .output import plural
 

@@ -19,7 +19,7 @@ import msgspec
 from ..cli.targets.local import LocalTarget
 from ..core.transitions import TERMINAL
 from ..errors import HoldfastError
-from ..hosts.local.job_directory import Home
+from ..runtime.job_directory import Home
 from ..runtime.observe.view import JobView
 from .commands import Commands, failure
 

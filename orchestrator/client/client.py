@@ -21,7 +21,7 @@ from ..api.v1alpha1.base import number_as_text
 from ..cli.options import ray_address
 from ..cli.script_job import ScriptRun
 from ..errors import Problem, UserError
-from ..hosts.local.job_directory import Home
+from ..runtime.job_directory import Home
 from ..runtime.observe.view import JobView
 from .access import Access, ClusterAccess, LocalAccess, client_directory
 from .function_script import function_title, write_script

@@ -7,7 +7,7 @@ Before the first one everything is taken to fit: an agent whose node is too smal
 
 from __future__ import annotations
 
-from ..planner.host import needs_buddy
+from ..planner.choose import needs_buddy
 from ..protocol.host_memory import HostMemory, least, scaled
 from ..protocol.mesh import Mesh
 from ..protocol.messages import NodeMemoryPlanned

@@ -8,8 +8,8 @@ from typing import Literal
 import msgspec
 
 from .. import limits
-from ..planner.advice import refusal
 from ..planner.micro_batch import chosen_micro_batch
+from ..planner.refusal import refusal
 from ..protocol.facts import Membership, Restore
 from ..protocol.mesh import Mesh
 from . import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..api.v1alpha1.parallelism import ActivationCheckpointing
-from ..catalogue.types import Architecture
+from .model import Architecture
 from .terms import BACKWARD_BEGINS, BACKWARD_ENDS, FORWARD, LOSS, Term
 from .workload import ParallelLayout, StageEnds, Workload
 

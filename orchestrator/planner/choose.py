@@ -92,6 +92,15 @@ def num_nodes_used(job: TrainingJob, mesh: Mesh) -> int:
     return mesh.world_size // job.spec.workers_per_node
 
 
+def needs_buddy(job: TrainingJob, mesh: Mesh) -> bool:
+    """Whether agents copy staged shards to another node, because no other node has them too."""
+    memory = job.spec.checkpoint.memory
+    if not memory.every_steps or mesh.world_size <= job.spec.workers_per_node:
+        return False
+    redundant = mesh.redundant(job.spec.workers_per_node)
+    return memory.buddy == "always" or (memory.buddy == "auto" and not redundant)
+
+
 def _is_auto(job: TrainingJob) -> bool:
     parallelism = job.spec.parallelism
     return parallelism.shard == "auto" and parallelism.replicate == "auto"
@@ -183,21 +192,12 @@ def may_fit(job: TrainingJob, mesh: Mesh, memory: WorkerMemory) -> bool:
     if work is None:
         return True
     if memory.device is None:
-        states = states_in_main_memory(job, mesh)
-        return states is None or memory.host is None or states <= whole_share(memory.host)
+        if job.spec.resources.num_gpus or memory.host is None:
+            return True
+        # Of a node's memory only the states are compared: they are exact, and stay for the job.
+        states = model_state_bytes(work, fitted_layout(job, mesh, None))
+        return states <= whole_share(memory.host)
     layout = fitted_layout(job, mesh, memory.device)
     if layout.offload and not main_memory_holds(work, mesh, memory.host):
         return False
     return device_bytes(work, layout) <= CERTAINLY_TOO_MUCH * memory.device
-
-
-def states_in_main_memory(job: TrainingJob, mesh: Mesh) -> int | None:
-    """Bytes of a recipe's states that each worker of a job on CPUs keeps there; None for others.
-
-    Where spec.resources.memory does not say what a worker may have, its node's memory is only
-    compared with these: they are exact, and all of them stay for the whole job.
-    """
-    work = workload_of(job)
-    if work is None or job.spec.resources.num_gpus:
-        return None
-    return model_state_bytes(work, fitted_layout(job, mesh, None))

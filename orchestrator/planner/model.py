@@ -8,7 +8,39 @@ from collections import Counter
 import msgspec
 
 from ..api.v1alpha1.recipe import Model
-from ..catalogue.types import Architecture
+
+
+class Architecture(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoder-only transformer."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    """Other names, such as the repository's on the Hugging Face hub."""
+    vocab_size: int
+    dim: int
+    """Width of the residual stream."""
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Width of a head; num_heads x head_dim need not be dim."""
+    ffn_dim: int
+    gated_ffn: bool = True
+    """Three matrices in the feed-forward part (SwiGLU), otherwise two (GELU)."""
+    qk_norm: bool = False
+    """A norm over each head's query and key."""
+    qkv_bias: bool = False
+    biases: bool = False
+    """Biases of all other linear layers of a block."""
+    layer_norm: bool = False
+    """Norms with a bias (LayerNorm), otherwise RMSNorm."""
+    tied_embeddings: bool = False
+    """The head's matrix is the embedding's."""
+    learned_positions: int = 0
+    """Rows of a learned position embedding; 0: rotary or none."""
+    max_sequence_length: int = 0
+    """Longest sequence that the model was made for; 0: not known."""
+    source: str = ""
 
 
 class Counts(msgspec.Struct, frozen=True):

@@ -9,9 +9,8 @@ import msgspec
 
 from ..api.v1alpha1 import TrainingJob
 from ..api.v1alpha1.parallelism import ActivationCheckpointing
-from ..catalogue.types import Architecture
 from ..protocol.mesh import Mesh
-from .model import Counts, count_parameters, of_recipe
+from .model import Architecture, Counts, count_parameters, of_recipe
 
 OptimizerName = Literal["adamw", "adamw8bit", "muon", "dion"]
 Format = Literal["float32", "bfloat16", "float16"]

@@ -224,3 +224,10 @@ class JobLoop:
             # Core and journal only get what the monitor concludes from its own deadline.
             for verdict in self._monitor.observe(now_ns, Tick()):
                 self._absorb(now_ns, verdict, records, actions)
+
+
+def replay(
+    job: TrainingJob, records: Iterable[Record], start: bytes | None = None
+) -> JobProjection:
+    """The read model after these records, which follow the snapshot `start` if there is one."""
+    return JobLoop.restore(job, start, records).projection

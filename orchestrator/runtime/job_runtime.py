@@ -24,7 +24,6 @@ from ..core.events import AnyEvent, JobSubmitted
 from ..core.journal import Journal
 from ..core.state import JobState
 from ..errors import HoldfastError, Problem, UserError
-from ..planner.calibration import CalibrationEntry
 from ..protocol import messages as wire
 from ..protocol.facts import ShardFile
 from ..protocol.manifest import Manifest
@@ -118,7 +117,7 @@ class JobRuntime:
         on_note: Callable[[str], None] = lambda text: None,
         timing: JobRuntimeTiming | None = None,
         controller_absence_s: float | None = limits.CONTROLLER_ABSENCE_S,
-        measurements: Sequence[CalibrationEntry] = (),
+        measurements: Sequence[Any] = (),
         traces: IncidentTraces | None = None,
         code: CodeStore | None = None,
     ) -> None:

@@ -20,7 +20,7 @@ import psutil
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.backends.base import Backend, NodeGone, NoRoom
 from holdfast.orchestrator.backends.local import LocalBackend, LocalPaths
-from holdfast.orchestrator.hosts.local.job_directory import Home
+from holdfast.orchestrator.runtime.job_directory import Home
 
 BOUND_S = 90.0
 """Importing torch on a busy machine takes long."""

@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 
 from holdfast.orchestrator.api.v1alpha1.recipe import Model
+from holdfast.orchestrator.explorer.step_time import crosses_nodes, step_time
+from holdfast.orchestrator.explorer.traffic import collectives
 from holdfast.orchestrator.planner.activations import input_bytes, layer_bytes
 from holdfast.orchestrator.planner.memory import USABLE, moment_bytes, state_bytes, state_terms
 from holdfast.orchestrator.planner.model import count_parameters, of_recipe
-from holdfast.orchestrator.planner.step_time import crosses_nodes, step_time
-from holdfast.orchestrator.planner.traffic import collectives
 from holdfast.orchestrator.planner.workload import ParallelLayout, Workload
 from holdfast.orchestrator.protocol.mesh import Mesh
 

@@ -8,11 +8,11 @@ from typing import Any
 from holdfast.orchestrator.api.v1alpha1.parallelism import ActivationCheckpointing
 from holdfast.orchestrator.catalogue.load import load_catalogue, parse_devices
 from holdfast.orchestrator.catalogue.types import Device
+from holdfast.orchestrator.explorer.model_plan import ModelPlan, cluster_of, plan_model
+from holdfast.orchestrator.explorer.search import Cluster
+from holdfast.orchestrator.explorer.step_time import Hardware
 from holdfast.orchestrator.planner.memory import device_bytes, device_terms, model_state_bytes
 from holdfast.orchestrator.planner.model import Counts, count_parameters
-from holdfast.orchestrator.planner.model_plan import ModelPlan, cluster_of, plan_model
-from holdfast.orchestrator.planner.search import Cluster
-from holdfast.orchestrator.planner.step_time import Hardware
 from holdfast.orchestrator.planner.terms import by_phase
 from holdfast.orchestrator.planner.workload import ParallelLayout, Workload
 from holdfast.orchestrator.protocol.mesh import Mesh

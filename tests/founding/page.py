@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from holdfast.orchestrator.explorer.ranking import Alternative
 from holdfast.orchestrator.planner.memory import USABLE
-from holdfast.orchestrator.planner.ranking import Alternative
 
 from .document import ROOT, VERDICTS, Evidence, Line, Section, resolve, sections, short_names
 from .tables import answers, claims, fewest_table, zero_table

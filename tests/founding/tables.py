@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
+from holdfast.orchestrator.explorer.ranking import Alternative
 from holdfast.orchestrator.planner.memory import USABLE, model_state_bytes
-from holdfast.orchestrator.planner.ranking import Alternative
 from holdfast.orchestrator.planner.workload import ParallelLayout, Workload
 
 from .claims import ceiling

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from holdfast.orchestrator.explorer.ranking import Alternative
+from holdfast.orchestrator.explorer.search import search
 from holdfast.orchestrator.planner.memory import USABLE, device_bytes
-from holdfast.orchestrator.planner.ranking import Alternative
-from holdfast.orchestrator.planner.search import search
 from holdfast.orchestrator.preflight.rules import RULES
 
 from . import figures

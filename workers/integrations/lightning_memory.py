@@ -17,7 +17,7 @@ from lightning.pytorch.loops.loop import _Loop
 
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers import session
-from holdfast.workers.training.data import mix
+from holdfast.workers.session.order import mix
 
 from .fixed_size import pack, to_json, unpack
 from .lightning import LightningCallback, total_steps

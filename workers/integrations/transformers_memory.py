@@ -19,7 +19,7 @@ from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol.facts import WorkerPhase
 from holdfast.workers import session
 from holdfast.workers.session import reporting
-from holdfast.workers.training.data import mix
+from holdfast.workers.session.order import mix
 
 from .fixed_size import ROOM_BYTES, pack, to_json, unpack
 

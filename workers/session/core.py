@@ -32,7 +32,7 @@ from holdfast.workers.checkpoint.shard_sources import CheckpointFiles, ShardSour
 from holdfast.workers.checkpoint.stage import Stager
 from holdfast.workers.checkpoint.state import Extra, StagePart, TrainingState
 from holdfast.workers.checkpoint.upload import CudaUpload, Uploader
-from holdfast.workers.training.data import mix
+from holdfast.workers.session.order import mix
 
 from . import agent_channel, numa, reporting
 from .distributed import Meshes, RankEnv, expect_on, join, pick_device, rank_env
@@ -146,7 +146,7 @@ class Session:
         if self.shape.context == 1:
             yield (*whole, torch.arange(whole[0].shape[dim], device=whole[0].device))
             return
-        from holdfast.workers.training.parallel.context import divide  # which imports this module
+        from .context import divide  # with much of torch
 
         with divide(self.meshes.axis("context"), *whole, dim=dim) as parts:
             yield parts

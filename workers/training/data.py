@@ -1,79 +1,27 @@
-"""Samples as a function of (seed, index): the global batches are the same at every world size.
-
-Documents are packed: sample i of a corpus has the tokens i T to i T + T, of which the last is only
-predicted. The global batch of step k has the positions k G to k G + G - 1 of an endless order that
-has each sample once an epoch, in another order every epoch. So nothing has to be stored, and a
-restart or a resize needs no transfer.
+"""Samples of the recipe. Documents are packed: sample i of a corpus has the tokens i T to i T + T,
+of which the last is only predicted. Their order is that of session/order.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.orchestrator.api.v1alpha1.recipe import Pretrain
 from holdfast.orchestrator.errors import UserError
+from holdfast.workers.session.context import divide
+from holdfast.workers.session.order import mix, permuted
 
 from .corpus import FIELD, Corpus
 
-_MASK = 2**64 - 1
-_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_ROUNDS = 6
-"""Rounds of the Feistel network; four are enough to look random, more cost little."""
 _VALIDATION_SAMPLES = 64
 """Samples of one evaluation with data.validation.samples: auto."""
-
-Numbers = npt.NDArray[np.uint64]
-
-
-def mix(*numbers: int) -> int:
-    """A 63-bit hash of integers: splitmix64's finaliser over a running sum.
-
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014.
-    """
-    state = 0
-    for number in numbers:
-        state = (state + (number & _MASK) + _GOLDEN) & _MASK
-        state = ((state ^ (state >> 30)) * _FIRST) & _MASK
-        state = ((state ^ (state >> 27)) * _SECOND) & _MASK
-        state ^= state >> 31
-    return state >> 1
-
-
-def permuted(positions: Numbers, size: int, key: int) -> Numbers:
-    """The places of `positions`, each below `size`, in a permutation of range(size).
-
-    A Feistel network permutes the next power of four, and is repeated while a place is beyond
-    `size`. Source: Black, Rogaway, "Ciphers with arbitrary finite domains", 2002, section 4.
-    """
-    bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    low = np.uint64((1 << int(bits)) - 1)
-    keys = [np.uint64(mix(key, number)) for number in range(_ROUNDS)]
-    out = positions.copy()
-    todo = np.ones(len(out), dtype=bool)
-    while todo.any():
-        left, right = out[todo] >> bits, out[todo] & low
-        for round_key in keys:
-            mixed = (right ^ round_key) * np.uint64(_FIRST)
-            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND)
-            left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & low)
-        out[todo] = left << bits | right
-        todo = out >= np.uint64(size)
-    return out
-
-
-@dataclass(frozen=True)
-class BatchShare:
-    """One rank's part of one global batch, padded so that all ranks have the same number of
-    samples."""
-
-    indices: tuple[int, ...]
-    weights: tuple[float, ...]
-    """1 for a sample, 0 for padding."""
 
 
 @dataclass(frozen=True)
@@ -93,23 +41,30 @@ class MicroBatch:
         )
 
 
+@contextlib.contextmanager
+def divide_batches(
+    mesh: DeviceMesh | None, batches: Sequence[MicroBatch]
+) -> Iterator[Sequence[MicroBatch]]:
+    """The same as `divide`, for micro-batches. Without a mesh there is no context axis, and they
+    stay whole."""
+    if mesh is None:
+        yield batches
+        return
+    inputs, targets = [one.inputs_bt for one in batches], [one.targets_bt for one in batches]
+    with divide(mesh, *inputs, *targets) as (*parts, positions_t):
+        halves = zip(parts[: len(batches)], parts[len(batches) :], strict=True)
+        yield [
+            replace(batch, inputs_bt=inputs_bt, targets_bt=targets_bt, positions_t=positions_t)
+            for batch, (inputs_bt, targets_bt) in zip(batches, halves, strict=True)
+        ]
+
+
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy that a GPU fetches by itself: from memory that is not page-locked the host would wait
     for everything that is queued."""
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
-
-
-def share(step: int, global_batch: int, rank: int, num_ranks: int) -> BatchShare:
-    """The slice of data-parallel rank `rank`; over all ranks each sample occurs once."""
-    per_rank = -(-global_batch // num_ranks)
-    first = step * global_batch
-    positions = range(rank * per_rank, (rank + 1) * per_rank)
-    return BatchShare(
-        tuple(first + min(p, global_batch - 1) for p in positions),
-        tuple(1.0 if p < global_batch else 0.0 for p in positions),
-    )
 
 
 class Samples:

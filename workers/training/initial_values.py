@@ -9,7 +9,7 @@ import xxhash
 from torch import Tensor
 
 from holdfast.workers.checkpoint.state import box_of, local_of
-from holdfast.workers.training.data import mix
+from holdfast.workers.session.order import mix
 
 _BLOCK = 2**20
 """Number of values drawn from one seed. With blocks a rank draws only its own part of a huge

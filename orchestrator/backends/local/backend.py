@@ -18,8 +18,9 @@ from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.protocol import launcher_protocol as protocol
 from holdfast.orchestrator.protocol.environment import CACHE_VARIABLE
 
+from .. import devices
 from ..base import NodeGone, NoRoom, Starts
-from . import devices, node_registry
+from . import node_registry
 from .launcher_link import (
     MIN_START_TIMEOUT_S,
     LauncherLink,

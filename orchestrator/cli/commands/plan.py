@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from holdfast.orchestrator.api.v1alpha1 import TrainingJob
     from holdfast.orchestrator.catalogue.load import Catalogue
     from holdfast.orchestrator.catalogue.types import Device
-    from holdfast.orchestrator.planner.plan import Plan
-    from holdfast.orchestrator.planner.step_time import Hardware
+    from holdfast.orchestrator.explorer.plan import Plan
+    from holdfast.orchestrator.explorer.step_time import Hardware
 
 DEFAULT_NETWORK = "infiniband-400"
 TOKENS_PER_STEP = 4 * 2**20
@@ -226,8 +226,8 @@ def _model_plan(
     sequence: int | None, batch: int | None, by: str, host: int | None,
 ) -> Any:  # fmt: skip
     from holdfast.orchestrator.catalogue.load import parse_devices
+    from holdfast.orchestrator.explorer.model_plan import cluster_of, plan_model, recipe_has
     from holdfast.orchestrator.planner.model import count_parameters
-    from holdfast.orchestrator.planner.model_plan import cluster_of, plan_model, recipe_has
     from holdfast.orchestrator.planner.workload import Workload
 
     if not devices:
@@ -287,7 +287,7 @@ def _architecture(known: Catalogue, name: str) -> Any:
 
 
 def _hardware(known: Catalogue, device: Device, network: str) -> Hardware:
-    from holdfast.orchestrator.planner.step_time import Hardware
+    from holdfast.orchestrator.explorer.step_time import Hardware
 
     return Hardware(device, known.link(device.link), known.link(network))
 
@@ -304,9 +304,9 @@ def _job_plan(
 
     from holdfast.orchestrator.api.v1alpha1 import load_job
     from holdfast.orchestrator.core.rank_assignment import check_resize, resized
-    from holdfast.orchestrator.planner import make_plan
+    from holdfast.orchestrator.explorer.hardware import hardware_of
+    from holdfast.orchestrator.explorer.plan import make_plan
     from holdfast.orchestrator.planner.choose import memory_on
-    from holdfast.orchestrator.planner.hardware import hardware_of
 
     from ..calibration import with_calibration
     from ..job_checks import local_facts, with_local_gpus

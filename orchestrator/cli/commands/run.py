@@ -130,15 +130,14 @@ def _run_script(
     wanted: ScriptRun, save: Path | None, target: Target, as_json: bool, lines: bool | None
 ) -> int:
     """Make the spec, and run it. The exit code."""
-    from ..targets.base import Uploads
-    from ..targets.local import LocalTarget
+    from ..targets.base import RunsEnded, Uploads
 
     def show(text: str) -> None:
         with ignoring_closed_output():
             (stderr() if as_json else stdout()).print(text, markup=False, soft_wrap=True)
 
     uploads = isinstance(target, Uploads)
-    wanted = replace(wanted, is_local=isinstance(target, LocalTarget))
+    wanted = replace(wanted, is_local=isinstance(target, RunsEnded))
     with spec_file(wanted, save, target.free_name, show, uploads=uploads) as made:
         return _run(made, None, target, as_json, lines, Path.cwd() if save is None else None)
 

@@ -9,7 +9,7 @@ import typer
 
 from holdfast.orchestrator.errors import Problem, SpecError, UserError
 
-from ..options import FileArgument, JsonOption
+from ..options import FileArgument, JsonOption, provided
 from ..output import plural, print_json
 
 
@@ -24,8 +24,8 @@ def validate(file: FileArgument, as_json: JsonOption = False) -> None:
     Lists every problem with the field, the value, what was expected and the fix; exit code 2.
     """
     from holdfast.orchestrator.api.v1alpha1.remarks import remarks
-    from holdfast.orchestrator.planner.advice import refusal
     from holdfast.orchestrator.planner.choose import choose_mesh, memory_on
+    from holdfast.orchestrator.planner.refusal import refusal
 
     from ..job_checks import load_checked, local_facts, with_local_gpus
 
@@ -87,13 +87,7 @@ def schema(
         raise UserError(str(Problem("--markdown", "--markdown and --crd", "only one of them")))
     texts = reference_pages() if markdown else {"": json.dumps(json_schema(), indent=2) + "\n"}
     if crd:
-        try:
-            from holdfast.orchestrator.kube.definition import definition_text
-        except ModuleNotFoundError as error:
-            got = f"--crd, but the package {error.name} is not installed"
-            fix = "pip install '.[kubernetes]' in a checkout of Holdfast"
-            raise UserError(str(Problem("--crd", got, "it installed", fix))) from None
-        texts = {"": definition_text()}
+        texts = {"": provided("resource definition", "kubernetes", "--crd")}
     if output is None:
         typer.echo("\n".join(texts.values()), nl=False)
         return

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import Damaged, HoldfastError, Problem, SpecError, UserError
-from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
 from holdfast.orchestrator.protocol.manifest import Manifest
 from holdfast.orchestrator.protocol.messages import (
     BadFrame,
@@ -21,6 +20,7 @@ from holdfast.orchestrator.protocol.messages import (
     encode,
     frame_length,
 )
+from holdfast.orchestrator.runtime.job_directory import Home, JobDirectory
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..display import Display, watch_job
@@ -324,7 +324,7 @@ class LocalTarget:
         """The job in a file with its number of GPUs, after expired jobs made room for it; and notes
         for the user. Raises UserError."""
         from holdfast.orchestrator.api.v1alpha1.remarks import remarks
-        from holdfast.orchestrator.backends.local.devices import found_here
+        from holdfast.orchestrator.backends.devices import found_here
         from holdfast.orchestrator.hosts.local.job_records import expire
         from holdfast.orchestrator.planner.gpus import resolve
         from holdfast.orchestrator.protocol import training_packages
@@ -373,8 +373,8 @@ def _lines(
 
 def _check_memory(job: TrainingJob) -> None:
     """Raises SpecError for a recipe that certainly runs out of this machine's GPU memory."""
-    from holdfast.orchestrator.planner.advice import refused_as_wanted
     from holdfast.orchestrator.planner.choose import memory_on
+    from holdfast.orchestrator.planner.refusal import refused_as_wanted
 
     from ..job_checks import local_facts
 
@@ -384,8 +384,8 @@ def _check_memory(job: TrainingJob) -> None:
 
 def _check_size(job: TrainingJob) -> None:
     """Raises SpecError for more nodes than this machine can run."""
+    from holdfast.orchestrator.backends.devices import gpu_names
     from holdfast.orchestrator.backends.local import node_limit
-    from holdfast.orchestrator.backends.local.devices import gpu_names
 
     nodes, limit = job.spec.nodes, node_limit(job)
     wanted = nodes.max + nodes.spares

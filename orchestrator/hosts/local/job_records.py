@@ -6,32 +6,30 @@ The last view of a job comes from its journal: its newest snapshot and the recor
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.core.context import SECOND_NS
-from holdfast.orchestrator.core.journal import Record
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import Damaged, HoldfastError, Problem, UserError
 from holdfast.orchestrator.journal.chunk_journal import contents, read
 from holdfast.orchestrator.journal.file_store import FileStore
-from holdfast.orchestrator.runtime.job_loop import JobLoop
+from holdfast.orchestrator.parts import part
+from holdfast.orchestrator.runtime.job_directory import Home, JobDirectory, NameTaken
+from holdfast.orchestrator.runtime.job_loop import replay
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
 from holdfast.orchestrator.runtime.observe.view import JobView
-
-from . import measurements
-from .job_directory import Home, JobDirectory, NameTaken
 
 log = logging.getLogger("holdfast")
 
 
-def replay(
-    job: TrainingJob, records: Iterable[Record], start: bytes | None = None
-) -> JobProjection:
-    """The read model after these records, which follow the snapshot `start` if there is one."""
-    return JobLoop.restore(job, start, records).projection
+def measurements(directory: JobDirectory) -> Sequence[Any]:
+    """The user's measurements of `holdfast plan --calibrate`."""
+    read = part("measurements")
+    return read(directory.home, log.warning) if read else ()
 
 
 def read_view(directory: JobDirectory) -> JobView:
@@ -42,7 +40,7 @@ def read_view(directory: JobDirectory) -> JobView:
     """
     job = directory.job()
     projection = _project(job, directory)
-    projection.use_measurements(measurements.read(directory.home, log.warning))
+    projection.use_measurements(measurements(directory))
     path = directory.checkpoint_path(job)
     view = projection.view(projection.now_ns, live=False, checkpoint_path=path)
     view.job_id = view.job_id or directory.job_id

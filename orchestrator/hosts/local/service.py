@@ -36,14 +36,13 @@ from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
 )
 from holdfast.orchestrator.runtime.checkpoint_store.options import job_environment, own_options
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
+from holdfast.orchestrator.runtime.job_directory import Home, JobDirectory
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime
 from holdfast.orchestrator.runtime.observe import incident_traces
 from holdfast.orchestrator.runtime.observe.prometheus import MetricsServer
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from . import measurements
-from .job_directory import Home, JobDirectory
-from .job_records import create_job
+from .job_records import create_job, measurements
 
 T = TypeVar("T")
 
@@ -188,7 +187,7 @@ class LocalJobHost:
             storage=ThreadedCheckpointStore(lambda: storage, SerialExecutor()),
             on_change=self._dirty.set,
             on_note=self._on_note,
-            measurements=measurements.read(directory.home, log.warning),
+            measurements=measurements(directory),
             traces=incident_traces.of_environment(job.name),
         )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import API_VERSION, KIND
-from holdfast.orchestrator.catalogue.types import Architecture
+from holdfast.orchestrator.planner.model import Architecture
 
 from .keys import ConfigKeys
 

@@ -6,8 +6,9 @@ them in [training] and [experimental].
 
 from __future__ import annotations
 
-from holdfast.orchestrator.catalogue.load import UnknownEntry, load_catalogue
-from holdfast.orchestrator.catalogue.types import Architecture
+from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.parts import part
+from holdfast.orchestrator.planner.model import Architecture
 
 from .draft import Draft
 from .keys import ConfigKeys
@@ -186,9 +187,13 @@ def _architecture(keys: ConfigKeys) -> Architecture | None:
     if name is None:
         return None
     wanted = f"{name}-{flavor}"
+    load = part("catalogue")
+    known = load and load()
     try:
-        found = load_catalogue().architecture(wanted)
-    except UnknownEntry:
+        found: Architecture | None = known and known.architecture(wanted)
+    except UserError:
+        found = None
+    if found is None:
         keys.drop("model.flavor", f"the catalogue has no {wanted}", f"{name} {flavor}")
         return None
     if found.num_heads * found.head_dim != found.dim or not found.gated_ffn:

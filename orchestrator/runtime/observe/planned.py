@@ -8,32 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.catalogue.calibration import CalibrationEntry
 from holdfast.orchestrator.catalogue.load import catalogue_or_built_in
 from holdfast.orchestrator.core.state import JobState
-from holdfast.orchestrator.planner.calibration import CalibrationEntry
-from holdfast.orchestrator.planner.hardware import calibrated, hardware_of
+from holdfast.orchestrator.explorer.hardware import calibrated, hardware_of
+from holdfast.orchestrator.explorer.step_time import step_time
+from holdfast.orchestrator.explorer.traffic import collectives
 from holdfast.orchestrator.planner.memory import CONTEXT_BYTES, device_bytes
-from holdfast.orchestrator.planner.step_time import step_time
-from holdfast.orchestrator.planner.traffic import collectives
 from holdfast.orchestrator.planner.workload import layout_of, workload_of
 from holdfast.orchestrator.protocol.facts import NodeFacts
 from holdfast.orchestrator.protocol.mesh import Mesh
 
 from .view import PlannedView
-
-
-class _Asked(NamedTuple):
-    """What the figures follow from. A resize changes nodes.max, and nothing else of a job that they
-    depend on."""
-
-    mesh: Mesh
-    micro_batch: int
-    num_nodes: int
-    nodes_max: int
-    facts: NodeFacts | None
 
 
 class PlannedFigures:
@@ -46,28 +34,40 @@ class PlannedFigures:
 
     def of(self, state: JobState) -> PlannedView | None:
         """None for scripts and modules, and before the first launch."""
-        if state.membership is None or state.mesh is None:
+        membership, self._job = state.membership, state.job
+        if membership is None or state.mesh is None or self._job.spec.entrypoint.recipe is None:
             return None
-        if self._job.spec.entrypoint.recipe is None:
-            return None
-        self._job = state.job
         node = state.nodes.get(state.members[0]) if state.members else None
-        nodes = max(1, len(state.members))
-        chosen = state.membership.micro_batch
-        facts = node.facts if node is not None else None
-        return self._of(_Asked(state.mesh, chosen, nodes, state.job.spec.nodes.max, facts))
+        return self._of(
+            state.mesh,
+            membership.micro_batch,
+            max(1, len(state.members)),
+            self._job.spec.nodes.max,
+            node and node.facts,
+        )
 
-    def _compute(self, asked: _Asked) -> PlannedView | None:
+    def peak(self, state: JobState) -> float:
+        """FLOP/s of one worker's device in bfloat16, or in float16 where it has no bfloat16; 0: the
+        device is not in the catalogue, so its job has no MFU."""
+        node = state.nodes.get(state.members[0]) if state.members else None
+        if node is None or not node.facts.gpus:
+            return 0.0
+        device = catalogue_or_built_in().reported(node.facts.gpus[0].name)
+        return device.flops.get("bfloat16") or device.flops.get("float16", 0.0) if device else 0.0
+
+    def _compute(
+        self, mesh: Mesh, micro_batch: int, num_nodes: int, _max: int, facts: NodeFacts | None
+    ) -> PlannedView:
+        """A resize changes nodes.max, and nothing else of the job that the figures follow from."""
         work = workload_of(self._job)
         assert work is not None
-        layout, hardware = layout_of(self._job, asked.mesh, asked.micro_batch), None
-        if asked.facts is not None:
-            known = catalogue_or_built_in()
-            hardware = hardware_of(known, self._job, asked.facts, asked.num_nodes)
+        layout, hardware = layout_of(self._job, mesh, micro_batch), None
+        if facts is not None:
+            hardware = hardware_of(catalogue_or_built_in(), self._job, facts, num_nodes)
         seconds = None
         if hardware is not None:
-            hardware = calibrated(hardware, work, layout, self._measured)
-            seconds = step_time(work, layout, hardware).seconds
+            timed = calibrated(hardware, work, layout, self._measured)
+            seconds = step_time(work, layout, timed).seconds
         # What torch allocates: a CUDA context is no part of what workers measure.
         tensors = device_bytes(work, layout) - (round(CONTEXT_BYTES) if work.on_gpu else 0)
         return PlannedView(

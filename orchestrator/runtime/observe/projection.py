@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
-from holdfast.orchestrator.catalogue.load import device_as_reported
 from holdfast.orchestrator.core import own_checkpoints
 from holdfast.orchestrator.core.actions import AnyAction, CommitManifest
 from holdfast.orchestrator.core.context import SECOND_NS, recovery_of
@@ -27,7 +26,7 @@ from holdfast.orchestrator.core.host_memory import running
 from holdfast.orchestrator.core.roster import NodeRecord
 from holdfast.orchestrator.core.staging_interval import describe
 from holdfast.orchestrator.core.state import JobState
-from holdfast.orchestrator.planner.calibration import CalibrationEntry
+from holdfast.orchestrator.parts import part
 from holdfast.orchestrator.protocol.facts import (
     SCRIPT_SOURCES,
     StepReport,
@@ -41,7 +40,6 @@ from holdfast.orchestrator.protocol.messages import Heartbeat, PersistFailed, Sh
 
 from .goodput import TimeAccounting, TimeTotals
 from .incidents import IncidentCounter, incident_views
-from .planned import PlannedFigures
 from .view import CheckpointView, HostMemoryView, JobView, NodeView, RefusedCheckpoint, WorkerView
 
 SKIPPED_LIMIT = 3
@@ -88,11 +86,12 @@ class JobProjection:
         self._accounting = TimeAccounting(self.memory.accounts)
         self._state = state
         self._beats: dict[str, NodeBeat] = {}
-        self._planned = PlannedFigures(job)
+        self.use_measurements(())
 
-    def use_measurements(self, entries: Sequence[CalibrationEntry]) -> None:
+    def use_measurements(self, entries: Sequence[Any]) -> None:
         """Predict with the user's measurements of `holdfast plan --calibrate`."""
-        self._planned = PlannedFigures(self._job, entries)
+        figures = part("planned figures")
+        self._planned = figures and figures(self._job, entries)
 
     @property
     def now_ns(self) -> int:
@@ -223,7 +222,7 @@ class JobProjection:
         )
         view.tokens_total, view.commits = kept.tokens_total, kept.commits
         view.durable_s = kept.durable_s
-        view.planned = self._planned.of(state)
+        view.planned = self._planned and self._planned.of(state)
         if state.mesh is not None and self._uses_mesh:
             view.mesh, view.strategy = state.mesh.describe(), state.mesh.strategy
         self._fill_checkpoints(view, state)
@@ -296,7 +295,7 @@ class JobProjection:
             setattr(view, name, value)
         if view.step_s > 0:
             view.tokens_per_s = view.tokens / view.step_s
-            device = _peak(state)
+            device = self._planned.peak(state) if self._planned else 0.0
             if device and view.flops_per_step and view.world_size:
                 view.mfu = (
                     view.flops_per_step
@@ -328,16 +327,6 @@ def _host_memory(state: JobState) -> HostMemoryView | None:
         limit_bytes=memory.room.limit_bytes,
         text=describe_memory(memory, node),
     )
-
-
-def _peak(state: JobState) -> float:
-    """FLOP/s of one worker's device in bfloat16, or in float16 where it has no bfloat16; 0: the
-    device is not in the catalogue, so its job has no MFU."""
-    node = state.nodes.get(state.members[0]) if state.members else None
-    device = device_as_reported(node.facts.gpus[0].name) if node and node.facts.gpus else None
-    if device is None:
-        return 0.0
-    return device.flops.get("bfloat16") or device.flops.get("float16", 0.0)
 
 
 # -- nodes and workers -------------------------------------------------------------------------

@@ -22,11 +22,11 @@ import msgspec
 import psutil
 import yaml
 
-from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
 from holdfast.orchestrator.hosts.local.job_records import read_view
 from holdfast.orchestrator.protocol.environment import CACHES
 from holdfast.orchestrator.protocol.manifest import directory_name
 from holdfast.orchestrator.protocol.messages import Reply, Request, decode, encode, frame_length
+from holdfast.orchestrator.runtime.job_directory import Home, JobDirectory
 from holdfast.orchestrator.runtime.observe.view import JobView
 from holdfast.workers.checkpoint import inspect
 from holdfast.workers.checkpoint.shard_sources import CheckpointFiles

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.orchestrator.hosts.local.job_directory import Home
 from holdfast.orchestrator.hosts.local.job_records import read_view
+from holdfast.orchestrator.runtime.job_directory import Home
 
 from .local_rig import short
 

@@ -15,7 +15,7 @@ import pytest
 
 from holdfast import Client
 from holdfast.orchestrator.errors import UserError
-from holdfast.orchestrator.hosts.local.job_directory import Home
+from holdfast.orchestrator.runtime.job_directory import Home
 
 from .local_rig import BOUND_S, ENDLESS, short, spec
 

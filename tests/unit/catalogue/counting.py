@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from holdfast.orchestrator.catalogue.types import Architecture
+from holdfast.orchestrator.planner.model import Architecture
 
 
 def parameters(one: Architecture) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.orchestrator.catalogue.measurements import FILE
 from holdfast.orchestrator.cli import calibration
-from holdfast.orchestrator.hosts.local.measurements import FILE
 from holdfast.orchestrator.protocol.hardware import INSTRUCTIONS, processor
 
 from .conftest import Holdfast

@@ -15,11 +15,12 @@ from holdfast.orchestrator.cli import event_format
 from holdfast.orchestrator.core import events
 from holdfast.orchestrator.core.actions import LaunchGroup, RequestNodes
 from holdfast.orchestrator.core.controller import Controller
-from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
-from holdfast.orchestrator.hosts.local.job_records import read_view, replay
+from holdfast.orchestrator.hosts.local.job_records import read_view
 from holdfast.orchestrator.protocol import messages
 from holdfast.orchestrator.protocol.facts import Exit
 from holdfast.orchestrator.runtime import snapshot
+from holdfast.orchestrator.runtime.job_directory import Home, JobDirectory
+from holdfast.orchestrator.runtime.job_loop import replay
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
 
 from ..core import harness as core

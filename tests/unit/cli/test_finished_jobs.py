@@ -17,8 +17,8 @@ from holdfast.orchestrator.cli.output import date
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.events import CancelRequested, JobSubmitted
 from holdfast.orchestrator.core.journal import Record, frame
-from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
 from holdfast.orchestrator.hosts.local.job_records import expire, read_view
+from holdfast.orchestrator.runtime.job_directory import Home, JobDirectory
 
 from ..journal import files
 from .conftest import Holdfast

@@ -10,7 +10,7 @@ import pytest
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.cli.log_files import PART_BYTES, LogTail, follow_files, print_files
 from holdfast.orchestrator.cli.targets.remote_job import RemoteJob
-from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
+from holdfast.orchestrator.runtime.job_directory import Home, JobDirectory
 from holdfast.orchestrator.runtime.observe.view import Incident, JobView
 from holdfast.workers.agent.linux import output
 

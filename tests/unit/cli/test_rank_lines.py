@@ -12,8 +12,8 @@ from holdfast.orchestrator.cli import output, rank_lines
 from holdfast.orchestrator.cli.commands.ranks import stack_lines
 from holdfast.orchestrator.cli.display import LineDisplay, LiveDisplay
 from holdfast.orchestrator.cli.rank_lines import RankLines
-from holdfast.orchestrator.hosts.local.job_directory import JobDirectory
 from holdfast.orchestrator.protocol.rank_stacks import CollectiveSpan, RankStacks
+from holdfast.orchestrator.runtime.job_directory import JobDirectory
 
 
 def write(directory: JobDirectory, generation: int, text: str) -> None:

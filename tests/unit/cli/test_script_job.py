@@ -22,7 +22,7 @@ from holdfast.orchestrator.cli.options import complete
 from holdfast.orchestrator.cli.script_job import ScriptRun
 from holdfast.orchestrator.cli.targets.local import LocalTarget
 from holdfast.orchestrator.errors import UserError
-from holdfast.orchestrator.hosts.local.job_directory import Home
+from holdfast.orchestrator.runtime.job_directory import Home
 
 from .conftest import Holdfast
 

@@ -11,7 +11,7 @@ from holdfast import Client, JobHandle
 from holdfast.orchestrator.client import commands
 from holdfast.orchestrator.client.access import LocalAccess
 from holdfast.orchestrator.errors import HoldfastError, SpecError, UserError
-from holdfast.orchestrator.hosts.local.job_directory import Home
+from holdfast.orchestrator.runtime.job_directory import Home
 from tests.unit.cli.test_finished_jobs import ended_job
 
 SPEC = {

@@ -7,7 +7,6 @@ from typing import Any
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.planner.memory import device_terms
 from holdfast.orchestrator.planner.terms import Term
-from holdfast.orchestrator.planner.traffic import Collective, collectives
 from holdfast.orchestrator.planner.workload import ParallelLayout, Workload, layout_of, workload_of
 from holdfast.orchestrator.protocol.facts import NodeFacts
 from holdfast.orchestrator.protocol.mesh import Mesh
@@ -48,7 +47,3 @@ def planned(job: TrainingJob, mesh: Mesh) -> tuple[Workload, ParallelLayout]:
 def device_rows(job: TrainingJob, mesh: Mesh) -> dict[str, Term]:
     """Terms of a rank's device by what they are; of two with the same name the last."""
     return {term.what: term for term in device_terms(*planned(job, mesh))}
-
-
-def traffic_rows(job: TrainingJob, mesh: Mesh) -> list[Collective]:
-    return list(collectives(*planned(job, mesh)))

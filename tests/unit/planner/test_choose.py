@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.orchestrator.errors import SpecError
-from holdfast.orchestrator.planner import choose_mesh, num_nodes_used
+from holdfast.orchestrator.planner.choose import choose_mesh, num_nodes_used
 from holdfast.orchestrator.planner.memory import USABLE, WorkerMemory, device_bytes
 from holdfast.orchestrator.protocol.mesh import Mesh
 
@@ -81,13 +81,9 @@ def test_a_fixed_replicate_sets_the_shard_size_for_all_sizes() -> None:
 
 @pytest.mark.parametrize(
     ("gib", "shard", "why"),
-    [
-        (64, 1, "one worker holds a full copy"),
-        (4, 2, "the 2 workers of a node share one copy"),
-        (3, 4, "4 workers share one copy"),
-        (1, 8, "the whole world, and still"),
-    ],
-)
+    [(64, 1, "one worker holds a full copy"), (4, 2, "the 2 workers of a node share one copy"),
+     (3, 4, "4 workers share one copy"), (1, 8, "the whole world, and still")],
+)  # fmt: skip
 def test_a_known_memory_gives_the_fewest_ranks_per_copy_that_fit(
     gib: int, shard: int, why: str
 ) -> None:

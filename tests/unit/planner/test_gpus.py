@@ -12,20 +12,11 @@ from holdfast.orchestrator.planner.choose import memory_on
 from holdfast.orchestrator.planner.gpus import GpusFound, TooFewGpus, is_auto, resolve, with_gpus
 from holdfast.orchestrator.protocol.facts import Gpu, NodeFacts
 
+from .builders import make_job
 
-def job(entrypoint: Any = None, **spec: Any) -> TrainingJob:
-    return job_from_mapping(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": "demo"},
-            "spec": {
-                "entrypoint": entrypoint or {"script": "train.py"},
-                "workersPerNode": 4,
-                **spec,
-            },
-        }
-    )
+
+def job(recipe: Any = None, **spec: Any) -> TrainingJob:
+    return make_job(nodes=(1, 1), workers=4, recipe=recipe, **spec)
 
 
 @pytest.mark.parametrize(
@@ -66,17 +57,11 @@ def test_an_empty_list_of_visible_devices_means_the_cpu() -> None:
 
 
 def test_fields_without_effect_are_found_with_the_number() -> None:
-    recipe = {"recipe": {"name": "pretrain"}}
-    given = job(recipe, parallelism={"offload": "cpu", "shard": 4})
+    given = job({}, parallelism={"offload": "cpu", "shard": 4})
     assert is_auto(given)
     with pytest.raises(SpecError, match="offload: got cpu for a job on CPUs"):
         resolve(given, GpusFound(0, "it has none"))
     resolve(given, GpusFound(4, "it has 4"))
-
-
-def test_a_journal_from_before_auto_means_the_cpu() -> None:
-    """Its spec lacks the field, because 0 was the default."""
-    assert job().spec.resources.num_gpus == 0
 
 
 def test_memory_is_counted_for_all_gpus_of_a_worker() -> None:

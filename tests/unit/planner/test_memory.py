@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from holdfast.orchestrator.api.v1alpha1.parallelism import ActivationCheckpointing
 from holdfast.orchestrator.api.v1alpha1.recipe import Model
-from holdfast.orchestrator.catalogue.types import Architecture
 from holdfast.orchestrator.planner.activations import activation_terms, layer_bytes
 from holdfast.orchestrator.planner.memory import (
     CONTEXT_BYTES,
@@ -18,7 +17,7 @@ from holdfast.orchestrator.planner.memory import (
     moment_bytes,
     shard_bytes,
 )
-from holdfast.orchestrator.planner.model import count_parameters, of_recipe
+from holdfast.orchestrator.planner.model import Architecture, count_parameters, of_recipe
 from holdfast.orchestrator.planner.terms import PHASES, by_phase
 from holdfast.orchestrator.planner.workload import ParallelLayout, Workload, parts_of
 from holdfast.orchestrator.protocol.mesh import Mesh

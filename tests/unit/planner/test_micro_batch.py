@@ -9,9 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
-from holdfast.orchestrator.planner import choose_mesh, make_plan
-from holdfast.orchestrator.planner.advice import refusal
-from holdfast.orchestrator.planner.choose import may_fit, memory_on
+from holdfast.orchestrator.explorer.plan import make_plan
+from holdfast.orchestrator.planner.choose import choose_mesh, may_fit, memory_on
 from holdfast.orchestrator.planner.memory import (
     MAIN_MEMORY_PER_DEVICE,
     USABLE,
@@ -20,6 +19,7 @@ from holdfast.orchestrator.planner.memory import (
     state_bytes,
 )
 from holdfast.orchestrator.planner.micro_batch import chosen_micro_batch, fitted_layout
+from holdfast.orchestrator.planner.refusal import refusal
 from holdfast.orchestrator.planner.workload import layout_of, workload_of
 from holdfast.orchestrator.protocol.facts import Gpu
 from holdfast.orchestrator.protocol.mesh import Mesh

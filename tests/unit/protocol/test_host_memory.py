@@ -27,16 +27,10 @@ def planned(units: float, *, buddy: bool = True) -> HostMemory:
 
 @pytest.mark.parametrize(
     ("units", "buddy", "buffers", "given_up"),
-    [
-        (9, True, 6, "nothing"),
-        (8, True, 5, "nothing"),
-        (7.9, False, 4, "copies"),
-        (4, False, 4, "copies"),
-        (3.9, False, 3, "buffers"),
-        (2, False, 2, "buffers"),
-        (1.9, False, 1, "memory-tier"),
-    ],
-)
+    [(9, True, 6, "nothing"), (8, True, 5, "nothing"), (7.9, False, 4, "copies"),
+     (4, False, 4, "copies"), (3.9, False, 3, "buffers"), (2, False, 2, "buffers"),
+     (1.9, False, 1, "memory-tier")],
+)  # fmt: skip
 def test_copies_are_given_up_first_then_buffers_then_the_memory_tier(
     units: float, buddy: bool, buffers: int, given_up: str
 ) -> None:

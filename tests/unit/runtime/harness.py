@@ -16,12 +16,12 @@ from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.backends.base import NodeGone, NoRoom, Starts
-from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
 from holdfast.orchestrator.hosts.local.service import LocalHostTiming, LocalJobHost
 from holdfast.orchestrator.journal.file_store import FileStore
 from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.protocol.facts import Exit, NodeFacts, ShardFile, StagedShard, WorkerBeat
 from holdfast.orchestrator.protocol.manifest import directory_name, shard_file_name
+from holdfast.orchestrator.runtime.job_directory import Home, JobDirectory
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from .frames import Frames

@@ -51,14 +51,9 @@ MODULES = (
 OURS = (
     "holdfast.workers.worker_transport",
     "holdfast.workers.session",
-    "holdfast.workers.training.parallel",
-    "holdfast.workers.training.initial_values",
-    "holdfast.workers.training.data",
-    "holdfast.workers.checkpoint",
     "holdfast.workers.checkpoint.stage",
     "holdfast.workers.checkpoint.restore",
     "holdfast.workers.checkpoint.state",
-    "holdfast.workers.training.models",
     "holdfast.workers.training.recipes.pretrain",
     "holdfast.workers.agent.pool.warmup",
 )

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
-import importlib.util
 import os
 import runpy
 import select
@@ -26,6 +24,7 @@ from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.launchers import Program
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.parts import part
 from holdfast.orchestrator.protocol import files
 from holdfast.workers import worker_protocol, worker_transport
 
@@ -58,7 +57,8 @@ def run(
         if not select.select([link], [], [], 0)[0]:  # a standby: Assign has not come yet
             gpu_context.open_context(job, request.local_rank)
             user_modules.import_after_fork(job, request.modules)
-            _warm(job, directory)
+            if warm := part("warm-up"):
+                warm(job, directory)
             with contextlib.suppress(OSError):  # the agent has ended
                 worker_transport.send(link, worker_protocol.StandbyImported())
         assign, output = _wait_for_rank(link)
@@ -107,12 +107,6 @@ def _reset_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
-
-
-def _warm(job: TrainingJob, directory: str) -> None:
-    """One step before this standby has a rank, see warmup.py."""
-    if importlib.util.find_spec("holdfast.workers.agent.pool.warmup") is not None:
-        importlib.import_module("holdfast.workers.agent.pool.warmup").warm(job, directory)
 
 
 def _set_up(
@@ -202,7 +196,10 @@ def _start_pulse(job: TrainingJob, inherited: frozenset[str]) -> None:
 def _run_entrypoint(job: TrainingJob, program: Program) -> None:
     recipe = job.spec.entrypoint.recipe
     if recipe is not None:
-        importlib.import_module(f"holdfast.workers.training.recipes.{recipe.name}").main(job)
+        if not (train := part(f"recipe {recipe.name}")):
+            got = f"{recipe.name}, which is not installed"
+            raise UserError(str(Problem("spec.entrypoint.recipe.name", got, "an installed recipe")))
+        train(job)
     elif program.script is not None:
         script = str(files.resolve(Path.cwd(), program.script).resolve())
         sys.argv = [program.script, *program.args]

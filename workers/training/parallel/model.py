@@ -18,10 +18,10 @@ from holdfast.orchestrator.api.v1alpha1 import Parallelism
 from holdfast.workers.checkpoint.state import empty_like, plain_name
 from holdfast.workers.session import Session
 from holdfast.workers.session.loss import CudaScalars, ScalarReader
-from holdfast.workers.training.data import MicroBatch
+from holdfast.workers.training.data import MicroBatch, divide_batches
 from holdfast.workers.training.initial_values import fill
 
-from . import context, float8, sharding
+from . import float8, sharding
 from .activations import checkpoint_blocks
 from .pipeline import Pipeline
 from .precision import LossScale, autocast, parameter_dtype
@@ -131,7 +131,7 @@ class Parallel:
             with (
                 self._divided_loss(),
                 sharding.accumulating(self.module, self.parallelism, last),
-                context.divide_batches(self.context, [batch.to(self.session.device)]) as (part,),
+                divide_batches(self.context, [batch.to(self.session.device)]) as (part,),
             ):
                 loss = self._loss(part, loss_of)
                 (loss * self._factor).backward()  # type: ignore[no-untyped-call]
@@ -149,7 +149,7 @@ class Parallel:
                 total += self.pipeline.evaluate(batches, loss_of, self.dtype)
             for batch in batches if self.pipeline is None else ():
                 whole = [batch.to(self.session.device)]
-                with context.divide_batches(self.context, whole) as (part,):
+                with divide_batches(self.context, whole) as (part,):
                     total += self._loss(part, loss_of)
                 self.session.tick()
         self.module.train()

@@ -26,10 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from holdfast.orchestrator.api.v1alpha1 import Parallelism
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers.session import Session
-from holdfast.workers.training.data import MicroBatch
+from holdfast.workers.training.data import MicroBatch, divide_batches
 from holdfast.workers.training.models.transformer import Transformer
-
-from . import context
 
 _SCHEDULES = {
     "gpipe": "ScheduleGPipe",
@@ -136,7 +134,7 @@ class Pipeline:
         device = self._session.device
         whole = [batch.to(device) for batch in self._filled(batches)]
         losses: list[Tensor] = []
-        with context.divide_batches(self._context, whole) as filled:
+        with divide_batches(self._context, whole) as filled:
             schedule = self._schedule(len(filled), filled[0].inputs_bt, dtype)
             self._give(filled, loss_of, scale)
             inputs = [torch.cat([batch.inputs_bt for batch in filled])] if 0 in self._parts else []
@@ -155,7 +153,7 @@ class Pipeline:
         sending: list[tuple[Any, Tensor]] = []
         for batch in batches:
             whole = [batch.to(self._session.device)]
-            with context.divide_batches(self._context, whole) as (part,):
+            with divide_batches(self._context, whole) as (part,):
                 self._give([part], loss_of, 1.0)
                 total += self._evaluate(part.inputs_bt, dtype, sending)
         _wait(sending)

@@ -19,7 +19,8 @@ from holdfast import session
 from holdfast.orchestrator.api.v1alpha1 import Pretrain, TrainingJob, load_job
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.workers import worker_transport
-from holdfast.workers.training.data import BatchShare, Dataset, MicroBatch, share
+from holdfast.workers.session.order import BatchShare, share
+from holdfast.workers.training.data import Dataset, MicroBatch
 from holdfast.workers.training.loss import token_losses
 from holdfast.workers.training.models.transformer import (
     Transformer,

@@ -23,7 +23,6 @@ from holdfast.orchestrator.cli.rank_lines import RankLines
 from holdfast.orchestrator.cli.render import outcome
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
-from holdfast.orchestrator.hosts.local.job_directory import JobDirectory
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import (
@@ -38,6 +37,7 @@ from holdfast.orchestrator.kube.errors import (
 from holdfast.orchestrator.kube.informer import Backoff
 from holdfast.orchestrator.kube.pod_logs import lines
 from holdfast.orchestrator.runtime.clock import Clock
+from holdfast.orchestrator.runtime.job_directory import JobDirectory
 from holdfast.orchestrator.runtime.observe.view import Incident
 
 from ..remote_job import LogSelector

@@ -20,9 +20,9 @@ from holdfast.orchestrator.backends.ray.state_api import ControllerProcess, Stat
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.log_files import older_part, print_files
 from holdfast.orchestrator.core.context import SECOND_NS
-from holdfast.orchestrator.hosts.local.job_directory import JobDirectory
 from holdfast.orchestrator.protocol.messages import Reply
 from holdfast.orchestrator.runtime.control_api import view_body
+from holdfast.orchestrator.runtime.job_directory import JobDirectory
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..base import RunResult

@@ -23,8 +23,6 @@ from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.journal import JournalError
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, UserError
-from holdfast.orchestrator.hosts.local.job_directory import JobDirectory
-from holdfast.orchestrator.hosts.local.job_records import replay
 from holdfast.orchestrator.hosts.ray import actor
 from holdfast.orchestrator.hosts.ray.actor import ControllerOrder
 from holdfast.orchestrator.hosts.ray.code_store import KeyValueCodeStore
@@ -38,6 +36,8 @@ from holdfast.orchestrator.runtime.checkpoint_store.options import job_environme
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.control_api import view_body
+from holdfast.orchestrator.runtime.job_directory import JobDirectory
+from holdfast.orchestrator.runtime.job_loop import replay
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..remote_job import ControllerGone, LogSelector, expect_ended, extra_s, view_through

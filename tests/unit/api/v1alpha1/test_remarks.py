@@ -12,8 +12,8 @@ from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.api.v1alpha1.remarks import remarks
 from holdfast.orchestrator.api.v1alpha1.schema import reference_pages
 from holdfast.orchestrator.api.v1alpha1.variables import INEFFECTIVE
+from holdfast.orchestrator.explorer.plan import make_plan
 from holdfast.orchestrator.planner.gpus import with_gpus
-from holdfast.orchestrator.planner.plan import make_plan
 from holdfast.orchestrator.protocol.facts import NodeFacts
 
 HEADERS = ("ProcessGroupNCCL.hpp", "FlightRecorder.hpp", "FlightRecorderDetail.hpp", "Utils.hpp")

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.orchestrator.backends.ray import ray_nodes, remote_files
 from holdfast.orchestrator.backends.ray.remote_files import LogFilter
-from holdfast.orchestrator.hosts.local.job_directory import JobDirectory
+from holdfast.orchestrator.runtime.job_directory import JobDirectory
 from holdfast.workers.agent.linux import output
 
 

@@ -23,9 +23,9 @@ from holdfast.orchestrator.cli.targets.remote_job import (
     RequestRefused,
 )
 from holdfast.orchestrator.errors import UserError
-from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
 from holdfast.orchestrator.protocol.messages import Reply, Request, decode, encode, frame_length
 from holdfast.orchestrator.runtime.control_api import view_body
+from holdfast.orchestrator.runtime.job_directory import Home, JobDirectory
 from holdfast.orchestrator.runtime.observe.view import JobView
 from tests.unit.runtime.harness import make_job
 

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.hosts.kubernetes.metrics import OperatorState, exposition
 from holdfast.orchestrator.hosts.kubernetes.status import ACCEPTED, ConditionState, state_of
-from holdfast.orchestrator.hosts.local.job_records import replay
+from holdfast.orchestrator.runtime.job_loop import replay
 from holdfast.orchestrator.runtime.observe.prometheus import JobCollector, build_labels
 from holdfast.orchestrator.runtime.observe.view import CheckpointView, JobView
 from tests.sim.run_seed import play

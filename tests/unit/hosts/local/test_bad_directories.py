@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.orchestrator.errors import UserError
-from holdfast.orchestrator.hosts.local.job_directory import Home
 from holdfast.orchestrator.hosts.local.service import LocalJobHost, run_job
+from holdfast.orchestrator.runtime.job_directory import Home
 from tests.unit.runtime.harness import JobHarness, drive, make_job
 
 

@@ -19,9 +19,10 @@ from holdfast.orchestrator.core.events import (
     NodeLost,
 )
 from holdfast.orchestrator.errors import HoldfastError
-from holdfast.orchestrator.hosts.local.job_records import read_view, replay
+from holdfast.orchestrator.hosts.local.job_records import read_view
 from holdfast.orchestrator.hosts.local.service import LocalHostTiming, LocalJobHost
 from holdfast.orchestrator.protocol import messages as wire
+from holdfast.orchestrator.runtime.job_loop import replay
 from holdfast.orchestrator.runtime.observe.view import JobView
 from tests.unit.journal.files import records
 from tests.unit.runtime.harness import BOUND_S, Frames, JobHarness, drive, make_job, node_facts

@@ -63,13 +63,10 @@ def test_the_number_of_workers_follows_from_three_batch_sizes(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("config", "micro", "total"),
-    [
-        ({**BATCH}, 2, 64),
-        ({"train_batch_size": 64}, 8, 64),
-        ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, 4, 64),
-        ({"train_micro_batch_size_per_gpu": 3}, 3, 24),
-    ],
-)
+    [({**BATCH}, 2, 64), ({"train_batch_size": 64}, 8, 64),
+     ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, 4, 64),
+     ({"train_micro_batch_size_per_gpu": 3}, 3, 24)],
+)  # fmt: skip
 def test_the_missing_batch_size_is_computed(
     config: dict[str, Any], micro: int, total: int, tmp_path: Path
 ) -> None:

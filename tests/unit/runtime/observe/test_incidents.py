@@ -12,7 +12,7 @@ from holdfast.orchestrator.core.actions import LaunchGroup
 from holdfast.orchestrator.core.context import MAX_INCIDENTS
 from holdfast.orchestrator.core.events import StepCompleted
 from holdfast.orchestrator.core.state import FailureClass, Purpose
-from holdfast.orchestrator.hosts.local.job_records import replay
+from holdfast.orchestrator.runtime.job_loop import replay
 from holdfast.orchestrator.runtime.observe.incidents import KINDS, launch_incidents
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
 from holdfast.orchestrator.runtime.observe.view import JobView

@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from holdfast.orchestrator.catalogue.calibration import Calibration, CalibrationEntry, key_of
 from holdfast.orchestrator.catalogue.load import load_catalogue
 from holdfast.orchestrator.cli.output import size
 from holdfast.orchestrator.cli.render import planned
 from holdfast.orchestrator.core.events import StepCompleted
-from holdfast.orchestrator.planner.calibration import Calibration, CalibrationEntry, key_of
-from holdfast.orchestrator.planner.hardware import calibrated, hardware_of
+from holdfast.orchestrator.explorer.hardware import calibrated, hardware_of
+from holdfast.orchestrator.explorer.plan import make_plan
+from holdfast.orchestrator.explorer.step_time import Hardware
 from holdfast.orchestrator.planner.memory import CONTEXT_BYTES
-from holdfast.orchestrator.planner.plan import make_plan
-from holdfast.orchestrator.planner.step_time import Hardware
 from holdfast.orchestrator.planner.workload import layout_of, workload_of
 from holdfast.orchestrator.protocol.facts import Gpu, Processor
 from holdfast.orchestrator.runtime.observe.projection import JobProjection

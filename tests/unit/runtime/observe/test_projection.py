@@ -15,7 +15,6 @@ from holdfast.orchestrator.core.events import (
     CollectivesBegun,
     StepCompleted,
 )
-from holdfast.orchestrator.hosts.local.job_records import replay
 from holdfast.orchestrator.protocol.facts import (
     Gpu,
     StepReport,
@@ -24,6 +23,7 @@ from holdfast.orchestrator.protocol.facts import (
     report_fields,
 )
 from holdfast.orchestrator.protocol.messages import Heartbeat
+from holdfast.orchestrator.runtime.job_loop import replay
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
 from holdfast.orchestrator.runtime.observe.view import JobView
 from holdfast.workers import worker_protocol
@@ -177,14 +177,9 @@ def _fields(numbers: StepReport) -> tuple[list[object], list[object]]:
 
 @pytest.mark.parametrize(
     ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("Tesla V100-SXM2-16GB", 125e12),
-        ("NVIDIA A10G", 70e12),
-        ("Some other GPU", None),
-    ],
-)
+    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12),
+     ("Tesla V100-SXM2-16GB", 125e12), ("NVIDIA A10G", 70e12), ("Some other GPU", None)],
+)  # fmt: skip
 def test_mfu_is_the_share_of_the_peak_of_the_device_that_the_agent_reports(
     name: str, peak: float | None
 ) -> None:

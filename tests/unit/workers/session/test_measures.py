@@ -65,20 +65,14 @@ def entry(name: str, at: int, given: list[int], made: list[int], **more: Any) ->
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [
-        ("nccl:_all_gather_base", 100 * 4 * 3),
-        ("gloo:all_gather", 100 * 4 * 3),
-        ("nccl:all_gather_into_tensor_coalesced", 100 * 4 * 3),
-        ("nccl:_reduce_scatter_base", 100 * 4 * 3 / 4),
-        ("nccl:reduce_scatter_tensor_coalesced", 100 * 4 * 3 / 4),
-        ("nccl:all_reduce", 2 * 100 * 4 * 3 / 4),
-        ("nccl:all_to_all", 100 * 4 * 3 / 4),
-        ("nccl:send 0->1", 100 * 4),
-        ("nccl:recv 0<-1", 0),
-        ("nccl:broadcast", 100 * 4),
-        ("nccl:something_new", None),
-    ],
-)
+    [("nccl:_all_gather_base", 100 * 4 * 3), ("gloo:all_gather", 100 * 4 * 3),
+     ("nccl:all_gather_into_tensor_coalesced", 100 * 4 * 3),
+     ("nccl:_reduce_scatter_base", 100 * 4 * 3 / 4),
+     ("nccl:reduce_scatter_tensor_coalesced", 100 * 4 * 3 / 4),
+     ("nccl:all_reduce", 2 * 100 * 4 * 3 / 4), ("nccl:all_to_all", 100 * 4 * 3 / 4),
+     ("nccl:send 0->1", 100 * 4), ("nccl:recv 0<-1", 0), ("nccl:broadcast", 100 * 4),
+     ("nccl:something_new", None)],
+)  # fmt: skip
 def test_a_collective_sends_what_a_ring_sends(name: str, expected: float | None) -> None:
     assert sent_since(5, [entry(name, 7, [100], [400], record_id=0)], {"1": 4}) == expected
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from holdfast.orchestrator.api.v1alpha1 import load_job
-from holdfast.orchestrator.planner.calibration import Measured
+from holdfast.orchestrator.catalogue.calibration import Measured
 from holdfast.orchestrator.protocol import python_command
 from holdfast.workers.training import calibrate
 

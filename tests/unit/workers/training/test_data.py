@@ -13,9 +13,9 @@ import torch
 
 from holdfast.orchestrator.api.v1alpha1 import Pretrain
 from holdfast.orchestrator.errors import UserError
-from holdfast.workers.training import data as data_module
+from holdfast.workers.session.order import permuted, share
 from holdfast.workers.training.corpus import END_OF_DOCUMENT, MAX_STDLIB_BYTES, Corpus
-from holdfast.workers.training.data import Dataset, permuted, share
+from holdfast.workers.training.data import Dataset
 
 FIELD = "spec.entrypoint.recipe.config.data"
 
@@ -196,4 +196,4 @@ def test_the_data_of_a_huge_corpus_cost_no_memory(monkeypatch: pytest.MonkeyPatc
     samples.train._count = 10**13 // 4096
     ids = samples.ids(tuple(range(10**12, 10**12 + 4096)))
     assert len(set(ids)) == 4096 and max(ids) > len(samples.train) // 2
-    assert data_module.permuted(np.array([], dtype=np.uint64), 5, 0).tolist() == []
+    assert permuted(np.array([], dtype=np.uint64), 5, 0).tolist() == []

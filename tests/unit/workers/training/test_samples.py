@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.orchestrator.api.v1alpha1.recipe import Model, Pretrain
-from holdfast.workers.training.data import mix, share
+from holdfast.workers.session.order import mix, share
 from holdfast.workers.training.initial_values import fill
 from holdfast.workers.training.models.transformer import (
     Transformer,

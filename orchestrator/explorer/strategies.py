@@ -1,0 +1,101 @@
+"""What else the devices of a job could run: its recipe divided in every other way, ranked beside
+the way that it has. `holdfast plan JOB` shows it; nothing is launched by it.
+
+Each layout is one that the job could be changed to: its fields are written into the job, and what
+validation refuses is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from ..api.v1alpha1 import TrainingJob
+from ..planner.memory import WorkerMemory, main_memory_holds
+from ..planner.workload import ParallelLayout, workload_of
+from .advice import is_valid, with_field
+from .estimate import fits
+from .ranking import Alternative, Order, Ranked, alternatives_of, lost_of, ranked_by
+from .search import Cluster, estimate, search
+from .step_time import Hardware
+
+CHECKPOINTING = "parallelism.activationCheckpointing"
+
+
+class Strategies(msgspec.Struct, frozen=True, kw_only=True):
+    """The best layout of each strategy on the job's devices."""
+
+    alternatives: tuple[Alternative, ...]
+    """Alternatives that fit, best first, the job's own among them."""
+    of_job: int | None
+    """Index of the job's own; None: it does not fit."""
+    lost: tuple[Alternative, ...]
+    """Strategies that do not fit."""
+    num_considered: int
+
+
+def strategies_of(
+    job: TrainingJob,
+    layout: ParallelLayout,
+    memory: WorkerMemory,
+    hardware: Hardware | None,
+    order: Order = "tokens",
+) -> Strategies | None:
+    """Beside `layout`, the job's own, on as many devices. None: model, hardware or memory is not
+    known. A job on CPUs has its share of the node's main memory. Raises ValueError for an order by
+    price of devices without one."""
+    work = workload_of(job)
+    room = memory.device if job.spec.resources.num_gpus else memory.device or memory.host
+    if work is None or hardware is None or not room:
+        return None
+    devices, per_node = layout.mesh.world_size, layout.workers_per_node
+    cluster = Cluster(devices, min(devices, per_node), hardware, room, memory.host)
+    found = search(work, cluster)
+    others = [one for one in found.ranked if is_valid(changed_to(job, one.layout))]
+    own = estimate(work, layout, hardware)
+    held = not layout.offload or main_memory_holds(work, layout.mesh, memory.host)
+    if held and fits(own.num_bytes, room):
+        others = [own, *(one for one in others if not _same(one.layout, layout))]
+    ranked = ranked_by(order, [Ranked(one, cluster) for one in others])
+    at = next((number for number, one in enumerate(ranked) if one.candidate is own), None)
+    return Strategies(
+        alternatives=alternatives_of(ranked, order),
+        of_job=at,
+        lost=lost_of([(cluster, found)]),
+        num_considered=found.num_considered,
+    )
+
+
+def changed_to(job: TrainingJob, layout: ParallelLayout) -> TrainingJob:
+    """The job with the fields that make this its layout."""
+    mesh, whole = layout.mesh, layout.num_micro_batches == 1 and layout.mesh.pipeline == 1
+    fields: dict[str, Any] = {
+        "parallelism.replicate": "auto",
+        "parallelism.shard": mesh.shard,
+        "parallelism.tensor": mesh.tensor,
+        "parallelism.context": mesh.context,
+        "parallelism.pipeline": mesh.pipeline,
+        "parallelism.pipelineSchedule": layout.schedule,
+        "parallelism.pipelineStagesPerRank": "auto",
+        "parallelism.reshardAfterForward": layout.reshard,
+        "parallelism.offload": "cpu" if layout.offload else "none",
+        "entrypoint.recipe.config.microBatch": "auto" if whole else layout.micro_batch,
+        "entrypoint.recipe.config.loss": {"chunkTokens": layout.chunk_tokens},
+    }
+    group = mesh.world_size // mesh.replicate
+    needed = math.lcm(group, layout.workers_per_node) // layout.workers_per_node
+    if needed > job.spec.nodes.min:  # of fewer nodes no whole replica group is left
+        fields["nodes.min"] = needed
+    settings = layout.checkpointing
+    if settings != job.spec.parallelism.activation_checkpointing:
+        fields[CHECKPOINTING] = {"mode": settings.mode, "keep": settings.keep, "everyNthBlock": 1}
+    changed = job
+    for field, value in fields.items():
+        changed = with_field(changed, field.split("."), value)
+    return changed
+
+
+def _same(one: ParallelLayout, other: ParallelLayout) -> bool:
+    return msgspec.structs.replace(one, bucket_view=other.bucket_view) == other

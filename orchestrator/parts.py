@@ -1,0 +1,39 @@
+"""The parts of Holdfast that an installation may lack, and the only place that names their modules.
+
+The rest asks for a part here, imports it nowhere, and does without it where it is missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_CLI, _HERE = "holdfast.orchestrator.cli", "holdfast.orchestrator"
+PARTS = {
+    "catalogue": f"{_HERE}.catalogue.load:load_catalogue",
+    "command operator": f"{_CLI}.commands.operator:register",
+    "command plan": f"{_CLI}.commands.plan:register",
+    "command preflight": f"{_CLI}.commands.preflight:register",
+    "command submit": f"{_CLI}.commands.submit:register",
+    "fix": f"{_HERE}.explorer.advice:fix",
+    "measurements": f"{_HERE}.catalogue.measurements:read",
+    "planned figures": f"{_HERE}.runtime.observe.planned:PlannedFigures",
+    "recipe pretrain": "holdfast.workers.training.recipes.pretrain:main",
+    "resource definition": f"{_HERE}.kube.definition:definition_text",
+    "target kubernetes": f"{_CLI}.targets.kubernetes.target:KubernetesTarget",
+    "target local": f"{_CLI}.targets.local:LocalTarget",
+    "target ray": f"{_CLI}.targets.ray:choose",
+    "warm-up": "holdfast.workers.agent.pool.warmup:warm",
+}
+"""Name of what a part provides -> module and attribute."""
+
+
+def part(name: str) -> Any:
+    """What a part provides; None: the part is missing. What it needs of others has to be there."""
+    module, _, attribute = PARTS[name].partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if f"{module}.".startswith(f"{error.name}."):
+            return None
+        raise

@@ -1,0 +1,118 @@
+"""A part can be removed: without its files the rest imports and shows its help. parts.py names what
+the parts provide."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CLI, COMMANDS = "orchestrator/cli", "orchestrator/cli/commands"
+HOOKS = "workers/integrations"
+PARTS = {
+    "preflight": ("orchestrator/preflight", f"{COMMANDS}/preflight.py"),
+    "explorer": (
+        "orchestrator/explorer", "orchestrator/catalogue",
+        "orchestrator/runtime/observe/planned.py",
+        f"{COMMANDS}/plan.py", f"{CLI}/plan_svg.py", f"{CLI}/plan_text.py", f"{CLI}/calibration.py",
+    ),
+    "training": ("workers/training", "workers/agent/pool/warmup.py"),
+    "transformers": (f"{HOOKS}/transformers*.py", f"{HOOKS}/resumed_transformers.py"),
+    "lightning": (f"{HOOKS}/lightning*.py", f"{HOOKS}/resumed_lightning.py"),
+    "deepspeed": (f"{HOOKS}/deepspeed.py", f"{HOOKS}/resumed_deepspeed.py"),
+    "torchtitan": (f"{HOOKS}/torchtitan.py", "holdfast/torchtitan.py"),
+    "ray train": (f"{HOOKS}/ray_train.py", "orchestrator/client/ray_trainer.py", "holdfast/ray.py"),
+    "client": ("orchestrator/client", "holdfast/ray.py"),
+    "local": (
+        "orchestrator/backends/local", "orchestrator/hosts/local", f"{CLI}/targets/local.py",
+        "orchestrator/client", "holdfast/ray.py",
+    ),
+    "kubernetes": (
+        "orchestrator/backends/kubernetes", "orchestrator/hosts/kubernetes", "orchestrator/kube",
+        "orchestrator/journal/configmap_store.py", f"{CLI}/targets/kubernetes",
+        f"{COMMANDS}/operator.py",
+    ),
+    "ray": (
+        "orchestrator/backends/ray", "orchestrator/hosts/ray", f"{CLI}/targets/ray",
+        "orchestrator/journal/gcs_store.py", f"{COMMANDS}/submit.py",
+        "orchestrator/client/ray_trainer.py", "holdfast/ray.py",
+    ),
+}  # fmt: skip
+"""Part -> its files, and those that are declared to need it."""
+
+IMPORT = """
+import importlib, os, sys
+def load(place):
+    sys.path.insert(0, place)
+    for name in open(f"{place}/modules").read().split():
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name.startswith("holdfast"):
+                sys.exit(f"{place}: {name}: {error}")
+load(sys.argv[1])  # with the libraries, once for all
+for place in sys.argv[1:]:
+    if os.fork() == 0:
+        for name in [name for name in sys.modules if name.startswith("holdfast")]:
+            del sys.modules[name]
+        load(place)
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit(1)
+"""
+HELP = """
+from holdfast.orchestrator.cli.main import app
+for words in (["--help"], ["run", "--help"]):
+    app(words, prog_name="holdfast", standalone_mode=False)
+"""
+COMMAND = {"preflight": "preflight", "explorer": "plan", "kubernetes": "operator", "ray": "submit"}
+
+
+def modules(place: Path, *tops: str) -> dict[str, Path]:
+    files = [file for top in tops for file in (place / top).rglob("*.py")]
+    names = {file: file.relative_to(place).with_suffix("").parts for file in files}
+    return {".".join(parts): file for file, parts in names.items() if parts[-1] != "__main__"}
+
+
+def without(part: str, place: Path) -> Path:
+    """A copy of the tree without a part, and with a list of the modules that are left."""
+    for top in ("orchestrator", "workers", "holdfast"):
+        shutil.copytree(ROOT / top, place / top, symlinks=True)
+    for path in [path for pattern in PARTS[part] for path in place.glob(pattern)]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    names = sorted(f"holdfast.{name}" for name in modules(place, "orchestrator", "workers"))
+    (place / "modules").write_text("\n".join(names))
+    return place
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Part -> a tree without it."""
+    return {part: without(part, tmp_path_factory.mktemp("part")) for part in PARTS}
+
+
+def run(place: Path, *words: str | Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(place), "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=place, env=environment, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_the_rest_imports_without_a_part(copies: dict[str, Path]) -> None:
+    run(ROOT, "-c", IMPORT, *copies.values())
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_command_shows_its_help_without_a_part(copies: dict[str, Path], part: str) -> None:
+    shown = run(copies[part], "-c", HELP)
+    for owner, command in COMMAND.items():
+        assert (f" {command} " in shown) == (part != owner)
