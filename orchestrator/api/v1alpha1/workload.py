@@ -44,8 +44,8 @@ class Resources(Part):
     """Main memory in bytes, such as 4Gi. Default: no limit."""
     gpu: Auto | Annotated[int, Field(ge=0, le=limits.MAX_GPUS)] = "auto"
     """GPUs of a worker: 0 trains on the CPU with gloo; 1 on one GPU with NCCL; more, for scripts
-    only, are all visible to the worker. auto: 1 where nodes have a GPU for each worker, else 0,
-    decided at submission."""
+    only, are all visible to the worker. auto, decided at submission: 1 where nodes have a GPU for
+    each worker, 0 where they have none."""
 
     @property
     def num_gpus(self) -> int:
