@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install locks bytecode run check test test-all test-ray-oldest frameworks test-frameworks mutants bench lint manifests kubernetes-binaries clean
+.PHONY: help install locks bytecode run check test test-all test-ray-oldest frameworks test-frameworks mutants bench lint manifests docs kubernetes-binaries clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -24,6 +24,9 @@ run: $(STAMP)  ## train a transformer on the standard library's source: 2 nodes 
 	@$(BIN)/holdfast delete stdlib-bytes --yes > /dev/null 2>&1 || true  # its last run, if it has ended
 	$(BIN)/holdfast run examples/stdlib-bytes.yaml
 
+docs: $(STAMP)  ## the documentation site, with every link checked, in .venv/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 lint: $(STAMP)  ## style, types, import rules and language
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -31,7 +34,7 @@ lint: $(STAMP)  ## style, types, import rules and language
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.tidy.language
 
-check: lint  ## style, types, import rules, language, unit tests, simulation: under 3 minutes on two cores
+check: lint docs  ## style, types, import rules, language, unit tests, simulation: under 3 minutes on two cores
 	$(BIN)/python -m pytest -n 2 -q tests/unit tests/sim tests/tidy --deselect tests/tidy/test_tools.py
 
 # Hundreds of processes of the tests import the package; where Python may not write bytecode, as in many
