@@ -7,8 +7,7 @@ from holdfast.orchestrator.core.hang.table import TABLE
 HEAD = """\
 # What is a hang
 
-Generated from `orchestrator/core/hang/table.py`; a test compares the two. To change it: change
-the table, then run `python -m tools.hangs_page > docs/concepts/hangs.md`.
+Generated from `orchestrator/core/hang/table.py` by `python -m tools.hangs_page`.
 
 The first row that holds decides how long a job may make no progress. Fields are those of
 [`spec.recovery`](../user/job-spec-recovery.md#specrecovery). A sign of progress is a step, a phase

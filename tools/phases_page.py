@@ -24,9 +24,7 @@ def page() -> str:
         [
             "# The phases of a job",
             "",
-            "Generated from `orchestrator/core/transitions.py`; a test compares the two. To change",
-            "it: change the table, then run",
-            "`python -m tools.phases_page > docs/concepts/job-phases.md`.",
+            "Generated from `orchestrator/core/transitions.py` by `python -m tools.phases_page`.",
             "",
             "| phase | meaning |",
             "|---|---|",
