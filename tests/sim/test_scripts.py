@@ -191,6 +191,12 @@ class ScriptWorld(World):
         state = self.host.state
         assert state.phase == "succeeded", state.reason
         assert self.trained[-1] == TOTAL_STEPS - 1
+        ledger = self.host.loop.view(self.now).ledger
+        if self.kind in ("reports", "counts"):
+            self.oracle.accounts(ledger)
+        else:  # which steps it trained twice is not seen, nor what it did after its last post
+            trained_s = sum(self.trained_s.values())
+            assert abs(ledger["productive"] + ledger["redone"] - trained_s) < POST_S, ledger
         return [one for one in state.incidents if one.purpose == "failure"]
 
 
