@@ -21,16 +21,7 @@ from kubernetes.aio import config as loader
 from ..errors import UserError
 from . import names
 from .credentials import Credentials, Load
-from .errors import (
-    PODS,
-    Conflict,
-    Forbidden,
-    NotFound,
-    Resource,
-    no_exec,
-    refused,
-    unreachable,
-)
+from .errors import PODS, Conflict, Forbidden, NotFound, Resource, no_exec, refused, unreachable
 from .names import Document as Document
 
 TIMEOUT = aiohttp.ClientTimeout(total=30, sock_connect=5)

@@ -33,10 +33,10 @@ QUANTITIES = {
     ("V1ResourceFieldSelector", "divisor"),
 }
 """The library calls quantities texts; the API accepts numbers, too, such as 0.5."""
-SERVER_FIELDS = {
-    "metadata": ("managedFields", "ownerReferences", "finalizers"),
-    "spec": ("ephemeralContainers",),
-}
+SERVER_FIELDS = (
+    ("metadata", "managedFields"), ("metadata", "ownerReferences"), ("metadata", "finalizers"),
+    ("spec", "ephemeralContainers"),
+)  # fmt: skip
 """Fields that a template cannot set: the API server rejects a new pod with ephemeral containers."""
 _SIMPLE = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
 
@@ -44,9 +44,8 @@ _SIMPLE = {"str": "string", "int": "integer", "float": "number", "bool": "boolea
 def pod_template_schema() -> Node:
     """Schema of `metadata` and `spec`."""
     properties = {name: _object(model) for name, model in ROOTS.items()}
-    for part, names in SERVER_FIELDS.items():
-        for name in names:
-            del properties[part]["properties"][name]
+    for part, name in SERVER_FIELDS:
+        del properties[part]["properties"][name]
     return {"type": "object", "properties": properties}
 
 

@@ -8,12 +8,7 @@ from holdfast.orchestrator.catalogue.load import load_catalogue
 from holdfast.orchestrator.planner.model import count_parameters, flops_per_token
 from holdfast.orchestrator.planner.workload import Workload
 
-from .claims import (
-    ceiling,
-    check_epoch,
-    check_throughput,
-    least_flops_per_token,
-)
+from .claims import ceiling, check_epoch, check_throughput, least_flops_per_token
 
 CATALOGUE = load_catalogue()
 H100 = CATALOGUE.device("H100-80")

@@ -28,11 +28,7 @@ SCRIPTS = {
 SHARDED = ("hf_fsdp2_memory.py", "titan_memory.py")
 """FSDP2; the others are DDP, of which a node keeps one copy."""
 STEPS = 40
-IN_MEMORY = {
-    "checkpoint": {"memory": {"everySteps": 1}},
-    "steps": STEPS,
-    "pace_s": 0.1,
-}
+IN_MEMORY = {"checkpoint": {"memory": {"everySteps": 1}}, "steps": STEPS, "pace_s": 0.1}
 RARELY = 1000
 """Steps between the checkpoints of a script that is to need none."""
 

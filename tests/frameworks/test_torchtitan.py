@@ -16,12 +16,7 @@ import torch
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers import worker_transport
 from holdfast.workers.session import agent_channel, reporting
-from holdfast.workers.worker_protocol import (
-    PhaseChanged,
-    Reported,
-    StopNotice,
-    StopNoticeWanted,
-)
+from holdfast.workers.worker_protocol import PhaseChanged, Reported, StopNotice, StopNoticeWanted
 
 pytest.importorskip("torchtitan")
 

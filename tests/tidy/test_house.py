@@ -37,7 +37,7 @@ BUDGETS = {
     "orchestrator/explorer": 2339,
     "orchestrator/hosts": 3521,
     "orchestrator/journal": 858,
-    "orchestrator/kube": 1705,
+    "orchestrator/kube": 1698,
     "orchestrator/planner": 1364,
     "orchestrator/preflight": 3484,
     "orchestrator/protocol": 3276,

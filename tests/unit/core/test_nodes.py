@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.orchestrator.core.actions import (
-    LaunchGroup,
-    ReleaseNode,
-    RequestNodes,
-    StopGroup,
-)
+from holdfast.orchestrator.core.actions import LaunchGroup, ReleaseNode, RequestNodes, StopGroup
 from holdfast.orchestrator.core.events import (
     ActionSucceeded,
     ControllerStarted,

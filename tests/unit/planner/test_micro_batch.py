@@ -68,11 +68,7 @@ def test_without_known_memory_all_samples_are_one_pass() -> None:
 
 @pytest.mark.parametrize(
     "job",
-    [
-        batch_job(512, 64),
-        batch_job(512, shard=1, ddp={"staticGraph": True}),
-        make_job(recipe=None),
-    ],
+    [batch_job(512, 64), batch_job(512, shard=1, ddp={"staticGraph": True}), make_job(recipe=None)],
 )
 def test_what_the_user_wrote_stays(job: TrainingJob) -> None:
     assert chosen_micro_batch(job, MESH, GIB) == 0

@@ -14,11 +14,7 @@ from holdfast.orchestrator.core.actions import (
 from holdfast.orchestrator.core.controller import _FACTS
 from holdfast.orchestrator.core.events import ActionFailed, ActionSucceeded, FromNode
 from holdfast.orchestrator.protocol import messages as wire
-from holdfast.orchestrator.protocol.facts import (
-    LaunchIncident,
-    NodeFacts,
-    OwnCheckpoint,
-)
+from holdfast.orchestrator.protocol.facts import LaunchIncident, NodeFacts, OwnCheckpoint
 from holdfast.orchestrator.runtime import translate
 from tests.unit.core.harness import Transcript
 

@@ -15,13 +15,7 @@ from pathlib import Path
 from tests.e2e.kubernetes.binaries import build
 from tests.e2e.kubernetes.rig import cgroups
 
-CONTROL_PLANE = (
-    "etcd",
-    "kube-apiserver",
-    "kube-controller-manager",
-    "kube-scheduler",
-    "kubectl",
-)
+CONTROL_PLANE = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
 PLUGINS = ("bridge", "host-local", "loopback")
 NODE = ("kubelet", "containerd", "containerd-shim-runc-v2", "ctr", "runc", *PLUGINS, "pause")
 VARIABLES = ("HOLDFAST_KUBERNETES_BINARIES", "KUBEBUILDER_ASSETS")

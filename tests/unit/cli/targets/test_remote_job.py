@@ -17,11 +17,7 @@ from holdfast.orchestrator.backends.local import node_registry
 from holdfast.orchestrator.backends.local.processes import Identity, identify
 from holdfast.orchestrator.cli.output import without_controller
 from holdfast.orchestrator.cli.targets.local import LocalTransport
-from holdfast.orchestrator.cli.targets.remote_job import (
-    ControllerGone,
-    RemoteJob,
-    RequestRefused,
-)
+from holdfast.orchestrator.cli.targets.remote_job import ControllerGone, RemoteJob, RequestRefused
 from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol.messages import Reply, Request, decode, encode, frame_length
 from holdfast.orchestrator.runtime.control_api import view_body

@@ -10,11 +10,7 @@ import pytest
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.cli.render import outcome
 from holdfast.orchestrator.core.actions import LaunchGroup
-from holdfast.orchestrator.core.events import (
-    CancelRequested,
-    CollectivesBegun,
-    StepCompleted,
-)
+from holdfast.orchestrator.core.events import CancelRequested, CollectivesBegun, StepCompleted
 from holdfast.orchestrator.protocol.facts import (
     Gpu,
     StepReport,

@@ -16,11 +16,7 @@ from holdfast.workers.agent.storage import memfd
 from holdfast.workers.checkpoint.layout import Box, Entry, encode_extra, make_layout, parse_header
 from holdfast.workers.checkpoint.stage import Stager
 from holdfast.workers.checkpoint.state import TrainingState
-from holdfast.workers.checkpoint.twin_parts import (
-    SAMPLE_ROOM,
-    WritableBuffer,
-    divide,
-)
+from holdfast.workers.checkpoint.twin_parts import SAMPLE_ROOM, WritableBuffer, divide
 
 from .fake_device import FakeDevice
 from .fake_ranks import restore_alone, staged_alone

@@ -16,11 +16,7 @@ from holdfast.orchestrator.api.v1alpha1 import parse_job
 from holdfast.orchestrator.cli import script_job
 from holdfast.orchestrator.cli.options import complete
 from holdfast.orchestrator.cli.targets.ray import jobs_api
-from holdfast.orchestrator.cli.targets.ray.jobs_api import (
-    PROGRAM,
-    shell_command,
-    split_output,
-)
+from holdfast.orchestrator.cli.targets.ray.jobs_api import PROGRAM, shell_command, split_output
 from holdfast.orchestrator.cli.targets.remote_job import BY, MAX_BY_CHARS, requester
 from holdfast.orchestrator.errors import SpecError, UserError
 

@@ -99,11 +99,7 @@ BREAKS: dict[str, tuple[Callable[[Path], None], str, Break]] = {
         "checkpoint-",
         lambda p: (p / "checkpoint-is-incomplete.txt").touch(),
     ),
-    "no-random-states": (
-        accelerate,
-        "checkpoint_",
-        lambda p: (p / "random_states_0.pkl").unlink(),
-    ),
+    "no-random-states": (accelerate, "checkpoint_", lambda p: (p / "random_states_0.pkl").unlink()),
     "no-custom": (accelerate, "checkpoint_", lambda p: (p / "custom_checkpoint_0.pkl").unlink()),
     "torn-model": (accelerate, "checkpoint_", lambda p: cut(p / "model.safetensors")),
     "no-metadata": (dcp, "step-", lambda p: (p / ".metadata").unlink()),
