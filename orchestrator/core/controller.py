@@ -174,10 +174,6 @@ def _reconcile(ctx: StepContext) -> None:
 
 
 # -- events -----------------------------------------------------------------------------------
-def _fault_injected(ctx: StepContext, event: e.FaultInjected) -> None:
-    ctx.state.injected_faults[event.node] = ctx.now_ns
-
-
 def _from_node(ctx: StepContext, event: e.FromNode) -> None:
     _FACTS[type(event.fact)](ctx, event.node, event.fact)
 
@@ -395,7 +391,7 @@ _HANDLERS: dict[type, Callable[[StepContext, Any], None]] = {
     e.SuspendRequested: requests.suspend,
     e.ResumeRequested: requests.resume,
     e.CancelRequested: requests.cancel,
-    e.FaultInjected: _fault_injected,
+    e.FaultInjected: recovery.fault_injected,
     e.FromNode: _from_node,
     e.NodeLost: _lost,
     e.StepCompleted: launching.step_completed,

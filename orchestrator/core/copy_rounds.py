@@ -53,7 +53,7 @@ class CopyScheduler:
     def observe(self, now_ns: int, node: str, fact: StepCopied, state: JobState) -> list[ToNode]:
         """A node's report; returns what is to be copied next, once that is known."""
         running = state.active and state.stop is None and state.membership is not None
-        running = running and not state.copies_given_up
+        running = running and not state.given_up.copies
         if not running or fact.generation != state.generation:
             return []
         if not state.is_member(node):

@@ -86,7 +86,7 @@ def persist_at_risk(ctx: StepContext) -> None:
     if not state.needs_placement or state.intent != "run" or state.drain is not None:
         return
     held = unsaved(state)
-    away = [*state.nodes.leaving, *state.cordoned]
+    away = [*state.nodes.leaving, *state.ledger.cordoned]
     if held is None or held in state.nodes.complete(without=away):
         return
     start(ctx, DrainKind.AT_RISK)

@@ -257,12 +257,7 @@ class Tick(Event, frozen=True, tag="tick"):
 AnyEvent = (
     FromNode | JobSubmitted | ResizeRequested | AdjustRequested | SuspendRequested
     | ResumeRequested | AgainRequested | CancelRequested | FaultInjected | NodeLost
-    | StepCompleted
-    | HangDetected | HangSuspected | HangSuspicionEnded | CollectivesBegun
-    | StragglerDetected
-    | HeartbeatsLost | HeartbeatsRestored
-    | ActionSucceeded | ActionFailed | ActionUnknown
-    | CheckpointRefused | CheckpointsListed
-    | ControllerStarted
-    | Tick
+    | StepCompleted | HangDetected | HangSuspected | HangSuspicionEnded | CollectivesBegun
+    | StragglerDetected | HeartbeatsLost | HeartbeatsRestored | ActionSucceeded | ActionFailed
+    | ActionUnknown | CheckpointRefused | CheckpointsListed | ControllerStarted | Tick
 )  # fmt: skip

@@ -23,16 +23,16 @@ def planned(ctx: StepContext, node: str, fact: NodeMemoryPlanned) -> None:
     state.nodes.change(node, host_memory=fact.memory)
     if state.is_member(node) and state.mesh is not None:
         plan = _for_mesh(state, fact.memory, state.mesh)
-        state.copies_given_up |= plan.grant.given_up != "nothing"
-        state.memory_tier_given_up |= plan.grant.buffers <= 1
+        state.given_up.copies |= plan.grant.given_up != "nothing"
+        state.given_up.memory_tier |= plan.grant.buffers <= 1
 
 
 def begin_generation(state: JobState, members: tuple[str, ...], mesh: Mesh) -> None:
     """Begin with what is known of its members."""
     found = _least(state, members, mesh)
     given_up = found[1].grant.given_up if found is not None else "nothing"
-    state.copies_given_up = given_up != "nothing"
-    state.memory_tier_given_up = given_up in ("memory-tier", "checkpoints")
+    state.given_up.copies = given_up != "nothing"
+    state.given_up.memory_tier = given_up in ("memory-tier", "checkpoints")
 
 
 def running(state: JobState) -> tuple[str, HostMemory] | None:

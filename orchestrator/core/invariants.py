@@ -55,9 +55,9 @@ def _membership(state: JobState) -> None:
 
 
 def _node(state: JobState, name: str) -> None:
-    if state.pending_nodes.named(name) is not None:
+    if state.supply.promised.named(name) is not None:
         raise Broken(f"{name} has joined and is pending")
-    if name in state.released_nodes:
+    if name in state.supply.released:
         raise Broken(f"{name} has joined and was released")
     if state.nodes[name].generation > state.generation:
         raise Broken(f"{name} runs a future generation")

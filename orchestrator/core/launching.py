@@ -77,11 +77,11 @@ def _wait(ctx: StepContext) -> None:
     state, limit = ctx.state, ctx.state.job.spec.recovery.capacity_timeout_s
     here, wanted = num_usable(state), state.min_nodes
     # A request that is made again after a refusal promises nothing.
-    pending = len(state.pending_nodes) if state.capacity_denied else state.expected_nodes
-    denied = f"; {state.capacity_detail or 'the backend has no capacity'}"
+    pending = len(state.supply.promised) if state.supply.denied else state.expected_nodes
+    denied = f"; {state.supply.denial or 'the backend has no capacity'}"
     what = (
         f"({here} of {wanted} ready, {pending} starting)"
-        f"{denied if state.capacity_denied else ''}{provisioning.why_none_joins(state)}"
+        f"{denied if state.supply.denied else ''}{provisioning.why_none_joins(state)}"
         f"{describe_elasticity(state.job)}{state.sizes.describe()}"
     )
     ctx.move("pending", "capacity", f"waiting for nodes {what}")
@@ -131,7 +131,7 @@ def _launch(ctx: StepContext, size: int) -> None:
     seats = seats_for(mesh, size, spec.workers_per_node)
     facts = {name: state.nodes[name].facts for name in members}
     buddy_of = buddies(state.job, mesh, members, facts)
-    if state.copies_given_up:
+    if state.given_up.copies:
         buddy_of = {}
     hosts = Counter(one.hostname for one in facts.values())
     own_shards = restore is not None and _same_shards(state, restore, mesh)

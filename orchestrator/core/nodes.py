@@ -18,7 +18,7 @@ from .context import SECOND_NS, StepContext, seconds, stop_timeout_s
 from .events import NodeLost
 from .provisioning import release
 from .rank_assignment import best_size
-from .roster import NodeRecord, PendingNode, Promises
+from .roster import NodeRecord
 from .state import Cause, JobState
 
 MAX_DETAIL = 500
@@ -32,7 +32,7 @@ def usable(state: JobState) -> list[NodeRecord]:
     return [
         node
         for node in state.nodes.values()
-        if node.confirmed and not node.preempting and node.name not in state.cordoned
+        if node.confirmed and not node.preempting and node.name not in state.ledger.cordoned
         and (node.generation == 0 or (state.active and node.name in members))
         and node.facts.slots >= state.job.spec.workers_per_node
     ]  # fmt: skip
@@ -45,7 +45,7 @@ def num_usable(state: JobState) -> int:
     cordoned = sum(
         node.confirmed and not node.preempting
         and node.generation in generations and node.facts.slots >= slots
-        for node in state.nodes.in_order(state.cordoned)
+        for node in state.nodes.in_order(state.ledger.cordoned)
     )  # fmt: skip
     return state.nodes.num_ready(slots, generations) - cordoned
 
@@ -73,15 +73,14 @@ def joined(ctx: StepContext, name: str, fact: NodeJoined) -> Cause | None:
     """Returns why the generation must end: a member comes back without its workers, or the journal
     does not have the generation that nodes run."""
     state = ctx.state
-    if name in state.released_nodes and name not in state.nodes:
-        why = state.released_nodes[name]
+    if name in state.supply.released and name not in state.nodes:
+        why = state.supply.released[name]
         release(ctx, name, "infrastructure", f"{name} was released: {why}")
         return None
     if name not in state.nodes:
         state.num_joined += 1
         state.nodes[name] = NodeRecord(name, fact.facts, state.num_joined)
         provisioning.joined(state, name)
-        state.capacity_denied = False
     node = state.nodes.change(
         name,
         facts=fact.facts,
@@ -179,11 +178,8 @@ def lost(ctx: StepContext, event: NodeLost) -> str:
     state = ctx.state
     node = state.nodes.pop(event.node, None)
     if node is None:
-        if event.node not in state.released_nodes:
-            state.released_nodes[event.node] = f"lost before it joined ({event.cause})"
-            detail = event.detail[:MAX_DETAIL] or event.cause
-            for name in provisioning.ended_early(ctx, event.node, detail):
-                release(ctx, name, "infrastructure", f"{name} ended before it joined")
+        if event.node not in state.supply.released:
+            provisioning.ended_early(ctx, event.node, event.cause, event.detail[:MAX_DETAIL])
         return ""
     detail = event.detail or event.cause
     release(ctx, event.node, "infrastructure", f"lost ({event.cause}): {detail}")
@@ -272,22 +268,9 @@ def controller_started(ctx: StepContext, existing: tuple[str, ...] | None) -> li
         ctx.arm("launch", rejoin_s)
     if state.stop is not None:
         ctx.arm("stop", rejoin_s + stop_timeout_s(state.job) + state.stop.grace_s)
-    return _compare(ctx, existing) if existing is not None else []
-
-
-def _compare(ctx: StepContext, existing: tuple[str, ...]) -> list[NodeLost]:
-    """What the backend has against what the state says. A promise without a name is void: if its
-    node exists, the backend has named it."""
-    state, here = ctx.state, dict.fromkeys(existing)
-    state.pending_nodes = Promises(one for one in state.pending_nodes if one.name in here)
-    for name in here:
-        if name in state.released_nodes:
-            why = state.released_nodes[name]
-            release(ctx, name, "controller-restart", f"{name} was released: {why}")
-        elif name not in state.nodes and state.pending_nodes.named(name) is None:
-            state.pending_nodes.append(PendingNode(name, ctx.now_ns, recovered=True))
-    if state.pending_nodes:
-        ctx.arm_once("expect", state.start_limit_s)
+    if existing is None:
+        return []
+    provisioning.compare(ctx, here := dict.fromkeys(existing))
     detail = "ended while no controller was running"
     return [
         NodeLost(node=name, cause="gone", detail=detail, ago_s=_absence_s(ctx))

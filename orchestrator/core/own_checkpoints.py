@@ -26,7 +26,7 @@ def seen(ctx: StepContext, _node: str, fact: OwnCheckpointSeen) -> None:
         _ignored(ctx, fact)
     if fact.waits:
         return
-    known = state.own_checkpoints
+    known = state.own.written
     before = known.pop(fact.path, None)
     times = max(fact.times, before.times if before is not None else 1)
     if before is None or before.generation != fact.generation:
@@ -39,11 +39,11 @@ def seen(ctx: StepContext, _node: str, fact: OwnCheckpointSeen) -> None:
 def was_read(ctx: StepContext, _node: str, fact: OwnCheckpointRead) -> None:
     """Rank 0 has opened one, or a file in one."""
     state, opened = ctx.state, PurePath(fact.path)
-    state.own_checkpoint_read = fact.generation
-    path = next((str(p) for p in (opened, *opened.parents) if str(p) in state.own_checkpoints), "")
+    state.own.read_in = fact.generation
+    path = next((str(p) for p in (opened, *opened.parents) if str(p) in state.own.written), "")
     if path:
-        one = state.own_checkpoints[path]
-        state.own_checkpoints[path] = replace(one, read_by=fact.generation)
+        one = state.own.written[path]
+        state.own.written[path] = replace(one, read_by=fact.generation)
         if (incident := state.led_to(fact.generation)) is not None:
             incident.decision += f"; it read {path}"
 
@@ -51,7 +51,7 @@ def was_read(ctx: StepContext, _node: str, fact: OwnCheckpointRead) -> None:
 def start_failed(ctx: StepContext) -> bool:
     """This generation ended with an error of the script before it trained: what it read is not
     offered again while an older one exists. Whether it read one, and another one is known."""
-    known, failed = ctx.state.own_checkpoints, False
+    known, failed = ctx.state.own.written, False
     for path, one in known.items():
         if one.read_by == ctx.state.generation:
             known[path], failed = replace(one, failed=True), True
@@ -64,9 +64,9 @@ def _ignored(ctx: StepContext, fact: OwnCheckpointSeen) -> None:
     state = ctx.state
     if not state.active or state.stop is not None or state.hold is not None:
         return
-    if state.own_checkpoint_ignored == fact.generation:
+    if state.own.ignored_in == fact.generation:
         return
-    state.own_checkpoint_ignored = fact.generation
+    state.own.ignored_in = fact.generation
     last = newest(state, fact.generation) or newest(state)
     then = "would write" if fact.waits else "writes"
     over = f"{then} over it" if fact.path == last else f"{then} {fact.path}"
@@ -93,7 +93,7 @@ def training_began(ctx: StepContext) -> None:
     restarted = state.membership is not None and state.membership.restart_count > 0
     seen_to_read = not state.job.spec.entrypoint.program.words
     last = newest(state, state.generation)
-    unread = state.own_checkpoint_read != state.generation
+    unread = state.own.read_in != state.generation
     if restarted and seen_to_read and last and unread and state.may_keep_own_checkpoints:
         ctx.note(f"rank 0 trains, and has not opened a checkpoint such as {last} (yet)")
 
@@ -101,7 +101,7 @@ def training_began(ctx: StepContext) -> None:
 def resumed(ctx: StepContext, *, start_over: bool) -> None:
     """A user has decided about a job that is held."""
     if start_over:
-        ctx.state.own_checkpoints.clear()
+        ctx.state.own.written.clear()
 
 
 def newest(state: JobState, before: int | None = None) -> str:
@@ -109,7 +109,7 @@ def newest(state: JobState, before: int | None = None) -> str:
     no rank was seen to write one. `before`: by generations before this one."""
     known = [
         one
-        for one in reversed(state.own_checkpoints.values())
+        for one in reversed(state.own.written.values())
         if before is None or one.generation < before
     ]
     return next((one.path for one in known if one.times > 1), known[0].path if known else "")

@@ -14,9 +14,9 @@ from .. import limits
 from .actions import Reason, ReasonCode, ReleaseNode, RequestNodes
 from .checkpoints import newest_committed
 from .context import SECOND_NS, StepContext, recovery_of, seconds
-from .events import ActionSucceeded
+from .events import ActionSucceeded, LossCause
 from .rank_assignment import best_size
-from .roster import NodeRecord, PendingNode
+from .roster import NodeRecord, PendingNode, Promises
 from .state import JobState
 
 REQUEST_RETRY_S = 5.0
@@ -49,15 +49,15 @@ def rejoin_s(state: JobState) -> float:
 
 def num_missing(state: JobState) -> int:
     """Nodes that are neither here nor promised, whether or not they are requested right now."""
-    missing = _wanted(state) - _held(state) - len(state.pending_nodes)
+    missing = _wanted(state) - _held(state) - len(state.supply.promised)
     return 0 if _needs_no_nodes(state) else max(0, missing)
 
 
 def why_none_joins(state: JobState) -> str:
     """Added to the reason of a job that waits for nodes; empty: nothing is known."""
-    if not state.failed_starts:
+    if not state.supply.failed_starts:
         return ""
-    name, detail = next(reversed(state.failed_starts.items()))
+    name, detail = next(reversed(state.supply.failed_starts.items()))
     return f"; {name} ended before it joined: {detail}"
 
 
@@ -71,7 +71,7 @@ def _wanted(state: JobState) -> int:
 
 def _held(state: JobState) -> int:
     """Nodes that count towards the wanted size."""
-    cordoned = (name for name in state.cordoned if name in state.nodes)
+    cordoned = (name for name in state.ledger.cordoned if name in state.nodes)
     return len(state.nodes) - len(dict.fromkeys([*state.nodes.leaving, *cordoned]))
 
 
@@ -79,7 +79,7 @@ def _held(state: JobState) -> int:
 def request_missing(ctx: StepContext) -> None:
     """Request what is missing of the wanted size and its spares."""
     state = ctx.state
-    missing = num_missing(state) - (state.expected_nodes - len(state.pending_nodes))
+    missing = num_missing(state) - (state.expected_nodes - len(state.supply.promised))
     if missing <= 0 or "request" in state.timers:
         return
     held, wanted = _held(state), _wanted(state)
@@ -88,28 +88,27 @@ def request_missing(ctx: StepContext) -> None:
         RequestNodes,
         Reason("capacity" if state.num_launches else "submitted", text),
         count=missing,
-        avoid=tuple(state.cordoned),
+        avoid=tuple(state.ledger.cordoned),
     )
 
 
 def request_granted(ctx: StepContext, action: RequestNodes, event: ActionSucceeded) -> None:
     """The backend has promised nodes; it may not be able to name them yet."""
     state = ctx.state
-    state.expected_start_ns = None if event.start_s is None else seconds(event.start_s)
-    state.start_limit_s = event.start_limit_s
+    state.supply.expected_start_ns = None if event.start_s is None else seconds(event.start_s)
+    state.supply.start_limit_s = event.start_limit_s
     names: tuple[str | None, ...] = event.nodes or (None,) * action.count
     for name in names:
-        known = name is not None and (
-            name in state.nodes or name in state.released_nodes or state.pending_nodes.named(name)
-        )
+        here = name in state.nodes or name in state.supply.released
+        known = name is not None and (here or state.supply.promised.named(name))
         if not known:
-            state.pending_nodes.append(PendingNode(name, ctx.now_ns))
-    ctx.arm_once("expect", state.start_limit_s)
+            state.supply.promised.append(PendingNode(name, ctx.now_ns))
+    ctx.arm_once("expect", state.supply.start_limit_s)
 
 
 def request_failed(ctx: StepContext, action: RequestNodes, detail: str) -> None:
     """The backend has no capacity: request again later, and do not wait for nodes meanwhile."""
-    ctx.state.capacity_denied, ctx.state.capacity_detail = True, detail
+    ctx.state.supply.denied, ctx.state.supply.denial = True, detail
     ctx.note(f"a request for {action.count} more nodes was refused: {detail or 'no capacity'}")
     ctx.arm("request", REQUEST_RETRY_S)
 
@@ -122,27 +121,44 @@ def request_unknown(ctx: StepContext) -> None:
 # -- promised nodes ---------------------------------------------------------------------------
 def joined(state: JobState, name: str) -> None:
     """A promised node has joined."""
-    promise = state.pending_nodes.take(name)
+    state.supply.denied = False
+    promise = state.supply.promised.take(name)
     if promise is not None and not promise.recovered:
-        state.start_durations_ns.append(state.now_ns - promise.since_ns)
-        del state.start_durations_ns[:-START_DURATIONS_KEPT]
-    state.num_failed_starts = 0
-    state.failed_starts.clear()
+        state.supply.start_durations_ns.append(state.now_ns - promise.since_ns)
+        del state.supply.start_durations_ns[:-START_DURATIONS_KEPT]
+    state.supply.num_failed_starts = 0
+    state.supply.failed_starts.clear()
 
 
-def ended_early(ctx: StepContext, name: str, detail: str) -> list[str]:
-    """A promised node ended before it joined. Returns the nodes to release now."""
+def ended_early(ctx: StepContext, name: str, cause: LossCause, detail: str) -> None:
+    """A promised node ended before it joined."""
     state = ctx.state
-    state.pending_nodes.take(name)
-    state.failed_starts[name] = detail
+    state.supply.released[name] = f"lost before it joined ({cause})"
+    state.supply.promised.take(name)
+    state.supply.failed_starts[name] = detail or cause
     if "request" not in state.timers:  # otherwise this failure belongs to a pause that runs already
-        state.num_failed_starts += 1
-        doubled = 2.0 ** min(state.num_failed_starts - 1, 30)
+        state.supply.num_failed_starts += 1
+        doubled = 2.0 ** min(state.supply.num_failed_starts - 1, 30)
         ctx.arm("request", min(RETRY_MIN_S * doubled, RETRY_MAX_S))
-    surplus = list(state.failed_starts)[:-FAILED_STARTS_KEPT]
+    surplus = list(state.supply.failed_starts)[:-FAILED_STARTS_KEPT]
     for one in surplus:
-        del state.failed_starts[one]
-    return surplus
+        del state.supply.failed_starts[one]
+        release(ctx, one, "infrastructure", f"{one} ended before it joined")
+
+
+def compare(ctx: StepContext, existing: dict[str, None]) -> None:
+    """Compare what the backend has with what the state says. A promise without a name is void: if
+    its node exists, the backend has named it."""
+    state, supply = ctx.state, ctx.state.supply
+    supply.promised = Promises(one for one in supply.promised if one.name in existing)
+    for name in existing:
+        if name in supply.released:
+            why = supply.released[name]
+            release(ctx, name, "controller-restart", f"{name} was released: {why}")
+        elif name not in state.nodes and supply.promised.named(name) is None:
+            supply.promised.append(PendingNode(name, ctx.now_ns, recovered=True))
+    if supply.promised:
+        ctx.arm_once("expect", supply.start_limit_s)
 
 
 def recall_promised(ctx: StepContext) -> None:
@@ -151,12 +167,12 @@ def recall_promised(ctx: StepContext) -> None:
     state = ctx.state
     no_nodes = _needs_no_nodes(state)
     wanted = 0 if no_nodes else _wanted(state)
-    surplus = len(state.pending_nodes) + _held(state) - wanted
+    surplus = len(state.supply.promised) + _held(state) - wanted
     why = "the job needs no nodes" if no_nodes else f"only {wanted} nodes are wanted now"
     code: ReasonCode = "suspend" if no_nodes else "resize"
-    named = (one.name for one in reversed(state.pending_nodes) if one.name is not None)
+    named = (one.name for one in reversed(state.supply.promised) if one.name is not None)
     for name in list(islice(named, max(0, surplus))):
-        state.pending_nodes.take(name)
+        state.supply.promised.take(name)
         release(ctx, name, code, f"{name} has not joined, and {why}")
 
 
@@ -164,16 +180,16 @@ def expectation_expired(ctx: StepContext) -> None:
     """Release promised nodes that did not join in time; then they are requested again."""
     state = ctx.state
     ctx.disarm("expect")
-    limit = seconds(state.start_limit_s)
-    for promise in list(state.pending_nodes):
+    limit = seconds(state.supply.start_limit_s)
+    for promise in list(state.supply.promised):
         if ctx.now_ns - promise.since_ns < limit:
             continue
-        state.pending_nodes.take(promise.name)
-        text = f"{promise.name or 'a node'} did not join within {state.start_limit_s:g} s"
+        state.supply.promised.take(promise.name)
+        text = f"{promise.name or 'a node'} did not join within {state.supply.start_limit_s:g} s"
         ctx.note(text)
         release(ctx, promise.name, "capacity", text)
-    if state.pending_nodes:
-        state.timers["expect"] = min(one.since_ns for one in state.pending_nodes) + limit
+    if state.supply.promised:
+        state.timers["expect"] = min(one.since_ns for one in state.supply.promised) + limit
 
 
 def may_wait(ctx: StepContext) -> bool:
@@ -193,8 +209,8 @@ def worth_a_wait(ctx: StepContext) -> bool:
     # A node that is long overdue (an unschedulable pod, for example) is not expected in time.
     return any(
         one.since_ns + min(known) <= state.timers["replacement"]
-        and ctx.now_ns <= one.since_ns + max([*known, *state.start_durations_ns]) + wait_ns
-        for one in state.pending_nodes
+        and ctx.now_ns <= one.since_ns + max([*known, *state.supply.start_durations_ns]) + wait_ns
+        for one in state.supply.promised
     )
 
 
@@ -208,8 +224,8 @@ def why_no_wait(ctx: StepContext) -> str:
 
 def _start_times(state: JobState) -> list[int]:
     """How long nodes take to start, in nanoseconds."""
-    expected = state.expected_start_ns
-    return state.start_durations_ns if expected is None else [expected]
+    expected = state.supply.expected_start_ns
+    return state.supply.start_durations_ns if expected is None else [expected]
 
 
 # -- releasing --------------------------------------------------------------------------------
@@ -218,7 +234,7 @@ def release(ctx: StepContext, name: str | None, code: ReasonCode, text: str) -> 
     if name is None:
         return
     ctx.state.nodes.pop(name, None)
-    ctx.state.released_nodes.setdefault(name, text)
+    ctx.state.supply.released.setdefault(name, text)
     if name not in ctx.state.inflight.releases:
         ctx.emit(ReleaseNode, Reason(code, text), node=name)
 
@@ -226,14 +242,14 @@ def release(ctx: StepContext, name: str | None, code: ReasonCode, text: str) -> 
 def release_failed(ctx: StepContext, action: ReleaseNode, detail: str) -> None:
     """The node may still exist: try again until it is gone."""
     ctx.note(f"{action.node} was not released ({detail}); trying again")
-    ctx.state.release_pending[action.node] = action.reason.text
+    ctx.state.supply.unreleased[action.node] = action.reason.text
     ctx.arm_once("release", RELEASE_RETRY_S)
 
 
 def retry_releases(ctx: StepContext) -> None:
     ctx.disarm("release")
-    for name in list(ctx.state.release_pending):
-        release(ctx, name, "infrastructure", ctx.state.release_pending.pop(name))
+    for name in list(ctx.state.supply.unreleased):
+        release(ctx, name, "infrastructure", ctx.state.supply.unreleased.pop(name))
 
 
 def release_surplus(ctx: StepContext) -> None:
@@ -244,11 +260,11 @@ def release_surplus(ctx: StepContext) -> None:
             release(ctx, name, "suspend", "the job is suspended")
         return
     settled = _settled(state)
-    for node in state.nodes.in_order([*state.nodes.leaving, *state.cordoned]):
+    for node in state.nodes.in_order([*state.nodes.leaving, *state.ledger.cordoned]):
         if not _idle(state, node) or (not settled and _holds_restore_point(state, node)):
             continue
-        if node.name in state.cordoned:
-            release(ctx, node.name, "bad-node", state.cordoned[node.name])
+        if node.name in state.ledger.cordoned:
+            release(ctx, node.name, "bad-node", state.ledger.cordoned[node.name])
         elif node.preempting:
             release(ctx, node.name, "preemption", f"{node.name} will be preempted and is idle")
     # The next generation may start from the memory of idle nodes: never before its first step.

@@ -22,6 +22,7 @@ from .context import (
     stop_timeout_s,
 )
 from .events import (
+    FaultInjected,
     HangSuspected,
     HangSuspicionEnded,
     HeartbeatsLost,
@@ -253,6 +254,10 @@ def suspicion_ended(ctx: StepContext, event: HangSuspicionEnded) -> None:
     _show_over(ctx, f"progress after {event.seconds:.1f} s without any")
 
 
+def fault_injected(ctx: StepContext, event: FaultInjected) -> None:
+    ctx.state.ledger.injected_faults[event.node] = ctx.now_ns
+
+
 def remarked(ctx: StepContext, node: str, fact: NodeRemarked) -> None:
     show = _show if fact.shown else StepContext.note
     show(ctx, f"{node}: {fact.text}")
@@ -360,6 +365,11 @@ def _kept_stacks(stacks: list[Stack], suspects: tuple[int, ...]) -> dict[int, st
     return {stack.rank: stack.text for stack in stacks if stack.rank in kept}
 
 
+def forget_places(state: JobState) -> None:
+    """New code may fail elsewhere, or not at all."""
+    state.ledger.failed_at.clear()
+
+
 def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> Reason | None:
     state = ctx.state
     failure = attribute(
@@ -395,7 +405,7 @@ def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> Rea
     if _waits_for_store(ctx, failure):
         incident.rule = STORE_UNREADABLE
         return None
-    injected = state.injected_faults.pop(failure.culprit_node, None)
+    injected = state.ledger.injected_faults.pop(failure.culprit_node, None)
     if injected is not None and ctx.now_ns - injected <= seconds(INJECTION_WINDOW_S):
         incident.fault_injected = True
         return None
@@ -471,16 +481,16 @@ def _strike(ctx: StepContext, failure: Failure) -> None:
     if failure.rule in NOT_THE_NODE:
         return
     window = seconds(state.job.spec.recovery.budgets.infrastructure.window_s)
-    recent = [at for at in state.strikes.get(node, []) if ctx.now_ns - at < window]
+    recent = [at for at in state.ledger.strikes.get(node, []) if ctx.now_ns - at < window]
     recent.append(ctx.now_ns)
-    state.strikes[node] = recent
+    state.ledger.strikes[node] = recent
     hopeless = failure.rule in NO_SECOND_CHANCE
     enough = hopeless or len(recent) >= state.job.spec.recovery.bad_node_strikes
     if enough and node in state.nodes:
         count = f"{len(recent)} incident{'s' if len(recent) != 1 else ''}"
         why = f"cannot be used: {failure.title}" if hopeless else f"caused {count}"
-        state.cordoned[node] = f"{node} {why}"
-        ctx.note(state.cordoned[node])
+        state.ledger.cordoned[node] = f"{node} {why}"
+        ctx.note(state.ledger.cordoned[node])
         ctx.arm_once("replacement", state.job.spec.recovery.replacement_wait_s)
 
 
@@ -538,12 +548,12 @@ def _same_mistake(ctx: StepContext, failure: Failure) -> Reason | None:
         return None
     window = seconds(budget_of(state, failure.failure_class).window_s)
     raised = failure.rule in ("user-exception", "out-of-memory")
-    before = state.failed_at.pop(key, [])
+    before = state.ledger.failed_at.pop(key, [])
     recent = [(node, at) for node, at in before if raised or ctx.now_ns - at < window]
     recent.append((failure.culprit_node, ctx.now_ns))
-    state.failed_at[key] = recent
-    while len(state.failed_at) > MAX_PLACES:
-        del state.failed_at[next(iter(state.failed_at))]
+    state.ledger.failed_at[key] = recent
+    while len(state.ledger.failed_at) > MAX_PLACES:
+        del state.ledger.failed_at[next(iter(state.ledger.failed_at))]
     machines = dict.fromkeys(node for node, _at in recent)
     if len(machines if failure.rule == "native-crash" else recent) < REPEATS[failure.rule]:
         return None
@@ -568,8 +578,8 @@ def _charge(ctx: StepContext, incident: IncidentRecord) -> Reason | None:
     assert failure_class is not None
     budget = budget_of(state, failure_class)
     window = seconds(budget.window_s)
-    recent = [at for at in state.charges.get(failure_class, []) if ctx.now_ns - at < window]
-    state.charges[failure_class] = recent
+    recent = [at for at in state.ledger.charges.get(failure_class, []) if ctx.now_ns - at < window]
+    state.ledger.charges[failure_class] = recent
     if len(recent) >= budget.restarts:
         return Reason(
             "budget",
@@ -577,5 +587,5 @@ def _charge(ctx: StepContext, incident: IncidentRecord) -> Reason | None:
             f"the last {budget.window_s:g} s, {budget.restarts} allowed",
         )
     recent.append(ctx.now_ns)
-    state.restarts[failure_class] = state.restarts.get(failure_class, 0) + 1
+    state.ledger.restarts[failure_class] = state.ledger.restarts.get(failure_class, 0) + 1
     return None

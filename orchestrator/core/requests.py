@@ -74,7 +74,7 @@ def again(ctx: StepContext, event: AgainRequested) -> None:
         spec = state.job.spec.model_copy(update={"code": event.code or None})
         state.job = state.job.model_copy(update={"spec": spec})
     state.new_code = True
-    state.failed_at.clear()
+    recovery.forget_places(state)
     state.sizes.failed.clear()
     state.sizes.refused.clear()
     ctx.note(_requested("new code", event.by))
@@ -213,7 +213,7 @@ def _replace_leaving_nodes(
     on with them, but only as long as that is safe."""
     state = ctx.state
     ctx.arm_once("preempt", _patience_s(ctx, leaving))
-    hopeless = possible > 0 and state.capacity_denied and not state.expected_nodes
+    hopeless = possible > 0 and state.supply.denied and not state.expected_nodes
     begun = state.quiesce is not None
     if possible >= wanted or hopeless or begun or ctx.due("preempt"):
         names = ", ".join(node.name for node in leaving)

@@ -60,7 +60,7 @@ def is_auto(checkpoint: Checkpoint) -> bool:
 
 def at_launch(state: JobState) -> int:
     """The interval for LaunchGroup: 0 where the spec has the number."""
-    chosen = state.staging_interval
+    chosen = state.staging.interval
     differs = is_auto(state.job.spec.checkpoint) or (chosen is not None and chosen.for_storage)
     return state.stage_every_steps if differs else 0
 
@@ -100,22 +100,22 @@ def consider(ctx: StepContext, event: StepCompleted) -> None:
     state, checkpoint = ctx.state, ctx.state.job.spec.checkpoint
     steady = state.stop is None and state.quiesce is None and not quiesce.pace_left_s(state)
     if steady and state.stages_for_storage_only:
-        if state.staging_interval is None or not state.staging_interval.for_storage:
+        if state.staging.interval is None or not state.staging.interval.for_storage:
             _stage_for_storage(state, ctx.now_ns, quiesce.step_ahead(state))
         return
     if not is_auto(checkpoint) or event.staging_s <= 0 or event.step_s <= 0 or not steady:
         return
-    chosen = state.staging_interval
+    chosen = state.staging.interval
     every = state.stage_every_steps
     if chosen is not None and state.step < chosen.judged_from:
         return
     number = (state.step + 1) // every  # the report has the last staging, not one of this step
-    if not state.staging_samples or state.staging_samples[-1].number != number:
+    if not state.staging.samples or state.staging.samples[-1].number != number:
         sample = StagingSample(number, event.stall_s, event.copy_s, event.staging_s)
-        state.staging_samples = [*state.staging_samples, sample][-SAMPLES:]
-    if len(state.staging_samples) < SAMPLES:
+        state.staging.samples = [*state.staging.samples, sample][-SAMPLES:]
+    if len(state.staging.samples) < SAMPLES:
         return
-    costs, most = measured(event, state.staging_samples, every), longest(checkpoint)
+    costs, most = measured(event, state.staging.samples, every), longest(checkpoint)
     best = wanted(costs, checkpoint.memory.budget_percent, most)
     waited_s = (ctx.now_ns - chosen.chosen_ns) / SECOND_NS if chosen is not None else LOWER_AFTER_S
     longer = best > RAISE * every
@@ -128,7 +128,7 @@ def consider(ctx: StepContext, event: StepCompleted) -> None:
 def _stage_for_storage(state: JobState, now_ns: int, since_step: int) -> None:
     every = longest(state.job.spec.checkpoint)
     reason = Reason("checkpoint", f"every {every} steps, for storage only: see host memory")
-    state.staging_interval = StagingInterval(
+    state.staging.interval = StagingInterval(
         every_steps=every,
         since_step=since_step,
         judged_from=since_step,
@@ -142,7 +142,7 @@ def _choose(ctx: StepContext, every: int, costs: Costs, changes: bool) -> None:
     state = ctx.state
     begin = quiesce.step_ahead(state) if changes else state.step
     text = _sentence(every, costs, state.job.spec.checkpoint)
-    state.staging_interval = StagingInterval(
+    state.staging.interval = StagingInterval(
         every_steps=every,
         since_step=begin if changes else 0,
         judged_from=begin + max(every, SETTLED_STEPS),
@@ -150,7 +150,7 @@ def _choose(ctx: StepContext, every: int, costs: Costs, changes: bool) -> None:
         reason=Reason("checkpoint", text),
     )
     if changes:
-        state.staging_samples = []
+        state.staging.samples = []
         ctx.note(f"from step {begin} on, the memory tier stages {text}")
 
 
@@ -169,23 +169,23 @@ def _sentence(every: int, costs: Costs, checkpoint: Checkpoint) -> str:
 
 def begin_generation(state: JobState) -> None:
     """Its workers begin with the interval of the last one, which is judged again."""
-    state.staging_samples = []
+    state.staging.samples = []
     if state.stages_for_storage_only:
         _stage_for_storage(state, state.now_ns, 0)
         return
-    if state.staging_interval is not None and state.staging_interval.for_storage:
-        state.staging_interval = None
-    if state.staging_interval is not None:
+    if state.staging.interval is not None and state.staging.interval.for_storage:
+        state.staging.interval = None
+    if state.staging.interval is not None:
         begin = state.step + 1
-        judged = begin + max(state.staging_interval.every_steps, SETTLED_STEPS)
-        state.staging_interval = msgspec.structs.replace(
-            state.staging_interval, since_step=0, judged_from=judged
+        judged = begin + max(state.staging.interval.every_steps, SETTLED_STEPS)
+        state.staging.interval = msgspec.structs.replace(
+            state.staging.interval, since_step=0, judged_from=judged
         )
 
 
 def orders(state: JobState, node: str, beat: Heartbeat) -> list[ToNode]:
     """To a member whose heartbeat shows another interval than the chosen one."""
-    chosen = state.staging_interval
+    chosen = state.staging.interval
     if chosen is None or state.stop is not None:
         return []
     if beat.generation != state.generation or not state.is_member(node):
@@ -208,7 +208,7 @@ def describe(state: JobState) -> str:
     checkpoint = state.job.spec.checkpoint
     if not checkpoint.memory.every_steps or state.counted_by in SCRIPT_SOURCES:
         return ""
-    chosen = state.staging_interval
+    chosen = state.staging.interval
     if not is_auto(checkpoint) and not (chosen and chosen.for_storage):
         number = checkpoint.staging_interval
         often = f"every {number} steps" if number > 1 else "every step"

@@ -278,6 +278,74 @@ class Hold(Struct, frozen=True):
     """The script can use its own checkpoints, and has begun at step 0 all the same."""
 
 
+class Supply(Struct):
+    """Nodes that are promised or given back; provisioning.py writes it."""
+
+    promised: Promises = field(default_factory=Promises)
+    released: dict[str, str] = {}
+    """Nodes that were lost or released -> why. Names are never used again."""
+    unreleased: dict[str, str] = {}
+    """Nodes whose release failed and is tried again -> why they were released."""
+    start_durations_ns: list[int] = []
+    """Times from promise to join of the last nodes that joined."""
+    expected_start_ns: int | None = None
+    """How long a node takes to start, as the backend last said."""
+    start_limit_s: float = limits.NODE_WAIT_S
+    """After which a promised node is released, as the backend last said."""
+    failed_starts: dict[str, str] = {}
+    """The last nodes that ended before they joined -> how; empty when one has joined since."""
+    num_failed_starts: int = 0
+    """How often in a row."""
+    denied: bool = False
+    """The last request for nodes was refused."""
+    denial: str = ""
+    """Why, as the backend said; may be empty."""
+
+
+class Staging(Struct):
+    """What the memory tier stages; staging_interval.py writes it."""
+
+    interval: StagingInterval | None = None
+    """The interval of checkpoint.memory.everySteps: auto, once stagings were measured."""
+    samples: list[StagingSample] = []
+    """The last stagings in this interval."""
+
+
+class GivenUp(Struct):
+    """What the running generation does without, for lack of memory; host_memory.py writes it."""
+
+    copies: bool = False
+    """A member has no memory for buddy copies, so none are made."""
+    memory_tier: bool = False
+    """A member has memory for one buffer per worker, or for none."""
+
+
+class OwnCheckpoints(Struct):
+    """Checkpoints that the script writes by itself; own_checkpoints.py writes it."""
+
+    written: dict[str, OwnCheckpoint] = {}
+    """Path -> what was written there; the last one last."""
+    read_in: int = 0
+    """The last generation in which rank 0 read one of them."""
+    ignored_in: int = 0
+    """The last generation that is known to have begun at step 0 although there were some."""
+
+
+class Ledger(Struct):
+    """What failures have cost, and who is blamed; recovery.py writes it."""
+
+    charges: dict[FailureClass, list[int]] = {}
+    """Restarts charged to the restart budgets, by class -> when."""
+    restarts: dict[FailureClass, int] = {}
+    """Restarts charged since the submission, by class."""
+    failed_at: dict[Place, list[tuple[str, int]]] = {}
+    """Where failures happened -> (culprit node, when) of each."""
+    strikes: dict[str, list[int]] = {}
+    cordoned: dict[str, str] = {}
+    injected_faults: dict[str, int] = {}
+    """Node -> when `holdfast chaos` injected a fault there."""
+
+
 class JobState(Struct):
     """The state of one job. `members` is the node order of the current generation: the index of a
     node is its node rank."""
@@ -315,27 +383,7 @@ class JobState(Struct):
     """Name -> when it is due."""
 
     nodes: Roster = field(default_factory=Roster)
-    released_nodes: dict[str, str] = {}
-    """Nodes that were lost or released -> why. Names are never used again."""
-    release_pending: dict[str, str] = {}
-    """Nodes whose release failed and is tried again -> why they were released."""
-    pending_nodes: Promises = field(default_factory=Promises)
-    start_durations_ns: list[int] = []
-    """Times from promise to join of the last nodes that joined."""
-    expected_start_ns: int | None = None
-    """How long a node takes to start, as the backend last said."""
-    start_limit_s: float = limits.NODE_WAIT_S
-    """After which a promised node is released, as the backend last said."""
-    failed_starts: dict[str, str] = {}
-    """The last nodes that ended before they joined -> how; empty when one has joined since."""
-    num_failed_starts: int = 0
-    """How often in a row."""
-    capacity_denied: bool = False
-    """The last request for nodes was refused."""
-    capacity_detail: str = ""
-    """Why, as the backend said; may be empty."""
-    strikes: dict[str, list[int]] = field(default_factory=dict)
-    cordoned: dict[str, str] = field(default_factory=dict)
+    supply: Supply = field(default_factory=Supply)
     num_joined: int = 0
 
     generation: int = 0
@@ -372,33 +420,14 @@ class JobState(Struct):
     """Its intent is then "suspend"."""
     num_store_failures: int = 0
     """Generations in a row that could not read the store."""
-    staging_interval: StagingInterval | None = None
-    """The interval of checkpoint.memory.everySteps: auto, once stagings were measured."""
-    staging_samples: list[StagingSample] = field(default_factory=list)
-    """The last stagings in this interval."""
-    copies_given_up: bool = False
-    """True in the running generation if a member has no memory for buddy copies, so none are
-    made."""
-    memory_tier_given_up: bool = False
-    """A member has memory for one buffer per worker, or for none."""
+    staging: Staging = field(default_factory=Staging)
+    given_up: GivenUp = field(default_factory=GivenUp)
 
-    charges: dict[FailureClass, list[int]] = field(default_factory=dict)
-    """Restarts charged to the restart budgets, by class -> when."""
-    restarts: dict[FailureClass, int] = field(default_factory=dict)
-    """Restarts charged since the submission, by class."""
-    failed_at: dict[Place, list[tuple[str, int]]] = field(default_factory=dict)
-    """Where failures happened -> (culprit node, when) of each."""
+    ledger: Ledger = field(default_factory=Ledger)
     sizes: Sizes = field(default_factory=Sizes)
     """What was learned of the world sizes that a script can have."""
-    injected_faults: dict[str, int] = {}
-    """Node -> when `holdfast chaos` injected a fault there."""
     catalog: CheckpointCatalog = field(default_factory=CheckpointCatalog)
-    own_checkpoints: dict[str, OwnCheckpoint] = field(default_factory=dict)
-    """Path -> what the script wrote there by itself; the last one last."""
-    own_checkpoint_read: int = 0
-    """The last generation in which rank 0 read one of them."""
-    own_checkpoint_ignored: int = 0
-    """The last generation that is known to have begun at step 0 although there were some."""
+    own: OwnCheckpoints = field(default_factory=OwnCheckpoints)
     meshes: dict[int, Mesh] = field(default_factory=dict)
     """Mesh of recent generations."""
     incidents: list[IncidentRecord] = field(default_factory=list)
@@ -416,7 +445,7 @@ class JobState(Struct):
     @property
     def expected_nodes(self) -> int:
         """Requested and not yet joined."""
-        return self.inflight.num_requested + len(self.pending_nodes)
+        return self.inflight.num_requested + len(self.supply.promised)
 
     @property
     def terminal(self) -> bool:
@@ -461,7 +490,7 @@ class JobState(Struct):
     def stage_every_steps(self) -> int:
         """Every how many steps the running generation stages, or will once a change is effective.
         Without a memory tier: for storage."""
-        checkpoint, chosen = self.job.spec.checkpoint, self.staging_interval
+        checkpoint, chosen = self.job.spec.checkpoint, self.staging.interval
         if chosen and (checkpoint.memory.every_steps == "auto" or chosen.for_storage):
             return chosen.every_steps
         return checkpoint.staging_interval
@@ -472,7 +501,7 @@ class JobState(Struct):
         storage.everySeconds those are not known beforehand."""
         checkpoint = self.job.spec.checkpoint
         by_step = bool(checkpoint.memory.every_steps) and checkpoint.storage.every_s is None
-        return self.memory_tier_given_up and by_step
+        return self.given_up.memory_tier and by_step
 
     def is_member(self, name: str) -> bool:
         """A node of the current generation, whose workers may run."""
@@ -490,12 +519,7 @@ class JobState(Struct):
 
 
 PURPOSE_CODE: dict[Purpose, ReasonCode] = {
-    "failure": "infrastructure",
-    "resize": "resize",
-    "new-code": "new-code",
-    "preemption": "preemption",
-    "suspend": "suspend",
-    "cancel": "cancel",
-    "deadline": "deadline",
+    "failure": "infrastructure", "resize": "resize", "new-code": "new-code",
+    "preemption": "preemption", "suspend": "suspend", "cancel": "cancel", "deadline": "deadline",
     "finish": "finish",
-}
+}  # fmt: skip

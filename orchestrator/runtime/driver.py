@@ -10,10 +10,9 @@ from collections.abc import Callable
 
 from ..core.actions import AnyAction, ToNode
 from ..core.context import SECOND_NS
-from ..core.events import AnyEvent, JobSubmitted
+from ..core.events import AnyEvent
 from ..core.journal import Journal
 from ..core.state import JobState
-from ..protocol.facts import ShardFile
 from .clock import Clock
 from .job_loop import JobLoop, Ready
 
@@ -50,17 +49,6 @@ class Driver:
     def state(self) -> JobState:
         """Read-only. AssertionError before JobSubmitted."""
         return self.loop.state
-
-    def start(
-        self,
-        submission: JobSubmitted,
-        committed: tuple[ShardFile, ...],
-        nodes: tuple[str, ...] | None,
-        *,
-        listed: bool,
-    ) -> int:
-        """The same as JobLoop.start."""
-        return self.loop.start(self._clock.now_ns(), submission, committed, nodes, listed=listed)
 
     def submit(self, event: AnyEvent) -> None:
         """Queue an event."""

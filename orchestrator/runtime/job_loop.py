@@ -188,7 +188,7 @@ class JobLoop:
         return self.controller.state.phase if self.controller.submitted else None
 
     def _interval(self) -> StagingInterval | None:
-        return self.controller.state.staging_interval if self.controller.submitted else None
+        return self.controller.state.staging.interval if self.controller.submitted else None
 
     def _absorb(
         self, at_ns: int, first: AnyEvent, records: list[Record], actions: list[AnyAction]

@@ -212,7 +212,7 @@ class JobRuntime:
             submit,
             self._timing.storage_settle_s,
             lambda generation: launch_incidents(loop.state, generation),
-            lambda: tuple(loop.state.own_checkpoints.values()),
+            lambda: tuple(loop.state.own.written.values()),
         )
         inquiries, send_code = Inquiries(self.links), self._code_sender.requested
         self._gateway = AgentGateway(
@@ -237,7 +237,8 @@ class JobRuntime:
             adopted = await self._adopt_written(loop.state.generation)
         files = _files([*(self._manifests or []), *adopted])
         listed, self._manifests = self._manifests is not None, None
-        incarnation = self.driver.start(self._submission, files, existing, listed=listed)
+        now_ns = self._clock.now_ns()
+        incarnation = loop.start(now_ns, self._submission, files, existing, listed=listed)
         self.log.info("controller %d starts, %d events replayed", incarnation, num_records)
         # Agents may only connect to a core that knows its job.
         await self.driver.turn(self._executor.carry_out)

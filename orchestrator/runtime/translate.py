@@ -6,6 +6,7 @@ Pure; the agent gateway, the executor and the simulation use it.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import msgspec
 
@@ -57,8 +58,8 @@ def refusal(state: JobState, node: str, lost: Collection[str] = ()) -> str:
         return f"the job has {state.phase}"
     if node in lost:
         return f"{node} was lost"
-    if node in state.released_nodes:
-        return f"{node} was given up: {state.released_nodes[node]}"
+    if node in state.supply.released:
+        return f"{node} was given up: {state.supply.released[node]}"
     return ""
 
 
@@ -91,38 +92,25 @@ def to_message(
             membership = msgspec.structs.replace(
                 membership, incidents=incidents, own_checkpoints=own_checkpoints
             )
-            return wire.LaunchWorkers(
-                action_id=action.action_id,
+            return _message(
+                wire.LaunchWorkers,
+                action,
                 membership=membership,
-                node_rank=action.node_rank,
-                seats=action.seats,
                 buddy=action.buddy if buddy else "",
                 buddy_address=buddy.address if buddy else "",
                 buddy_port=buddy.data_port if buddy else 0,
-                persist_every_steps=action.persist_every_steps,
-                stage_every_steps=action.stage_every_steps,
-                code=action.code,
-                nodes_on_machine=action.nodes_on_machine,
             )
         case StopGroup():
-            return wire.StopWorkers(
-                action_id=action.action_id,
-                generation=action.generation,
-                grace_s=action.grace_s,
-                stacks=action.stacks,
-                save_grace_s=action.save_grace_s,
-                after_step=action.after_step,
-            )
+            return _message(wire.StopWorkers, action)
         case StageStep():
-            return wire.Stage(
-                action_id=action.action_id,
-                generation=action.generation,
-                step=action.step,
-                hold=True,
-            )
+            return _message(wire.Stage, action, hold=True)
         case InspectGroup():
-            return wire.Inspect(generation=action.generation)
+            return _message(wire.Inspect, action)
         case PersistStep():
-            return wire.Persist(
-                action_id=action.action_id, generation=action.generation, step=action.step
-            )
+            return _message(wire.Persist, action)
+
+
+def _message(kind: type[wire.Message], action: msgspec.Struct, **more: Any) -> wire.Message:
+    """A message with the fields of its action."""
+    common = [name for name in kind.__struct_fields__ if hasattr(action, name)]
+    return kind(**{name: getattr(action, name) for name in common} | more)

@@ -358,7 +358,7 @@ class Host:
             return
         buddy = self.links.get(action.buddy) if isinstance(action, a.LaunchGroup) else None
         self._awaited.sent(action)
-        written = tuple(self.state.own_checkpoints.values())
+        written = tuple(self.state.own.written.values())
         facts = buddy.node.facts if buddy else None
         link.to_agent(translate.to_message(action, facts, own_checkpoints=written))
 

@@ -155,7 +155,7 @@ class Oracle:
             self._resized_since_s = self._resized_since_s or self.world.time_s
             soon = self.world.time_s - self._resized_since_s < RESIZED_S
             self.require(soon, f"{members} nodes train, not {nodes.min} to {nodes.max}")
-        cordoned = [name for name in self.world.backend_nodes() if name in state.cordoned]
+        cordoned = [name for name in self.world.backend_nodes() if name in state.ledger.cordoned]
         room = self.world.capacity - len(cordoned) >= nodes.max + (nodes.spares or 0)
         # A requested node that lost power is awaited as long as one that starts slowly.
         if members == nodes.max or not room or self.world.hidden:
@@ -168,11 +168,10 @@ class Oracle:
 
     def _spares(self, state: JobState) -> None:
         """Spares that were used are replaced."""
-        stay = [
-            n for n in state.nodes.values() if not n.preempting and n.name not in state.cordoned
-        ]
+        cordoned = state.ledger.cordoned
+        stay = [n for n in state.nodes.values() if not n.preempting and n.name not in cordoned]
         wanted = state.job.spec.nodes.max + (state.job.spec.nodes.spares or 0)
-        room = self.world.capacity - len(state.cordoned) >= wanted and not self.world.hidden
+        room = self.world.capacity - len(cordoned) >= wanted and not self.world.hidden
         trains = state.active and state.phase == "running" and state.stop is None
         if len(stay) >= wanted or not room or not trains:
             self._few_since_s = None
@@ -184,7 +183,8 @@ class Oracle:
 
     def _request(self, state: JobState, action: a.RequestNodes) -> None:
         """A request that failed, or whose answer was lost, is repeated for what is missing only."""
-        gone = {*state.nodes.leaving, *state.cordoned, *state.released_nodes, *self.world.leaving}
+        gone = {*state.nodes.leaving, *state.ledger.cordoned, *state.supply.released}
+        gone |= {*self.world.leaving}
         nodes = [n.name for n in self.world.nodes.values() if n.alive and n.name not in gone]
         wanted = state.target_nodes + state.job.spec.nodes.spares
         text = f"{action.count} nodes are requested beside {nodes}; {wanted} are wanted"
@@ -207,7 +207,7 @@ class Oracle:
         after fewer."""
         recovery = state.job.spec.recovery
         since_ns = state.now_ns - round(recovery.budgets.infrastructure.window_s * SECOND_NS)
-        for name in [name for name in state.cordoned if name not in self._cordoned]:
+        for name in [name for name in state.ledger.cordoned if name not in self._cordoned]:
             self._cordoned[name] = None
             blamed = [
                 i.number
@@ -341,13 +341,13 @@ class Oracle:
         if not state.new_code:
             self.waits_for_code = None
         self._judged = _judged(state)
-        self._charged = sum(state.restarts.values())
+        self._charged = sum(state.ledger.restarts.values())
         self._uncharged &= self._judged
 
     def _budgets(self, state: JobState) -> None:
         """Every incident with a failure class costs one restart, except where no restart follows:
         the job fails, or the user has requested that it is suspended or cancelled."""
-        judged, charged = _judged(state), sum(state.restarts.values())
+        judged, charged = _judged(state), sum(state.ledger.restarts.values())
         new = judged - self._judged
         if charged - self._charged < len(new):
             ends = state.outcome == "failed" or state.intent != "run"

@@ -68,7 +68,7 @@ def test_a_job_fails_with_the_first_restart_that_its_budget_does_not_have(seed: 
     assert state.phase == "failed" and state.reason.code == "budget"
     assert "3 restarts in the last 10000 s, 3 allowed" in state.reason.text
     classes = [i.failure_class for i in state.incidents if i.failure_class]
-    assert classes == ["infrastructure"] * 4 and state.restarts == {"infrastructure": 3}
+    assert classes == ["infrastructure"] * 4 and state.ledger.restarts == {"infrastructure": 3}
     newest = max(files[0].step for _mesh, files in world.storage.manifests.values())
     assert newest >= state.incidents[-1].step_before, "the finished steps are kept"
 
@@ -80,7 +80,7 @@ def test_restarts_older_than_the_window_are_not_counted(seed: int) -> None:
     kill_when_training(world, WINDOW_S + 1.0, any_rank)
     VirtualTime.run(world, BOUND_S, lambda: ended(world))
     state = world.host.state
-    assert state.phase == "succeeded" and state.restarts["infrastructure"] >= 2
+    assert state.phase == "succeeded" and state.ledger.restarts["infrastructure"] >= 2
     times = [i.at_ns for i in state.incidents if i.failure_class]
     assert all(b - a > WINDOW_S * SECOND_NS for a, b in pairwise(times))
 
@@ -100,8 +100,8 @@ def test_a_machine_that_fails_again_and_again_gets_no_ranks(seed: int) -> None:
     kill_when_training(world, 1.0, of_one_node)
     VirtualTime.run(world, BOUND_S, lambda: ended(world))
     state = world.host.state
-    assert state.phase == "succeeded" and list(state.cordoned) == bad
+    assert state.phase == "succeeded" and list(state.ledger.cordoned) == bad
     blamed = [i for i in state.incidents if i.culprit_node == bad[0]]
-    assert len(blamed) == 3 and list(state.strikes) == bad
+    assert len(blamed) == 3 and list(state.ledger.strikes) == bad
     last = max(generation for generation, name in world.oracle._seats if name == bad[0])
     assert last == blamed[-1].generation_before

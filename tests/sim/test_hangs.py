@@ -47,7 +47,7 @@ def hangs(world: World) -> list[tuple[float, e.HangDetected]]:
 def require_no_restart(world: World) -> None:
     state = world.host.state
     assert [i.title for i in state.incidents if i.purpose == "failure"] == []
-    assert not hangs(world) and state.restarts.get("hang", 0) == 0
+    assert not hangs(world) and state.ledger.restarts.get("hang", 0) == 0
     assert any(isinstance(event, e.HangSuspected) for event in events(world))
     assert any(isinstance(event, e.HangSuspicionEnded) for event in events(world))
 

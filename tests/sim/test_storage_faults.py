@@ -36,7 +36,7 @@ def test_a_store_that_is_away_for_15_s_charges_no_restart(seed: int) -> None:
     state = play(seed, faults=faults).host.state
     unreadable = [one for one in state.incidents if one.rule == "store-unreadable"]
     lost = [one for one in state.incidents if one.rule in ("node-lost", "lost-first")]
-    assert state.phase == "succeeded" and len(lost) == state.restarts["infrastructure"]
+    assert state.phase == "succeeded" and len(lost) == state.ledger.restarts["infrastructure"]
     assert len(unreadable) <= 8, "it waits longer and longer"
 
 
@@ -46,7 +46,7 @@ def test_without_the_newest_manifest_the_checkpoint_before_is_restored(seed: int
         _lose_all(world, World.lose_manifest)
 
     state = play(seed, faults=faults).host.state
-    assert state.phase == "succeeded" and state.restarts["infrastructure"] <= 3
+    assert state.phase == "succeeded" and state.ledger.restarts["infrastructure"] <= 3
     assert state.num_incidents <= 4
 
 

@@ -131,10 +131,10 @@ def check(name: str, seed: int) -> None:
     require(truth.at_ns > 0, "the fault came too late")
     incidents = judged(world, truth)
     seen = [(i.failure_class, i.rule, i.title) for i in incidents]
-    struck = {node: len(times) for node, times in state.strikes.items() if times}
+    struck = {node: len(times) for node, times in state.ledger.strikes.items() if times}
     require(len(incidents) == bool(kind.failure_class), f"{name}: incidents {seen}")
     require(struck == ({truth.node: 1} if kind.strikes else {}), f"{name}: strikes {struck}")
-    require(not state.cordoned, f"{name}: {state.cordoned}")
+    require(not state.ledger.cordoned, f"{name}: {state.ledger.cordoned}")
     if not kind.failure_class:
         return
     (incident,) = incidents

@@ -49,6 +49,12 @@ BUDGETS = {
     "workers/training": 2561,
 }
 
+# Parts of JobState, and the module of the core that alone writes each.
+OWNERS = {
+    "supply": "provisioning", "staging": "staging_interval", "given_up": "host_memory",
+    "own": "own_checkpoints", "ledger": "recovery",
+}  # fmt: skip
+
 # A docstring that begins with one of these continues the name of what it describes. It begins with
 # a noun phrase or a verb instead.
 NO_BEGINNING = {"As", "By", "For", "From", "In", "Of", "That", "Until", "With"}
@@ -85,6 +91,14 @@ def lines_below(part: str) -> int:
 def test_every_part_keeps_its_budget_of_lines() -> None:
     over = {part: lines for part in BUDGETS if (lines := lines_below(part)) > BUDGETS[part]}
     assert over == {}, "cut as much as you add"
+
+
+def test_each_part_of_a_jobs_state_is_written_by_its_owner_alone() -> None:
+    changes = r"(\[.*\])? ([|+-]?= |, .* = )|\w+\.(append|clear|pop|setdefault|take|update)\("
+    for part, owner in OWNERS.items():
+        writes = re.compile(rf"\.{part}( = |\.\w*({changes}))|del .*\.{part}\.")
+        core = tracked("orchestrator/core/*.py")
+        assert {path.stem for path in core if writes.search(path.read_text())} == {owner}
 
 
 def test_every_part_has_a_budget_of_lines() -> None:

@@ -112,7 +112,7 @@ class TimeAccounting:
             return
         match event:
             case FromNode(fact=OwnCheckpointSeen(unread=True) as seen):
-                if state.own_checkpoint_ignored != seen.generation:
+                if state.own.ignored_in != seen.generation:
                     return
                 if totals.redoes == seen.generation:
                     return

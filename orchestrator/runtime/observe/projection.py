@@ -208,7 +208,7 @@ class JobProjection:
             generation=state.generation,
             world_size=state.membership.world_size if state.membership else 0,
             gpus_per_worker=state.job.spec.resources.num_gpus,
-            restarts={str(name): count for name, count in state.restarts.items()},
+            restarts={str(name): count for name, count in state.ledger.restarts.items()},
             relaunches=max(0, state.generation - 1),
             step=self._last_step(state),
             hold=state.hold.text if state.hold is not None else "",
@@ -336,7 +336,7 @@ def node_views(state: JobState, beats: dict[str, NodeBeat], now_ns: int) -> list
         views += [
             NodeView(name=name, state="lost")
             for name in state.members
-            if name not in state.nodes and name in state.released_nodes
+            if name not in state.nodes and name in state.supply.released
         ]
     order = {name: index for index, name in enumerate(state.members)}
     return sorted(views, key=lambda view: order.get(view.name, len(order)))
@@ -346,9 +346,9 @@ def _node(state: JobState, node: NodeRecord, beat: NodeBeat | None, now_ns: int)
     member = state.is_member(node.name)
     view = NodeView(
         name=node.name,
-        state="cordoned" if node.name in state.cordoned else "member" if member else "spare",
+        state="cordoned" if node.name in state.ledger.cordoned else "member" if member else "spare",
         address=node.facts.address,
-        strikes=len(state.strikes.get(node.name, [])),
+        strikes=len(state.ledger.strikes.get(node.name, [])),
     )
     if beat is not None:
         view.heartbeat_age_s = max(0, now_ns - beat.at_ns) / SECOND_NS

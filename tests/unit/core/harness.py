@@ -276,7 +276,7 @@ def check_timers(state: JobState) -> None:
         "commit": not state.terminal,
         "request": not state.terminal,
         "expect": not state.terminal,
-        "release": bool(state.release_pending),
+        "release": bool(state.supply.unreleased),
         "rejoin": waits and not all(node.confirmed for node in state.nodes.values()),
         "deadline": waits and state.intent != "deadline",
         "finish": state.terminal and state.finish_action is not None,

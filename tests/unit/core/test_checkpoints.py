@@ -208,7 +208,7 @@ def test_a_worker_that_finds_damage_has_the_same_effect() -> None:
     job.all_stopped(None)
     restore = job.of(LaunchGroup)[0].membership.restore
     assert restore is not None and restore.step == 9
-    assert job.state.restarts == {"infrastructure": 2}
+    assert job.state.ledger.restarts == {"infrastructure": 2}
 
 
 def test_a_state_in_memory_that_no_generation_starts_from_is_replaced_by_storage() -> None:

@@ -215,7 +215,7 @@ def test_after_the_end_no_other_action_is_decided() -> None:
     job.stopped("a")
     job.apply(CancelRequested())
     job.stopped("b")
-    assert list(job.state.cordoned) == ["b"]
+    assert list(job.state.ledger.cordoned) == ["b"]
     assert job.fresh == [job.one(FinishJob)]
 
 
@@ -320,4 +320,4 @@ def test_a_job_that_has_ended_awaits_no_other_result() -> None:
     job.apply(CancelRequested())
     assert list(job.state.inflight.values()) == [job.one(FinishJob)]
     assert not job.apply(ActionSucceeded(action_id=request.action_id, nodes=("a", "b")))
-    assert not job.state.pending_nodes
+    assert not job.state.supply.promised

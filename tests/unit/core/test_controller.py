@@ -292,7 +292,7 @@ def test_a_new_controller_releases_a_node_again_that_the_backend_still_has() -> 
     release = job.one(ReleaseNode)
     assert (release.node, release.reason.code) == ("b", "controller-restart")
     assert release.reason.text == "b was released: lost (gone): gone"
-    assert not job.state.pending_nodes
+    assert not job.state.supply.promised
 
 
 def test_a_new_controller_repeats_a_release_without_a_result() -> None:

@@ -102,7 +102,7 @@ def test_the_memory_of_a_spare_and_of_an_unknown_node_decides_nothing() -> None:
     transcript = Transcript(spec({**FSDP, "spares": 1}, shard=4)).started("a", "b", "c", step=0)
     reports(transcript, "c", 1.5)
     reports(transcript, "x", 1.5)
-    assert not transcript.state.copies_given_up and not transcript.state.memory_tier_given_up
+    assert not transcript.state.given_up.copies and not transcript.state.given_up.memory_tier
     assert transcript.state.nodes["c"].host_memory is not None and running(transcript.state) is None
     waiting = Transcript()
     waiting.submit()
@@ -117,14 +117,14 @@ def test_all_nodes_change_to_steps_for_storage_once_also_from_a_chosen_interval(
             generation=1, step=step, step_s=1.0, stall_s=0.12, copy_s=0.0, staging_s=0.1
         )
         transcript.apply(event)
-    chosen = transcript.state.staging_interval
+    chosen = transcript.state.staging.interval
     assert chosen is not None and chosen.every_steps == 5
     reports(transcript, "a", 1.5)
     transcript.step(20)
-    for_storage = transcript.state.staging_interval
+    for_storage = transcript.state.staging.interval
     assert for_storage is not None and for_storage.every_steps == 50
     transcript.step(21)
-    assert transcript.state.staging_interval == for_storage, "the step of the change stays"
+    assert transcript.state.staging.interval == for_storage, "the step of the change stays"
     launched_again(transcript)
     beat = Heartbeat(generation=2, stage_every_steps=50, stage_from_step=0)
     assert orders(transcript.state, "a", beat) == [], "it began with this interval"
@@ -135,7 +135,7 @@ def test_storage_by_time_does_not_change_what_is_staged() -> None:
     reports(transcript, "a", 1.5)
     transcript.wait(5)
     transcript.step(10)
-    assert transcript.state.memory_tier_given_up and transcript.state.stage_every_steps == 1
+    assert transcript.state.given_up.memory_tier and transcript.state.stage_every_steps == 1
 
 
 def seen(transcript: Transcript) -> Any:
@@ -153,9 +153,9 @@ def test_the_view_shows_the_node_that_holds_least_and_a_snapshot_keeps_it() -> N
     assert view.text.endswith("on b")
     state, _ = snapshot.decode(snapshot.encode(transcript.state, ProjectionState()))
     assert state.nodes["b"].host_memory == transcript.state.nodes["b"].host_memory
-    assert state.copies_given_up
+    assert state.given_up.copies
     again = transcript.replayed().state
-    assert again.copies_given_up and again.nodes["b"].host_memory is not None
+    assert again.given_up.copies and again.nodes["b"].host_memory is not None
 
 
 def test_members_on_one_machine_know_it() -> None:

@@ -163,7 +163,7 @@ def test_a_cordon_counts_its_incidents() -> None:
         job.all_stopped(step)
         job.succeed(LaunchGroup)
         job.step(step)
-    assert job.state.cordoned == {"b": "b caused 2 incidents"}
+    assert job.state.ledger.cordoned == {"b": "b caused 2 incidents"}
 
 
 def test_a_checkpoint_refused_between_two_generations_stops_nothing() -> None:

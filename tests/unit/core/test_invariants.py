@@ -12,7 +12,7 @@ from holdfast.orchestrator.core import invariants
 from holdfast.orchestrator.core.actions import Reason
 from holdfast.orchestrator.core.events import FromNode, Tick
 from holdfast.orchestrator.core.roster import PendingNode, Promises
-from holdfast.orchestrator.core.state import JobState, PendingCheckpoint, PendingStop
+from holdfast.orchestrator.core.state import JobState, PendingCheckpoint, PendingStop, Supply
 from holdfast.orchestrator.protocol.facts import ShardFile
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.orchestrator.protocol.messages import StandbysReported
@@ -76,8 +76,8 @@ BROKEN: list[tuple[Callable[[JobState], None], str]] = [
     (_set(members=("a",)), "2 nodes wanted"),
     (_world, "a world of 3 on 2 nodes"),
     (_same_seats, "ranks are not a bijection"),
-    (_set(pending_nodes=Promises([PendingNode("b", 0)])), "b has joined and is pending"),
-    (_set(released_nodes={"b": "lost"}), "b has joined and was released"),
+    (_set(supply=Supply(promised=Promises([PendingNode("b", 0)]))), "b has joined and is pending"),
+    (_set(supply=Supply(released={"b": "lost"})), "b has joined and was released"),
     (_future_node, "a runs a future generation"),
     (_launching("x"), "x is launching and is not a member"),
     (_launching("a", 2), "a is being launched for generation 2"),
@@ -154,6 +154,6 @@ def test_a_launch_checks_the_whole_state() -> None:
     job = Transcript(spec()).started()
     job.exits(0, signal=9)
     job.stopped("a", 3)
-    job.state.released_nodes["a"] = "lost"
+    job.state.supply.released["a"] = "lost"
     with pytest.raises(invariants.Broken, match="a has joined and was released"):
         job.stopped("b", 3)

@@ -64,7 +64,7 @@ def test_fewer_nodes_than_wanted_are_launched_after_the_grow_delay() -> None:
     assert job.one(StopGroup).reason.code == "resize"
     job.all_stopped(9)
     assert {launch.membership.num_nodes for launch in job.of(LaunchGroup)} == {2}
-    assert job.state.restarts == {}, "growing is not charged"
+    assert job.state.ledger.restarts == {}, "growing is not charged"
 
 
 def test_a_killed_worker_costs_a_new_generation_from_memory() -> None:
@@ -89,7 +89,7 @@ def test_a_killed_worker_costs_a_new_generation_from_memory() -> None:
     assert incident.title == "worker 2 on b was killed by SIGKILL"
     assert (incident.culprit_node, incident.culprit_rank) == ("b", 2)
     assert incident.restored_from == "memory"
-    assert job.state.restarts == {"infrastructure": 1}
+    assert job.state.ledger.restarts == {"infrastructure": 1}
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_without_a_replacement_the_job_shrinks_and_grows_again_later() -> None:
     job.wait(5.1)
     job.stopped("a", 20)
     assert [launch.node for launch in job.of(LaunchGroup)] == ["a", "c"]
-    assert job.state.restarts == {"infrastructure": 1}
+    assert job.state.ledger.restarts == {"infrastructure": 1}
 
 
 def test_without_capacity_a_shrink_does_not_wait() -> None:
@@ -499,7 +499,7 @@ def test_a_stale_node_is_awaited_before_a_smaller_launch() -> None:
     job.state.generation = 4
     job.apply(FromNode("a", NodeJoined(facts=facts("a"), generation=2, ranks=(0, 1))))
     job.join("b")
-    job.state.pending_nodes = Promises()
+    job.state.supply.promised = Promises()
     job.apply(Tick())
     assert not job.of(LaunchGroup), "a stops the workers of an old generation"
     job.lose("a")

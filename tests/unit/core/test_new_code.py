@@ -27,7 +27,8 @@ def test_workers_are_stopped_and_started_on_the_same_nodes() -> None:
     job.step(34)
     assert job.state.phase == "running"
     incident = job.state.incidents[-1]
-    assert (incident.purpose, incident.failure_class, job.state.restarts) == ("new-code", None, {})
+    assert (incident.purpose, incident.failure_class) == ("new-code", None)
+    assert job.state.ledger.restarts == {}
     assert job.replayed().state == job.state
 
 

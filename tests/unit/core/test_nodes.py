@@ -26,7 +26,7 @@ def test_only_free_nodes_with_enough_slots_are_usable() -> None:
     nodes = job.state.nodes
     nodes.change("b", confirmed=False)
     nodes.change("c", preempting=True)
-    job.state.cordoned["d"] = "bad"
+    job.state.ledger.cordoned["d"] = "bad"
     nodes.change("e", generation=3)
     assert [node.name for node in usable(job.state)] == ["a"] and num_usable(job.state) == 1
     job.apply(FromNode("f", NodeJoined(facts=facts("f", 1))))
@@ -140,7 +140,7 @@ def test_a_release_under_way_is_not_requested_twice() -> None:
     job.lose("b")
     job.apply(FromNode("b", NodeJoined(facts=facts("b"))))
     assert not job.of(ReleaseNode)
-    assert job.state.released_nodes == {"b": "lost (gone): gone"}, "the first reason stays"
+    assert job.state.supply.released == {"b": "lost (gone): gone"}, "the first reason stays"
 
 
 def test_a_node_lost_before_it_joined_is_a_failed_start_with_a_short_detail() -> None:
@@ -149,21 +149,21 @@ def test_a_node_lost_before_it_joined_is_a_failed_start_with_a_short_detail() ->
     request = job.one(RequestNodes)
     job.apply(ActionSucceeded(action_id=request.action_id, nodes=("x", "y")))
     job.lose("x", "gone", "e" * (MAX_DETAIL + 9))
-    assert job.state.failed_starts == {"x": "e" * MAX_DETAIL}
-    assert job.state.released_nodes == {"x": "lost before it joined (gone)"}
-    assert [one.name for one in job.state.pending_nodes] == ["y"]
+    assert job.state.supply.failed_starts == {"x": "e" * MAX_DETAIL}
+    assert job.state.supply.released == {"x": "lost before it joined (gone)"}
+    assert [one.name for one in job.state.supply.promised] == ["y"]
     job.lose("x", "gone", "again")
-    assert job.state.num_failed_starts == 1
+    assert job.state.supply.num_failed_starts == 1
     job.lose("y", "withdrawn")
-    assert job.state.failed_starts["y"] == "withdrawn"
+    assert job.state.supply.failed_starts["y"] == "withdrawn"
 
 
 def test_the_loss_of_a_released_node_is_no_failed_start() -> None:
     job = Transcript().started()
     job.lose("b", detail="killed")
     assert not job.lose("b", "silent")
-    assert job.state.released_nodes == {"b": "lost (gone): killed"}
-    assert job.state.failed_starts == {} and "request" not in job.state.timers
+    assert job.state.supply.released == {"b": "lost (gone): killed"}
+    assert job.state.supply.failed_starts == {} and "request" not in job.state.timers
 
 
 def test_a_lost_spare_interrupts_nothing() -> None:
@@ -200,7 +200,7 @@ def test_a_new_controller_loses_only_nodes_that_did_not_reconnect() -> None:
     job.apply(FromNode("a", NodeJoined(facts=facts("a"), generation=1, ranks=(0, 1))))
     job.wait(15.0)
     text = "lost (silent): did not reconnect within 15 s of the controller's start"
-    assert job.state.released_nodes == {"b": text}
+    assert job.state.supply.released == {"b": text}
 
 
 def test_what_ended_without_a_controller_is_lost_with_that_reason() -> None:
@@ -219,13 +219,13 @@ def test_a_new_controller_keeps_promises_that_the_backend_still_has() -> None:
     job.wait(2)
     job.controller = job.replayed()
     job.apply(ControllerStarted(incarnation=2, nodes=("x", "y")))
-    assert [(one.name, one.recovered) for one in job.state.pending_nodes] == [
+    assert [(one.name, one.recovered) for one in job.state.supply.promised] == [
         ("x", False),
         ("y", True),
     ]
     assert job.one(RequestNodes).count == 2
     job.apply(NodeLost(node="y", cause="gone"))
-    assert [one.name for one in job.state.pending_nodes] == ["x"]
+    assert [one.name for one in job.state.supply.promised] == ["x"]
 
 
 def test_generations_that_the_journal_lacks_are_stopped_and_never_numbered_again() -> None:
@@ -241,7 +241,7 @@ def test_generations_that_the_journal_lacks_are_stopped_and_never_numbered_again
     incident = job.state.incidents[0]
     assert (incident.rule, incident.culprit_node) == ("journal-behind", "")
     assert incident.evidence == "nodes run generation 3; the newest in the journal is 1"
-    assert job.state.strikes == {}, "no node is at fault"
+    assert job.state.ledger.strikes == {}, "no node is at fault"
 
 
 def test_staged_state_of_a_generation_that_the_journal_lacks_is_not_numbered_again() -> None:
@@ -287,7 +287,7 @@ def test_a_node_that_the_backend_has_and_that_never_joins_is_released() -> None:
     job.submit()
     job.controller = job.replayed()
     job.apply(ControllerStarted(incarnation=2, nodes=("x", "y")))
-    assert not job.wait(job.state.start_limit_s - 0.1)
+    assert not job.wait(job.state.supply.start_limit_s - 0.1)
     job.wait(0.2)
     assert sorted(action.node for action in job.of(ReleaseNode)) == ["x", "y"]
     assert job.one(RequestNodes).count == 2

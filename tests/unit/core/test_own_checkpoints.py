@@ -38,7 +38,7 @@ def test_the_last_written_checkpoints_are_known_with_their_most_writes() -> None
     job.apply(written("/o/ckpt.pt", times=2))
     job.apply(written("/o/step-60", generation=2))
     job.apply(written("/o/ckpt.pt", generation=2))
-    known = list(job.state.own_checkpoints.values())
+    known = list(job.state.own.written.values())
     assert len(known) == MAX_KNOWN
     assert known[-2] == OwnCheckpoint(path="/o/step-60", generation=2)
     assert known[-1] == OwnCheckpoint(path="/o/ckpt.pt", generation=2, times=2)
@@ -68,7 +68,7 @@ def test_a_user_may_have_a_script_start_over() -> None:
     job.apply(written("/o/ckpt.pt", 2, unread=True, waits=True))
     job.all_stopped(None)
     job.apply(ResumeRequested(start_over=True))
-    assert job.state.own_checkpoints == {} and not job.state.catalog.start_over
+    assert job.state.own.written == {} and not job.state.catalog.start_over
     job.succeed(RequestNodes)
     job.join("c")
     assert job.one(LaunchGroup).membership.generation == 3
@@ -113,7 +113,7 @@ def test_a_checkpoint_that_a_failed_start_had_read_is_not_the_first_choice_again
         job.apply(written("/o/checkpoint-10"))  # reported again over a new connection
         job.exits(0, **ERROR)
         job.all_stopped(None)
-        assert job.state.own_checkpoints[path].failed
+        assert job.state.own.written[path].failed
         assert f"the start that read {path} failed" in notes(job)
         job.succeed(LaunchGroup)
     job.apply(FromNode("a", OwnCheckpointRead(generation=4, path="/o/ckpt.pt")))
@@ -129,4 +129,4 @@ def test_an_error_after_the_training_began_is_not_the_checkpoints() -> None:
     job.apply(CollectivesBegun(generation=2))
     job.exits(0, **ERROR)
     job.all_stopped(None)
-    assert not job.state.own_checkpoints["/o/checkpoint-20"].failed
+    assert not job.state.own.written["/o/checkpoint-20"].failed

@@ -54,7 +54,7 @@ def test_a_spare_takes_over_at_once_and_no_step_is_lost() -> None:
     incident = job.state.incidents[-1]
     assert (incident.rule, incident.culprit_node) == ("preempted", "b")
     assert incident.step_before - (incident.resumed_after_step or 0) <= 0
-    assert job.state.strikes == {}
+    assert job.state.ledger.strikes == {}
 
 
 def test_training_continues_until_the_replacement_has_joined() -> None:
@@ -206,7 +206,7 @@ def test_workers_killed_on_a_preempted_node_are_charged_as_a_preemption() -> Non
     job.all_stopped(5)
     incident = job.state.incidents[-1]
     assert (incident.rule, incident.failure_class) == ("preempted", "preemption")
-    assert "got SIGTERM" in incident.evidence and job.state.strikes == {}
+    assert "got SIGTERM" in incident.evidence and job.state.ledger.strikes == {}
 
 
 def test_a_script_gets_half_of_the_leaving_nodes_time() -> None:
@@ -320,7 +320,7 @@ def test_the_incident_of_a_preemption_names_all_leaving_nodes() -> None:
     incident = both.state.incidents[0]
     assert incident.title == "a, b will be preempted" and incident.culprit_node == "a"
     assert incident.evidence == "got SIGTERM"
-    assert both.state.restarts == {"preemption": 1}
+    assert both.state.ledger.restarts == {"preemption": 1}
 
 
 def test_a_member_lost_before_its_preemption_is_a_preemption() -> None:

@@ -135,12 +135,12 @@ def test_a_job_that_cannot_shrink_waits_for_a_replacement() -> None:
 def test_only_the_last_start_durations_count() -> None:
     """The first nodes of a job pull images."""
     job = started(60.0)
-    job.state.start_durations_ns.extend([seconds(1.0)] * 8)
+    job.state.supply.start_durations_ns.extend([seconds(1.0)] * 8)
     lose(job)
     job.join("c")
-    assert len(job.state.start_durations_ns) == 8
+    assert len(job.state.supply.start_durations_ns) == 8
     job.succeed(LaunchGroup)
-    assert max(job.state.start_durations_ns) <= seconds(1.0)
+    assert max(job.state.supply.start_durations_ns) <= seconds(1.0)
 
 
 def test_the_start_of_a_node_that_a_new_controller_finds_is_not_measured() -> None:
@@ -148,8 +148,8 @@ def test_the_start_of_a_node_that_a_new_controller_finds_is_not_measured() -> No
     job.lose("b")
     job.apply(ControllerStarted(incarnation=2, nodes=("a", "c")))
     job.join("a", "c", generation=0)
-    assert [round(ns / 1e9) for ns in job.state.start_durations_ns] == [4, 4]
-    assert not job.state.pending_nodes
+    assert [round(ns / 1e9) for ns in job.state.supply.start_durations_ns] == [4, 4]
+    assert not job.state.supply.promised
 
 
 def test_a_replay_of_a_shrink_gives_the_same_state() -> None:
@@ -160,7 +160,7 @@ def test_a_replay_of_a_shrink_gives_the_same_state() -> None:
 
 def test_the_start_time_of_the_backend_is_enough_without_measured_ones() -> None:
     job = Transcript().started()
-    job.state.start_durations_ns.clear()
+    job.state.supply.start_durations_ns.clear()
     lose(job, granted=False)
     (request,) = [a for a in job.state.inflight.values() if isinstance(a, RequestNodes)]
     job.apply(ActionSucceeded(action_id=request.action_id, nodes=("c",), start_s=30.0))
@@ -217,7 +217,7 @@ def test_a_node_that_joins_ends_the_pauses() -> None:
         job.wait(60.0)
         job.succeed(RequestNodes)
     job.join("a")
-    assert (job.state.num_failed_starts, job.state.failed_starts) == (0, {})
+    assert (job.state.supply.num_failed_starts, job.state.supply.failed_starts) == (0, {})
     assert "ended before" not in job.state.reason.text
 
 
@@ -284,24 +284,24 @@ def test_a_promise_of_nodes_that_are_known_counts_once() -> None:
     job.lose("c")
     job.wait(1.0)
     promise(job, "b", "c", "d")
-    assert [one.name for one in job.state.pending_nodes] == ["a", "d"]
+    assert [one.name for one in job.state.supply.promised] == ["a", "d"]
 
 
 def test_a_promised_node_without_a_name_stands_for_any_node() -> None:
     job = Transcript()
     job.submit()
     promise(job)
-    assert [one.name for one in job.state.pending_nodes] == [None, None]
+    assert [one.name for one in job.state.supply.promised] == [None, None]
     job.wait(1)
     job.join("a")
-    assert len(job.state.pending_nodes) == 1
-    assert job.state.start_durations_ns == [seconds(1.0)]
+    assert len(job.state.supply.promised) == 1
+    assert job.state.supply.start_durations_ns == [seconds(1.0)]
     job.step(0)
     job.succeed(LaunchGroup)
     job.wait(298.9)
-    assert len(job.state.pending_nodes) == 1
+    assert len(job.state.supply.promised) == 1
     job.wait(0.1)
-    assert not job.state.pending_nodes and not job.of(ReleaseNode)
+    assert not job.state.supply.promised and not job.of(ReleaseNode)
     assert job.state.notes[-1][1] == "a node did not join within 300 s"
 
 
@@ -310,17 +310,17 @@ def test_promises_without_a_name_cannot_be_recalled() -> None:
     job.submit()
     promise(job)
     job.apply(SuspendRequested())
-    assert not job.of(ReleaseNode) and len(job.state.pending_nodes) == 2
+    assert not job.of(ReleaseNode) and len(job.state.supply.promised) == 2
     assert job.state.phase == "suspended"
 
 
 def test_a_named_promise_is_fulfilled_before_one_without_a_name() -> None:
     job = Transcript()
     job.submit()
-    job.state.pending_nodes.append(PendingNode(None, 0))
-    job.state.pending_nodes.append(PendingNode("a", job.now_ns))
+    job.state.supply.promised.append(PendingNode(None, 0))
+    job.state.supply.promised.append(PendingNode("a", job.now_ns))
     job.join("a")
-    assert [one.name for one in job.state.pending_nodes] == [None]
+    assert [one.name for one in job.state.supply.promised] == [None]
 
 
 def test_a_promised_node_that_does_not_join_is_released_with_the_reason_and_others_later() -> None:
@@ -373,7 +373,7 @@ def test_a_refused_request_is_repeated_after_a_pause() -> None:
     job = Transcript()
     job.submit()
     job.fail(job.one(RequestNodes), "quota")
-    assert job.state.capacity_denied and job.state.capacity_detail == "quota"
+    assert job.state.supply.denied and job.state.supply.denial == "quota"
     assert job.state.notes[-1][1] == "a request for 2 more nodes was refused: quota"
     job.wait(4.9)
     assert not job.of(RequestNodes)
@@ -384,7 +384,7 @@ def test_a_refused_request_is_repeated_after_a_pause() -> None:
     )
     job.succeed(RequestNodes)
     job.join("a")
-    assert not job.state.capacity_denied
+    assert not job.state.supply.denied
 
 
 def test_surplus_nodes_are_released_after_the_first_step_the_newest_first() -> None:
@@ -442,9 +442,9 @@ def test_a_suspended_job_releases_nodes_that_join_and_that_are_promised() -> Non
     job.submit()
     job.join("a")
     assert job.one_reason(ReleaseNode) == "the job is suspended"
-    job.state.pending_nodes.append(PendingNode("b", job.now_ns))
+    job.state.supply.promised.append(PendingNode("b", job.now_ns))
     job.apply(Tick())
-    assert job.one(ReleaseNode).node == "b" and not job.state.pending_nodes
+    assert job.one(ReleaseNode).node == "b" and not job.state.supply.promised
 
 
 def test_a_cordoned_node_is_kept_until_its_state_is_not_needed() -> None:
@@ -506,7 +506,7 @@ def test_losses_during_a_pause_do_not_extend_it() -> None:
     due_ns = job.state.timers["request"]
     job.wait(0.5)
     job.lose("y")
-    assert job.state.num_failed_starts == 1 and job.state.timers["request"] == due_ns
+    assert job.state.supply.num_failed_starts == 1 and job.state.timers["request"] == due_ns
 
 
 def test_a_recalled_promise_is_forgotten() -> None:
@@ -515,7 +515,7 @@ def test_a_recalled_promise_is_forgotten() -> None:
     promise(job, "a", "b", "c")
     job.apply(ResizeRequested(nodes=2))
     assert job.one(ReleaseNode).node == "c"
-    assert [one.name for one in job.state.pending_nodes] == ["a", "b"]
+    assert [one.name for one in job.state.supply.promised] == ["a", "b"]
     job.succeed(ReleaseNode)
     assert not job.apply(Tick())
 

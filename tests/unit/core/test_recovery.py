@@ -40,7 +40,7 @@ def test_a_hang_is_stopped_with_stacks_and_names_its_culprit() -> None:
         3,
     )
     assert incident.stacks == {3: "stack of 3", 2: "stack of 2"}
-    assert job.state.restarts == {"hang": 1}
+    assert job.state.ledger.restarts == {"hang": 1}
 
 
 def test_a_hang_of_an_old_generation_is_ignored() -> None:
@@ -81,7 +81,7 @@ def test_the_same_exception_at_another_step_is_only_charged() -> None:
         job.all_stopped(step)
         assert job.of(LaunchGroup)
         job.succeed(LaunchGroup)
-    assert job.state.restarts == {"user": 3}
+    assert job.state.ledger.restarts == {"user": 3}
     job.exits(1, code=1, step=7, error_type="ValueError", error_message="x")
     job.all_stopped(7)
     job.commit(7)
@@ -107,7 +107,8 @@ def test_the_mesh_follows_a_model_that_its_script_shards_over_all_ranks() -> Non
     assert job.last(LaunchGroup).membership.mesh == Mesh(shard=4)
     assert job.last(LaunchGroup).reason.code == "resize"
     incident = job.state.incidents[-1]
-    assert (incident.purpose, incident.failure_class, job.state.restarts) == ("resize", None, {})
+    assert (incident.purpose, incident.failure_class) == ("resize", None)
+    assert job.state.ledger.restarts == {}
     assert "the mesh follows it" in incident.title
     job.succeed(LaunchGroup)
     job.apply(NodeLost(node="b", cause="silent"))
@@ -152,7 +153,7 @@ def test_ten_lost_nodes_do_not_use_up_the_user_budget() -> None:
         job.join(f"n{number}")
         assert job.of(LaunchGroup)
         job.succeed(LaunchGroup)
-    assert job.state.restarts == {"infrastructure": 10}
+    assert job.state.ledger.restarts == {"infrastructure": 10}
 
 
 def test_a_node_with_enough_strikes_is_cordoned() -> None:
@@ -195,8 +196,8 @@ def test_a_node_that_lacks_a_gpu_is_replaced_at_once() -> None:
     job.step(41)
     assert job.state.phase == "running"
     assert job.one(ReleaseNode).node == "b"
-    assert "b cannot be used: worker 3 on b raised DeviceMissing" in job.state.released_nodes["b"]
-    assert job.state.restarts == {"infrastructure": 2}
+    assert "b cannot be used: worker 3 on b raised DeviceMissing" in job.state.supply.released["b"]
+    assert job.state.ledger.restarts == {"infrastructure": 2}
 
 
 def test_a_cordoned_node_without_a_restore_point_is_released_at_once() -> None:
@@ -232,7 +233,7 @@ def test_an_injected_fault_is_neither_charged_nor_a_strike() -> None:
     job.exits(2, signal=9)
     job.all_stopped(3)
     assert job.state.incidents[0].fault_injected
-    assert job.state.restarts == {} and job.state.strikes == {}
+    assert job.state.ledger.restarts == {} and job.state.ledger.strikes == {}
 
 
 def test_a_node_with_a_preemption_notice_is_replaced_before_it_leaves() -> None:
@@ -249,7 +250,7 @@ def test_a_node_with_a_preemption_notice_is_replaced_before_it_leaves() -> None:
     job.succeed(LaunchGroup)
     job.step(31)
     assert job.one(ReleaseNode).node == "b", "released once its memory is not needed"
-    assert job.state.restarts == {"preemption": 1}
+    assert job.state.ledger.restarts == {"preemption": 1}
 
 
 def test_a_failed_launch_is_charged_to_its_node() -> None:
@@ -314,9 +315,9 @@ def test_only_the_newest_interruptions_keep_their_tracebacks() -> None:
         job.succeed(LaunchGroup)
         job.step(number + 1)
         # No budget shall be used up.
-        job.state.charges.clear()
-        job.state.strikes.clear()
-        job.state.cordoned.clear()
+        job.state.ledger.charges.clear()
+        job.state.ledger.strikes.clear()
+        job.state.ledger.cordoned.clear()
     kept = [incident.traceback for incident in job.state.incidents]
     assert kept == [""] * 3 + ["Traceback"] * limits.MAX_INCIDENTS_IN_FULL
     assert all(incident.title for incident in job.state.incidents)
@@ -360,8 +361,8 @@ def test_a_failure_within_a_minute_after_a_fault_injection_was_caused_by_it(
     job.exits(2, signal=9)
     job.all_stopped(3)
     assert job.state.incidents[0].fault_injected == injected
-    assert job.state.restarts == ({} if injected else {"infrastructure": 1})
-    assert job.state.injected_faults == {}
+    assert job.state.ledger.restarts == ({} if injected else {"infrastructure": 1})
+    assert job.state.ledger.injected_faults == {}
 
 
 def test_a_fault_injection_explains_only_failures_of_its_node() -> None:
@@ -369,7 +370,7 @@ def test_a_fault_injection_explains_only_failures_of_its_node() -> None:
     job.apply(FaultInjected(kind="kill-worker", node="a", rank=0))
     job.exits(2, signal=9)
     job.all_stopped(3)
-    assert not job.state.incidents[0].fault_injected and job.state.injected_faults
+    assert not job.state.incidents[0].fault_injected and job.state.ledger.injected_faults
 
 
 @pytest.mark.parametrize(("after_s", "strikes"), [(99.9, 2), (100.0, 1)])
@@ -382,22 +383,22 @@ def test_strikes_are_counted_within_the_window_of_the_budget(after_s: float, str
         job.succeed(LaunchGroup)
         job.step(step)
         job.wait(after_s) if step == 3 else None
-    assert len(job.state.strikes["b"]) == strikes
-    assert len(job.state.charges["infrastructure"]) == strikes
-    assert job.state.restarts == {"infrastructure": 2}
+    assert len(job.state.ledger.strikes["b"]) == strikes
+    assert len(job.state.ledger.charges["infrastructure"]) == strikes
+    assert job.state.ledger.restarts == {"infrastructure": 2}
 
 
 def test_a_cordon_is_noted_and_a_lost_node_gets_none() -> None:
     job = Transcript(spec(recovery={"badNodeStrikes": 1})).started()
     job.exits(2, signal=9)
     job.all_stopped(3)
-    assert job.state.cordoned == {"b": "b caused 1 incident"}
+    assert job.state.ledger.cordoned == {"b": "b caused 1 incident"}
     assert (job.now_ns, "b caused 1 incident") in job.state.notes
     assert "replacement" in job.state.timers
     other = Transcript(spec(recovery={"badNodeStrikes": 1})).started()
     other.lose("b")
     other.stopped("a", 3)
-    assert other.state.cordoned == {} and other.state.strikes["b"]
+    assert other.state.ledger.cordoned == {} and other.state.ledger.strikes["b"]
 
 
 @pytest.mark.parametrize("message", ["train.py: error: unrecognized arguments: --lt", ""])
@@ -419,14 +420,14 @@ def test_failures_of_users_and_of_the_network_are_no_strikes() -> None:
     job.exits(2, code=1, error_type="ConnectionResetError")
     job.all_stopped(3)
     assert [one.rule for one in job.state.incidents] == ["exit-code", "network"]
-    assert job.state.strikes == {} and job.state.cordoned == {}
+    assert job.state.ledger.strikes == {} and job.state.ledger.cordoned == {}
 
 
 def test_a_hang_is_a_strike_of_the_suspects_node() -> None:
     job = Transcript(spec(recovery={"badNodeStrikes": 1})).started()
     job.apply(HangDetected(generation=1, ranks=(2,), evidence="rank 2 is stopped"))
     job.all_stopped(3)
-    assert list(job.state.cordoned) == ["b"]
+    assert list(job.state.ledger.cordoned) == ["b"]
 
 
 def test_a_hang_is_ignored_while_a_generation_stops() -> None:
@@ -462,8 +463,8 @@ def test_the_oldest_of_many_places_is_forgotten() -> None:
         job.exits(1, code=1, step=number, error_type="E", error_message="m")
         job.all_stopped(None)
         job.succeed(LaunchGroup)
-    assert len(job.state.failed_at) == MAX_PLACES
-    assert next(key[3] for key in job.state.failed_at) == 1
+    assert len(job.state.ledger.failed_at) == MAX_PLACES
+    assert next(key[3] for key in job.state.ledger.failed_at) == 1
     job.exits(1, code=1, step=0, error_type="E", error_message="m")
     job.all_stopped(None)
     assert job.state.phase == "recovering", "it counts as the first"

@@ -52,7 +52,7 @@ def test_a_suspend_commits_the_newest_step_and_releases_all_nodes() -> None:
     job.join("c", "d")
     restore = job.of(LaunchGroup)[0].membership.restore
     assert restore is not None and restore.directory == "step-00000033.gen-1"
-    assert job.state.restarts == {}
+    assert job.state.ledger.restarts == {}
 
 
 def test_a_resume_during_the_stop_restores_from_memory() -> None:
@@ -204,7 +204,7 @@ def test_a_resize_to_fewer_nodes_is_not_charged_and_releases_nodes() -> None:
     job.succeed(LaunchGroup)
     job.step(6)
     assert job.one(ReleaseNode).node == "b"
-    assert job.state.restarts == {}
+    assert job.state.ledger.restarts == {}
     assert job.state.incidents[0].failure_class is None
 
 
@@ -271,7 +271,7 @@ def test_a_suspend_releases_promised_nodes() -> None:
     job = promised("a", "b", "c")
     job.apply(SuspendRequested())
     assert {release.node for release in job.of(ReleaseNode)} == {"a", "b", "c"}
-    assert job.state.phase == "suspended" and not job.state.pending_nodes
+    assert job.state.phase == "suspended" and not job.state.supply.promised
     job.apply(ResumeRequested())
     assert job.one(RequestNodes).count == 3
 

@@ -44,21 +44,22 @@ def ended(job: Transcript) -> FinishJob | None:
 def test_a_crash_at_one_place_on_two_nodes_is_the_scripts() -> None:
     job = Transcript().started()
     crash(job, 1)
-    assert job.state.incidents[0].failure_class == "infrastructure" and job.state.strikes
+    assert job.state.incidents[0].failure_class == "infrastructure" and job.state.ledger.strikes
     crash(job, 3)
     end = ended(job)
     assert end is not None and end.outcome == "failed" and end.reason.code == "user-error"
     assert "the script crashed at one place on a and b" in end.reason.text
     assert 'File "train.py", line 7, in step' in end.reason.text
     assert "terminate called" in end.reason.text
-    assert job.state.incidents[-1].failure_class == "user" and list(job.state.strikes) == ["a"]
+    assert job.state.incidents[-1].failure_class == "user"
+    assert list(job.state.ledger.strikes) == ["a"]
 
 
 def test_crashes_of_one_node_are_the_machines() -> None:
     job = Transcript(spec(recovery={"badNodeStrikes": 9})).started()
     for _ in range(4):
         crash(job, 1)
-    assert ended(job) is None and len(job.state.strikes["a"]) == 4
+    assert ended(job) is None and len(job.state.ledger.strikes["a"]) == 4
 
 
 def test_crashes_at_other_places_are_not_compared() -> None:
@@ -91,7 +92,7 @@ def test_a_third_hang_at_one_line_is_the_scripts_and_names_the_remedy() -> None:
     assert job.state.phase == "finishing" and reason.code == "user-error"
     assert "3 times at one place" in reason.text and IDLE in reason.text
     assert "recovery.hangTimeoutSeconds" in reason.text
-    assert job.state.cordoned == {}
+    assert job.state.ledger.cordoned == {}
 
 
 def test_hangs_in_reads_or_at_other_lines_are_not_the_scripts() -> None:

@@ -164,7 +164,7 @@ def test_a_suspend_during_recovery_wins_over_the_error_that_would_end_the_job() 
     state = transcript.state
     assert state.phase == "suspended" and not transcript.of(FinishJob)
     assert [one.failure_class for one in state.incidents] == ["user", "user"]
-    assert state.restarts == {"user": 1}, "no restart follows the second error"
+    assert state.ledger.restarts == {"user": 1}, "no restart follows the second error"
     assert state.incidents[-1].traceback == "Traceback: bad"
     assert state.traceback == "", "no error has ended the job"
 
@@ -178,7 +178,7 @@ def test_after_a_resume_the_error_ends_the_job() -> None:
     transcript.all_stopped()
     assert transcript.state.phase == "failed"
     assert "twice" in transcript.state.reason.text
-    assert transcript.state.restarts == {"user": 1}
+    assert transcript.state.ledger.restarts == {"user": 1}
     assert transcript.state.traceback == "Traceback: bad"
 
 

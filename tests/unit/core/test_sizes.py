@@ -142,7 +142,7 @@ def test_a_script_that_fails_only_at_a_new_size_waits_for_the_old_one() -> None:
     text = job.state.reason.text
     assert job.state.phase == "pending"
     assert "failed with a world of 2, and works with 4" in text
-    assert job.state.restarts == {"infrastructure": 1}
+    assert job.state.ledger.restarts == {"infrastructure": 1}
     job.join("node-9")
     assert world(job) == 4
     job.succeed(LaunchGroup)
@@ -254,7 +254,7 @@ def test_an_error_long_after_the_launch_is_a_matter_of_the_size_while_the_script
     job.exits(0, **ERROR)
     job.all_stopped()
     assert job.state.sizes.failed == failed
-    assert job.state.restarts.get("user", 0) == (0 if failed else 1)
+    assert job.state.ledger.restarts.get("user", 0) == (0 if failed else 1)
 
 
 def test_without_any_sign_of_training_an_error_is_early_for_two_minutes() -> None:
@@ -266,7 +266,7 @@ def test_without_any_sign_of_training_an_error_is_early_for_two_minutes() -> Non
     job.now_ns += round((EARLY_S + 1) * SECOND)
     job.exits(0, **ERROR)
     job.all_stopped()
-    assert not job.state.sizes.failed and job.state.restarts["user"] == 1
+    assert not job.state.sizes.failed and job.state.ledger.restarts["user"] == 1
 
 
 def test_a_job_that_never_worked_fails_as_before() -> None:

@@ -81,7 +81,7 @@ def test_reports_without_a_staging_or_a_step_time_are_not_measured() -> None:
     for step in range(1, 9):
         _report(job, step, stall_s=0.5, staging_s=0.0)
         _report(job, step, stall_s=0.5, step_s=0.0)
-    assert job.state.staging_samples == [] and job.state.staging_interval is None
+    assert job.state.staging.samples == [] and job.state.staging.interval is None
 
 
 @pytest.mark.parametrize("when", ["pace", "stop", "quiesce"])
@@ -96,18 +96,18 @@ def test_nothing_is_measured_while_training_is_not_steady(when: str) -> None:
     if when == "quiesce":
         job.apply(SuspendRequested())
         assert job.state.quiesce is not None
-    samples = list(job.state.staging_samples)
+    samples = list(job.state.staging.samples)
     _report(job, 500, stall_s=0.5)
-    assert job.state.staging_samples == samples
+    assert job.state.staging.samples == samples
 
 
 def test_the_first_choice_of_every_step_keeps_what_was_measured() -> None:
     job = _job()
     _reports(job, 1, stall_s=0.01)
-    chosen = job.state.staging_interval
+    chosen = job.state.staging.interval
     assert chosen is not None and (chosen.every_steps, chosen.since_step) == (1, 0)
     assert chosen.judged_from == SAMPLES + SETTLED_STEPS
-    assert len(job.state.staging_samples) == SAMPLES
+    assert len(job.state.staging.samples) == SAMPLES
     assert not [text for _at, text in job.state.notes if "memory tier stages" in text]
     assert describe(job.state) == "every step; 0.01 s each = 1 % of the step time (budget 3 %)"
 
@@ -115,23 +115,23 @@ def test_the_first_choice_of_every_step_keeps_what_was_measured() -> None:
 def test_a_new_interval_is_noted_and_judged_from_its_own_stagings() -> None:
     job = _job()
     _reports(job, 1, stall_s=0.12)
-    chosen = job.state.staging_interval
+    chosen = job.state.staging.interval
     assert chosen is not None and chosen.every_steps == 5
     text = f"from step {chosen.since_step} on, the memory tier stages {chosen.reason.text}"
     assert (job.now_ns, text) in job.state.notes
-    assert job.state.staging_samples == []
+    assert job.state.staging.samples == []
     assert chosen.judged_from == chosen.since_step + SETTLED_STEPS
     _report(job, chosen.judged_from - 1, stall_s=0.5)
-    assert job.state.staging_samples == [], "it may be of the interval before"
+    assert job.state.staging.samples == [], "it may be of the interval before"
     _report(job, chosen.judged_from, stall_s=0.5)
-    assert len(job.state.staging_samples) == 1
+    assert len(job.state.staging.samples) == 1
 
 
 def _chosen(stall_s: float) -> tuple[Transcript, int]:
     """A job with the interval that this cost asks for, and the step from which it is judged."""
     job = _job()
     _reports(job, 1, stall_s=stall_s)
-    chosen = job.state.staging_interval
+    chosen = job.state.staging.interval
     assert chosen is not None
     return job, chosen.judged_from
 
@@ -167,10 +167,10 @@ def test_the_interval_becomes_shorter_after_a_minute_if_less_than_half_is_needed
 def test_the_next_generation_measures_again() -> None:
     job, step = _chosen(0.1)
     _report(job, step, stall_s=0.1)
-    assert job.state.staging_samples
+    assert job.state.staging.samples
     job.exits(0, signal=9)
     job.all_stopped(step)
-    assert job.of(LaunchGroup) and job.state.staging_samples == []
+    assert job.of(LaunchGroup) and job.state.staging.samples == []
 
 
 # -- sentences --------------------------------------------------------------------------------

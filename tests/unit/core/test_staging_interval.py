@@ -140,7 +140,7 @@ def test_a_number_is_the_users_word() -> None:
     loop = Loop(checkpoint={"memory": {"everySteps": 4}, **RARE_STORAGE})
     loop.train(100)
     state = loop.transcript.state
-    assert loop.staged == list(range(3, 100, 4)) and state.staging_interval is None
+    assert loop.staged == list(range(3, 100, 4)) and state.staging.interval is None
     assert describe(state) == "every 4 steps: checkpoint.memory.everySteps"
     assert loop.transcript.all(LaunchGroup)[0].stage_every_steps == 0
 
@@ -192,10 +192,10 @@ def test_a_replay_and_a_snapshot_have_the_same_interval() -> None:
     loop = Loop()
     loop.train(200)
     state = loop.transcript.state
-    assert state.staging_interval is not None
+    assert state.staging.interval is not None
     assert loop.transcript.replayed().state == state
     restored, _ = snapshot.decode(snapshot.encode(state, ProjectionState()))
-    assert restored.staging_interval == state.staging_interval
+    assert restored.staging.interval == state.staging.interval
 
 
 def test_nothing_is_ordered_from_agents_without_workers_or_of_an_older_generation() -> None:

@@ -87,7 +87,7 @@ def test_a_damaged_or_missing_checkpoint_is_refused_and_the_one_before_used(
 
 def test_a_store_that_cannot_be_read_is_tried_again_with_pauses_and_charges_nothing() -> None:
     job = _after_the_loss_of_all_memory(9, 19)
-    charged = dict(job.state.restarts)
+    charged = dict(job.state.ledger.restarts)
     pauses = []
     for _ in range(7):
         _reader_fails(job, "UnreadableCheckpoint", "the store has no checkpoint; is it mounted?")
@@ -101,7 +101,7 @@ def test_a_store_that_cannot_be_read_is_tried_again_with_pauses_and_charges_noth
         pauses.append((due - begin) / 1e9)
         job.succeed(LaunchGroup)
     assert pauses == [1, 2, 4, 8, 16, 30, 30]
-    assert job.state.restarts == charged
+    assert job.state.ledger.restarts == charged
     restore = _restore(job)
     assert restore is not None and restore.step == 19, "no checkpoint is given up"
     job.step(20)

@@ -211,7 +211,7 @@ def test_nodes_are_not_lost_because_a_commit_takes_a_minute() -> None:
         await asked
         await harness.driver.submit_durable(ResizeRequested(nodes=2))
         assert list(harness.driver.state.nodes) == ["a", "b"]
-        assert not harness.driver.state.released_nodes
+        assert not harness.driver.state.supply.released
         harness.driver.stop()
         await running
 
@@ -226,7 +226,7 @@ def test_a_node_without_heartbeats_during_a_long_commit_is_lost() -> None:
             harness.driver.submit(FromNode("a", Heartbeat(generation=1)))
         await harness.turn()
         assert list(harness.driver.state.nodes) == ["a"]
-        assert "no heartbeat" in harness.driver.state.released_nodes["b"]
+        assert "no heartbeat" in harness.driver.state.supply.released["b"]
 
     drive(scenario())
 

@@ -95,4 +95,4 @@ def test_a_script_that_ignored_its_checkpoint_goes_on_by_a_resume(start_over: bo
     one.job.apply(written("/o/ckpt.pt", 2, unread=True, waits=True))
     detail = one.resume(start_over=start_over).detail
     assert ("begins at step 0" in detail) == start_over
-    assert bool(one.job.state.own_checkpoints) != start_over
+    assert bool(one.job.state.own.written) != start_over
