@@ -8,7 +8,7 @@ import typer
 
 
 def choose(address: str) -> Any:
-    """For the address of a dashboard, status, report and logs read what is published there; any
+    """Return an address's target. At a dashboard's, status, report and logs read what is there; any
     other command runs again inside the cluster, and this process exits with its exit code."""
     if address.startswith(("http://", "https://")):
         from .dashboard import DashboardTarget, can_look
