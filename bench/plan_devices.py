@@ -116,8 +116,8 @@ def predict(row: Row, matmul: float | None = None, attention: float | None = Non
         micro_batch=row.micro_batch,
         num_micro_batches=row.passes,
         reshard=bool(row.reshard),
-        checkpointing=ActivationCheckpointing(
-            mode="full" if row.checkpointing else "none", every_nth_block=max(1, row.checkpointing)
+        checkpointing=ActivationCheckpointing.model_validate(
+            {"full": {"everyNthBlock": row.checkpointing}} if row.checkpointing else {}
         ),
     )
     device = known().device(row.device)

@@ -28,10 +28,10 @@ PAGE = Path(__file__).parent / "results" / "plan_published.md"
 WITHIN_TOKENS = 0.20
 WITHIN_MEMORY = 0.10
 
-FULL = (ActivationCheckpointing(mode="full"),)
+FULL = (ActivationCheckpointing.model_validate({"full": {}}),)
 EVERY_SECOND_PRODUCT = (
-    ActivationCheckpointing(mode="selective", keep=("attention",)),
-    ActivationCheckpointing(mode="selective", keep=("matmul", "attention")),
+    ActivationCheckpointing.model_validate({"selective": {"keep": ["attention"]}}),
+    ActivationCheckpointing.model_validate({"selective": {"keep": ["matmul", "attention"]}}),
 )
 """TorchTitan's "selective" keeps attention and every second matrix product; the recipe keeps none
 or all of them, so the mean of both stands for it."""

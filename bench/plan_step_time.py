@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 MODEL = {"dim": 256, "numLayers": 4, "numHeads": 4, "vocabSize": 2048}
 WIDE = {"dim": 384, "numLayers": 3, "numHeads": 6, "vocabSize": 4096}
-FULL = {"activationCheckpointing": {"mode": "full"}}
+FULL = {"activationCheckpointing": {"full": {}}}
 DDP = {"shard": 1, "replicate": 2}
 FSDP = {"shard": 2}
 

@@ -5,7 +5,9 @@ Our own bugs raise AssertionError instead.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Self
 
 
 class HoldfastError(Exception):
@@ -42,6 +44,13 @@ class Problem:
     def __str__(self) -> str:
         text = f"{self.field}: got {self.got}; expected {self.expected}"
         return f"{text}; {self.fix}" if self.fix else text
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """The problem in a text that `str` gives."""
+        match = re.fullmatch("(.+?): got (.*?); expected (.*?)(?:; (.*))?", text, re.DOTALL)
+        assert match, text
+        return cls(match[1], match[2], match[3], match[4] or "")
 
 
 class SpecError(UserError):

@@ -81,15 +81,11 @@ def case(
 
 
 def _ac(mode: str, **more: Any) -> dict[str, Any]:
-    return {"activationCheckpointing": {"mode": mode, **more}}
+    return {"activationCheckpointing": {mode: more}}
 
 
 def _pipe(schedule: str) -> dict[str, Any]:
     return {"pipelineSchedule": schedule}
-
-
-def _named(name: str, **more: Any) -> dict[str, Any]:
-    return {"name": name, **more}
 
 
 WHOLE = {"accumulateGradients": "whole"}
@@ -181,13 +177,13 @@ CASES: tuple[Case, ...] = (
     case("AC", "AC full, CPU", Mesh(shard=8), DEEP, on_gpu=False, dtype=FP32, **_ac("full")),
     case("loss", "chunked loss 512", Mesh(shard=8), chunk=512),
     case("loss", "chunked loss 256, AC full", Mesh(shard=8), GROUPED, chunk=256, **_ac("full")),
-    case("optimizer", "adamw8bit", Mesh(shard=8), WIDE, length=128, optimizer=_named("adamw8bit")),
-    case("optimizer", "muon", Mesh(shard=8), WIDE, length=128, optimizer=_named("muon")),
-    case("optimizer", "muon, one rank", Mesh(), WIDE, length=128, optimizer=_named("muon")),
-    case("optimizer", "dion", Mesh(shard=8), WIDE, length=128, optimizer=_named("dion")),
+    case("optimizer", "adamw8bit", Mesh(shard=8), WIDE, length=128, optimizer={"adamw8bit": {}}),
+    case("optimizer", "muon", Mesh(shard=8), WIDE, length=128, optimizer={"muon": {}}),
+    case("optimizer", "muon, one rank", Mesh(), WIDE, length=128, optimizer={"muon": {}}),
+    case("optimizer", "dion", Mesh(shard=8), WIDE, length=128, optimizer={"dion": {}}),
     case(
         "optimizer", "in backward", Mesh(shard=8), WIDE, length=128,
-        optimizer={"inBackward": True, "gradientClip": 0},
+        optimizer={"adamw": {"inBackward": True}, "gradientClip": 0},
     ),
     case("offload", "offload, FSDP 8", Mesh(shard=8), offload="cpu"),
     case("offload", "offload, FSDP 8, 2 passes", Mesh(shard=8), passes=2, offload="cpu"),

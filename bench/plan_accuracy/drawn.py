@@ -48,7 +48,7 @@ def _draw(draw: random.Random, family: str, name: str) -> Case:
     mode = draw.choice(("none", "none", "full", "selective"))
     if mode != "none":
         every = draw.choice((1, 1, 2))
-        options["activationCheckpointing"] = {"mode": mode, "everyNthBlock": every}
+        options["activationCheckpointing"] = {mode: {"everyNthBlock": every}}
     if draw.random() < 0.3 and mesh.pipeline == 1:
         options["reshardAfterForward"] = draw.choice((False, False, 2))
     if draw.random() < 0.2 and mesh.shard > 1:

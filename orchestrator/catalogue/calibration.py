@@ -52,7 +52,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int
     """Tokens of the loss's chunks; 0: in one piece."""
     checkpointing: str
-    """Mode of activation checkpointing."""
+    """Choice of activation checkpointing."""
 
 
 class CalibrationEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +89,7 @@ def key_of(work: Workload, layout: ParallelLayout, device: str) -> Key:
         sequence_length=work.sequence_length,
         vocab_size=work.model.vocab_size,
         chunk_tokens=layout.chunk_tokens,
-        checkpointing=layout.checkpointing.mode,
+        checkpointing=layout.checkpointing.chosen,
     )
 
 

@@ -241,8 +241,8 @@ def _settings(settings: dict[str, Any]) -> str:
     words = []
     for name, value in settings.items():
         if name == "activationCheckpointing":
-            kept = f" {'+'.join(value['keep'])}" if "keep" in value else ""
-            words.append(f"AC {value['mode']}{kept}")
+            ((choice, inside),) = value.items()
+            words.append(" ".join(["AC", choice, *inside.get("keep", ())]))
         elif name == "reshardAfterForward":
             words.append("no reshard" if value is False else f"reshard {value}")
         elif name == "loss":

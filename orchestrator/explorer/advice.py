@@ -134,16 +134,14 @@ def _savings(job: TrainingJob) -> Iterator[list[_Change]]:
     parallelism, recipe = job.spec.parallelism, job.spec.entrypoint.recipe
     assert recipe is not None
     config = recipe.config
-    checkpointing = "parallelism.activationCheckpointing"
-    if parallelism.activation_checkpointing.mode == "none":
-        modes = (("selective", 0.0), ("full", 0.1))
-        yield [_Change({checkpointing: {"mode": mode}}, weight) for mode, weight in modes]
-    elif parallelism.activation_checkpointing.mode == "selective":
-        yield [_Change({checkpointing: {"mode": "full"}}, 0.1)]
+    weights = {"none": {"selective": 0.0, "full": 0.1}, "selective": {"full": 0.1}}
+    if others := weights.get(parallelism.activation_checkpointing.chosen):
+        field = "parallelism.activationCheckpointing"
+        yield [_Change({field: {name: {}}}, weight) for name, weight in others.items()]
     if config.micro_batch not in (1, "auto"):
         yield [_Change({"entrypoint.recipe.config.microBatch": 1}, 0.2)]
     if not config.loss.chunk_tokens:
-        yield [_Change({"entrypoint.recipe.config.loss": {"chunkTokens": CHUNK_TOKENS}}, 0.2)]
+        yield [_Change({"entrypoint.recipe.config.loss.chunkTokens": CHUNK_TOKENS}, 0.2)]
     if parallelism.offload == "none" and job.spec.resources.num_gpus:
         yield [_Change({"parallelism.offload": "cpu"}, 3.0)]
 
@@ -227,19 +225,15 @@ def is_valid(job: TrainingJob) -> bool:
 
 
 def with_field(part: Any, path: Sequence[str], value: Any) -> Any:
-    """A copy of a part of a job with one field changed, not validated."""
+    """A copy of a part of a job with one field changed, not validated as a whole."""
     if isinstance(part, TrainingJob):
         path = ("spec", *path)
     attribute = _attribute(part, path[0])
     now = getattr(part, attribute)
     if len(path) > 1:
         new = with_field(now, path[1:], value)
-    elif isinstance(value, dict):
-        new = now
-        for name, one in value.items():
-            new = with_field(new, (name,), one)
     else:
-        new = value
+        new = type(now).model_validate(value) if isinstance(value, dict) else value
     return part.model_copy(update={attribute: new})
 
 

@@ -145,9 +145,8 @@ def parallelism_of(layout: ParallelLayout) -> dict[str, Any]:
         settings["reshardAfterForward"] = layout.reshard
     checkpointing = layout.checkpointing
     if checkpointing != ActivationCheckpointing():
-        settings["activationCheckpointing"] = {"mode": checkpointing.mode}
-        if checkpointing.mode == "selective" and len(checkpointing.keep) == 1:
-            settings["activationCheckpointing"]["keep"] = list(checkpointing.keep)
+        written = checkpointing.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        settings["activationCheckpointing"] = written
     if layout.offload:
         settings["offload"] = "cpu"
     if layout.mesh.pipeline > 1 and layout.schedule != "1f1b":

@@ -16,7 +16,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..api.v1alpha1.parallelism import ActivationCheckpointing
+from ..api.v1alpha1.parallelism import (
+    ActivationCheckpointing,
+    Recomputation,
+    SelectiveRecomputation,
+)
 from ..planner.memory import USABLE, device_bytes, main_memory_holds, model_state_bytes
 from ..planner.workload import ParallelLayout, Workload
 from ..protocol.mesh import Mesh
@@ -24,9 +28,9 @@ from .step_time import Hardware, StepTime, mfu, step_time
 
 CHECKPOINTING = (
     ActivationCheckpointing(),
-    ActivationCheckpointing(mode="selective"),
-    ActivationCheckpointing(mode="selective", keep=("attention",)),
-    ActivationCheckpointing(mode="full"),
+    ActivationCheckpointing(selective=SelectiveRecomputation()),
+    ActivationCheckpointing(selective=SelectiveRecomputation(keep=("attention",))),
+    ActivationCheckpointing(full=Recomputation()),
 )
 CHUNK_TOKENS = 2048
 """Tokens of a chunk where the loss is computed in chunks."""

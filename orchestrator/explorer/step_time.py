@@ -234,14 +234,13 @@ def _block(work: Workload, layout: ParallelLayout, hardware: Hardware) -> _Block
 
 def _again(layout: ParallelLayout, matmul: float, attention: float, passes: float) -> float:
     settings = layout.checkpointing
-    if settings.mode == "none":
-        return 0.0
-    if settings.mode == "budget":
+    if settings.budget is not None:
         return (1 - settings.budget) * (matmul + attention + passes)
-    kept = settings.keep if settings.mode == "selective" else ()
-    seconds = passes + (0 if "matmul" in kept else matmul)
-    seconds += 0 if "attention" in kept else attention
-    return seconds / settings.every_nth_block
+    if settings.blocks is None:
+        return 0.0
+    seconds = passes + (0 if "matmul" in settings.keep else matmul)
+    seconds += 0 if "attention" in settings.keep else attention
+    return seconds / settings.blocks.every_nth_block
 
 
 def passes_per_token(model: Architecture) -> float:

@@ -21,8 +21,6 @@ from .ranking import Alternative, Order, Ranked, alternatives_of, lost_of, ranke
 from .search import Cluster, estimate, search
 from .step_time import Hardware
 
-CHECKPOINTING = "parallelism.activationCheckpointing"
-
 
 class Strategies(msgspec.Struct, frozen=True, kw_only=True):
     """The best layout of each strategy on the job's devices."""
@@ -82,15 +80,13 @@ def changed_to(job: TrainingJob, layout: ParallelLayout) -> TrainingJob:
         "parallelism.reshardAfterForward": layout.reshard,
         "parallelism.offload": "cpu" if layout.offload else "none",
         "entrypoint.recipe.config.microBatch": "auto" if whole else layout.micro_batch,
-        "entrypoint.recipe.config.loss": {"chunkTokens": layout.chunk_tokens},
+        "entrypoint.recipe.config.loss.chunkTokens": layout.chunk_tokens,
+        "parallelism.activationCheckpointing": layout.checkpointing,
     }
     group = mesh.world_size // mesh.replicate
     needed = math.lcm(group, layout.workers_per_node) // layout.workers_per_node
     if needed > job.spec.nodes.min:  # of fewer nodes no whole replica group is left
         fields["nodes.min"] = needed
-    settings = layout.checkpointing
-    if settings != job.spec.parallelism.activation_checkpointing:
-        fields[CHECKPOINTING] = {"mode": settings.mode, "keep": settings.keep, "everyNthBlock": 1}
     changed = job
     for field, value in fields.items():
         changed = with_field(changed, field.split("."), value)

@@ -60,9 +60,8 @@ def collectives(work: Workload, layout: ParallelLayout) -> tuple[Collective, ...
 
 def blocks_computed_twice(layout: ParallelLayout, num_layers: int) -> int:
     """Blocks whose forward is computed again in the backward pass."""
-    settings = layout.checkpointing
-    again = settings.mode in ("full", "selective")
-    return num_layers // settings.every_nth_block if again else 0
+    again = layout.checkpointing.blocks
+    return num_layers // again.every_nth_block if again else 0
 
 
 def _scatter_factor(work: Workload) -> int:
@@ -106,7 +105,7 @@ def _context(work: Workload, layout: ParallelLayout) -> Collective:
     layers = work.model.num_layers // mesh.pipeline
     settings, width = layout.checkpointing, work.width
     gathers = 2 * layers
-    if settings.mode == "full" or "attention" not in settings.keep:
+    if "attention" not in settings.keep:
         gathers += blocks_computed_twice(layout, layers)
     others, ring = mesh.context - 1, 4 * mesh.context * layers
     each = rank_tokens(work, layout) * key_value_dim(work.model, layout)

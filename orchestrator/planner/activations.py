@@ -25,7 +25,7 @@ def activation_terms(work: Workload, layout: ParallelLayout, part: StageEnds) ->
 
     until_backward = FORWARD | LOSS | BACKWARD_BEGINS
     yield Term("activations", "activations", flight * kept, until_backward, formula, _SOURCE)
-    if layout.checkpointing.mode in ("full", "selective"):
+    if layout.checkpointing.blocks:
         # Its kept results are among the activations already.
         again = (
             live / tokens - kept_bytes(layout.checkpointing, work.model, work.width) / mesh.tensor
@@ -95,8 +95,8 @@ def _kept_of_layers(
     model, settings = work.model, layout.checkpointing
     layers = model.num_layers
     each = live / tokens
-    if settings.mode in ("full", "selective"):
-        wrapped = layers // settings.every_nth_block
+    if settings.blocks:
+        wrapped = layers // settings.blocks.every_nth_block
         bare = layers - wrapped
         per = (
             input_bytes(work, layout) + kept_bytes(settings, model, work.width) / layout.mesh.tensor
@@ -104,7 +104,7 @@ def _kept_of_layers(
         return tokens * (wrapped * per + bare * each), (
             lambda: f"{wrapped} blocks x {per:,.0f} bytes, {bare} x {each:,.0f}"
         )
-    if settings.mode == "budget":
+    if settings.budget is not None:
         least = input_bytes(work, layout)
         per = least + settings.budget * (each - least)
         return tokens * layers * per, (lambda: f"{layers} blocks x {per:,.0f} bytes")
@@ -112,10 +112,8 @@ def _kept_of_layers(
 
 
 def kept_bytes(settings: ActivationCheckpointing, model: Architecture, width: int) -> float:
-    """Bytes that a block which is computed again keeps per token beside its input: with mode
-    selective the results of the kept operations."""
-    if settings.mode != "selective":
-        return 0
+    """Bytes that a block which is computed again keeps per token beside its input: the results of
+    the kept operations."""
     heads, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     kept = {
         "matmul": heads + 2 * keys + 2 * model.dim + (1 + model.gated_ffn) * model.ffn_dim,

@@ -382,7 +382,7 @@ def _without_shards(work: Workload, layout: ParallelLayout) -> Iterator[Term]:
         # forward again: then only the head's.
         size = work.width * (counts.num_layers * counts.matrices)
         head = work.width * work.model.dim * work.model.vocab_size
-        until = FORWARD if layout.checkpointing.mode == "full" else FORWARD | LOSS | BACKWARD_BEGINS
+        until = FORWARD if layout.checkpointing.full else FORWARD | LOSS | BACKWARD_BEGINS
         formula = f"{work.width} x the matrices of the blocks: copies of autocast"
         what, source = "matrices in the format of forward", "torch.autocast, by trace"
         yield Term("weights", what, size, until, lambda: formula, source)

@@ -9,10 +9,10 @@ import msgspec
 
 from ..api.v1alpha1 import TrainingJob
 from ..api.v1alpha1.parallelism import ActivationCheckpointing
+from ..api.v1alpha1.recipe import Dion
 from ..protocol.mesh import Mesh
 from .model import Architecture, Counts, count_parameters, of_recipe
 
-OptimizerName = Literal["adamw", "adamw8bit", "muon", "dion"]
 Format = Literal["float32", "bfloat16", "float16"]
 WIDTHS: dict[Format, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number."""
@@ -26,7 +26,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     sequence_length: int
     global_batch: int
     """Samples of a step."""
-    optimizer: OptimizerName = "adamw"
+    optimizer: str = "adamw"
     rank_fraction: float = 0.25
     """Dion: rank of its updates / the shorter side of a matrix."""
     in_backward: bool = False
@@ -123,8 +123,8 @@ def workload_of(job: TrainingJob) -> Workload | None:
         counts=count_parameters(model),
         sequence_length=config.data.sequence_length,
         global_batch=config.global_batch,
-        optimizer=config.optimizer.name,
-        rank_fraction=config.optimizer.rank_fraction,
+        optimizer=config.optimizer.chosen,
+        rank_fraction=(config.optimizer.dion or Dion()).rank_fraction,
         in_backward=config.optimizer.in_backward,
         compiled=config.compile,
         format=format_,

@@ -246,8 +246,8 @@ def checkpointing() -> Numbers:
     policies = {
         "none": layout(8),
         "full": layout(8, checkpointing=FULL),
-        "nth": layout(8, checkpointing=type(FULL)(mode="full", every_nth_block=2)),
-        "selective": layout(8, checkpointing=type(FULL)(mode="selective")),
+        "nth": layout(8, checkpointing=type(FULL).model_validate({"full": {"everyNthBlock": 2}})),
+        "selective": layout(8, checkpointing=type(FULL).model_validate({"selective": {}})),
     }
     plain = step_time(one, policies["none"], on).seconds
     for name, policy in policies.items():

@@ -24,7 +24,7 @@ NETWORK = "infiniband-400"
 SEQUENCE = 4096
 BATCH = 1024
 """Samples of a step: 4 Mi tokens."""
-FULL = ActivationCheckpointing(mode="full")
+FULL = ActivationCheckpointing.model_validate({"full": {}})
 LEAST: dict[str, Any] = {"checkpointing": FULL, "chunk_tokens": 2048}
 """Settings with which a layout needs least memory of the device without offload."""
 

@@ -152,7 +152,7 @@ def alternative(one: Alternative | None) -> str:
     text = f"{one.strategy} ({one.mesh.describe()}), {gb(one.peak_bytes / 1e9)} GB"
     checkpointing = one.settings.get("activationCheckpointing")
     if checkpointing:
-        text += f", recomputation {checkpointing['mode']}"
+        text += f", recomputation {' '.join(checkpointing)}"
     return text + (", offload" if "offload" in one.settings else "")
 
 

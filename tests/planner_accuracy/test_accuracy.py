@@ -15,7 +15,7 @@ BROAD = {**TINY, "dim": 1024, "numHeads": 16}
 than a thousandth of it."""
 WORDS = {**TINY, "vocabSize": 32000}
 """The head, and the sums of its gradient over the chunks of the loss, are most of it."""
-AC = {"activationCheckpointing": {"mode": "full"}}
+AC = {"activationCheckpointing": {"full": {}}}
 
 JOBS = (
     case("single", "one rank, float32, CPU", Mesh(), TINY, dtype=FP32, on_gpu=False),

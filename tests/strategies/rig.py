@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
     "model": {"dim": 32, "numLayers": 4, "numHeads": 4, "numKvHeads": 2},
     "data": {"sequenceLength": 32},
     # A rate that does not depend on the number of steps: runs are continued with more.
-    "optimizer": {"warmupSteps": 5, "minLearningRateRatio": 1.0},
+    "optimizer": {"warmupSteps": 5, "learningRateSchedule": {"constant": {}}},
 }
 PACED = {"minStepSeconds": 0.3}
 """A job that is disturbed while it trains: few steps last long enough."""
@@ -39,14 +39,14 @@ WORLD = "FSDP over all ranks (shard: world)"
 TWO_PASSES = {"microBatch": 1}
 """Four ranks: two micro-batches of each."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "Muon": {"optimizer": {**CONFIG["optimizer"], "name": "muon"}},
-    "Dion": {"optimizer": {**CONFIG["optimizer"], "name": "dion"}},
+    "Muon": {"optimizer": {**CONFIG["optimizer"], "muon": {}}},
+    "Dion": {"optimizer": {**CONFIG["optimizer"], "dion": {}}},
     "AdamW with moments of 8 bits": {
-        "optimizer": {**CONFIG["optimizer"], "name": "adamw8bit"},
+        "optimizer": {**CONFIG["optimizer"], "adamw8bit": {}},
         "model": {**CONFIG["model"], "dim": 256, "ffnDim": 256},
     },
     "AdamW within backward": {
-        "optimizer": {**CONFIG["optimizer"], "gradientClip": 0, "inBackward": True}
+        "optimizer": {**CONFIG["optimizer"], "gradientClip": 0, "adamw": {"inBackward": True}}
     },
 }
 """Name -> settings of the recipe, which one process has as well."""

@@ -18,7 +18,7 @@ ROUNDED = 0.02
 """How far the losses of 8 and 16 bits may differ from those of float32, relative."""
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "one GPU": ({}, {}, DIGITS),
-    "one GPU, blocks recomputed": ({"activationCheckpointing": {"mode": "full"}}, {}, DIGITS),
+    "one GPU, blocks recomputed": ({"activationCheckpointing": {"full": {}}}, {}, DIGITS),
     "one GPU, compiled blocks": ({}, {"compile": True}, DIGITS),
     "one GPU, bfloat16": ({"precision": {"parameters": "bfloat16"}}, {}, ROUNDED),
     **{f"one GPU, {name}": ({}, config, DIGITS) for name, config in OPTIMIZERS.items()},

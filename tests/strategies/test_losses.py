@@ -16,21 +16,21 @@ MESHES: dict[str, dict[str, Any]] = {
     DDP: {"shard": 1},
     HSDP: {"shard": 2},
     "TP 2 x FSDP 2, blocks recomputed": {
-        "tensor": 2, "shard": 2, "activationCheckpointing": {"mode": "full"}
+        "tensor": 2, "shard": 2, "activationCheckpointing": {"full": {}}
     },
     "TP 2 x FSDP 2": {"tensor": 2, "shard": 2},
     "TP 2 x DDP 2": {"tensor": 2, "replicate": 2},
     "CP 4": {"context": 4, "shard": 1},
     "CP 2 x FSDP 2": {"context": 2, "shard": 2},
     "CP 2 x DDP 2, blocks recomputed except matmuls and attention": {
-        "context": 2, "replicate": 2, "activationCheckpointing": {"mode": "selective"}
+        "context": 2, "replicate": 2, "activationCheckpointing": {"selective": {}}
     },
     "CP 2 x TP 2, blocks recomputed": {
-        "context": 2, "tensor": 2, "activationCheckpointing": {"mode": "full"}
+        "context": 2, "tensor": 2, "activationCheckpointing": {"full": {}}
     },
     "PP 4, 1F1B": {"pipeline": 4},
     "PP 4, GPipe, blocks recomputed": {
-        "pipeline": 4, "pipelineSchedule": "gpipe", "activationCheckpointing": {"mode": "full"}
+        "pipeline": 4, "pipelineSchedule": "gpipe", "activationCheckpointing": {"full": {}}
     },
     "PP 2 x FSDP 2": {"pipeline": 2, "shard": 2},
     "PP 2 x DDP 2": {"pipeline": 2, "replicate": 2},

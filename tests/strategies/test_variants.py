@@ -48,7 +48,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     f"{DDP}, two micro-batches": ({"shard": 1}, TWO_PASSES),
     "blocks recomputed except matmuls and attention": (
-        {"shard": 4, "activationCheckpointing": {"mode": "selective"}},
+        {"shard": 4, "activationCheckpointing": {"selective": {}}},
         {},
     ),
 }
@@ -76,7 +76,7 @@ def test_optimizers_give_the_losses_and_norms_of_one_process(shows: Shows, tmp_p
     one, many = tmp_path / "one", tmp_path / "many"
     single, jobs = [], []
     for name, config in OPTIMIZERS.items():
-        plain = {**config, "optimizer": {**config["optimizer"], "inBackward": False}}
+        plain = {**config, "optimizer": {**config["optimizer"], "adamw": {}}}
         label = _label(name, "one")
         single.append(document(label, STEPS, {"shard": 1}, workers=1, config=plain))
         for mesh, parallelism in _meshes(name).items():

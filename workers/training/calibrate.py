@@ -172,7 +172,7 @@ def measure(job: TrainingJob, settings: Settings, device: torch.device) -> dict[
     RuntimeError where main memory does not suffice."""
     config = _config(job)
     checkpointing = job.spec.parallelism.activation_checkpointing
-    num_blocks = checkpointing.every_nth_block if checkpointing.mode != "none" else 1
+    num_blocks = checkpointing.blocks.every_nth_block if checkpointing.blocks else 1
     if device.type == "cpu":
         num_blocks *= -(-min(BLOCKS_ON_CPU, config.model.num_layers) // num_blocks)
     model = Transformer(config.model.model_copy(update={"num_layers": num_blocks})).to(device)
@@ -254,7 +254,7 @@ def _optimizer(
     optimizers whose time is not one of passes over memory."""
     shapes = {name: p.shape for name, p in model.named_parameters() if "blocks." in name}
     number = sum(shape.numel() for shape in shapes.values())
-    if config.optimizer.name not in ("adamw", "adamw8bit"):
+    if config.optimizer.chosen not in ("adamw", "adamw8bit"):
         return None, number
     parameters = {
         name: nn.Parameter(torch.zeros(shape, device=device)) for name, shape in shapes.items()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 
-from holdfast.orchestrator.api.v1alpha1.recipe import Optimizer
+from holdfast.orchestrator.api.v1alpha1.recipe import Decay, Optimizer
 
 
 def learning_rate(config: Optimizer, step: int, steps: int) -> float:
@@ -19,8 +19,10 @@ def learning_rate(config: Optimizer, step: int, steps: int) -> float:
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     first, span = config.warmup_steps, max(steps - config.warmup_steps, 1)
-    if config.schedule == "wsd":
-        span = config.decay_steps or max(1, steps // 10)
+    schedule = config.learning_rate_schedule
+    decay = schedule.cosine or schedule.linear or schedule.wsd or Decay()
+    if schedule.wsd:
+        span = schedule.wsd.decay_steps or max(1, steps // 10)
         first = steps - span
     done = min(max((step - first) / span, 0.0), 1.0)
     left = {
@@ -28,6 +30,5 @@ def learning_rate(config: Optimizer, step: int, steps: int) -> float:
         "linear": 1 - done,
         "wsd": 1 - done,
         "constant": 1.0,
-    }[config.schedule]
-    low = config.min_learning_rate_ratio
-    return config.learning_rate * (low + (1 - low) * left)
+    }[schedule.chosen]
+    return config.learning_rate * (decay.min_ratio + (1 - decay.min_ratio) * left)

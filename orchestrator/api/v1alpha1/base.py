@@ -7,8 +7,9 @@ YAML. Values are read as the API server reads them: `max: true` and `max: "2"` a
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
+import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
 from pydantic.alias_generators import to_camel
 
@@ -48,6 +49,33 @@ class Part(BaseModel):
         return tuple(value) if isinstance(value, list) else whole(value)
 
 
+class Choice(Part):
+    """A part with fields that exclude each other: the field that is written is the choice, and has
+    the settings that only this choice has."""
+
+    choices: ClassVar[tuple[str, ...]]
+    default_choice: ClassVar[str] = ""
+    """The choice if none is written; "": one must be."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_one_choice(self) -> Self:
+        written = [name for name in self.choices if getattr(self, name) is not None]
+        if len(written) > 1 or not (written or self.default_choice):
+            got = " and ".join(written) or "none of them"
+            raise ValueError(f"got {got}; expected {self.one_of()}")
+        return self
+
+    @classmethod
+    def one_of(cls) -> str:
+        """What is expected."""
+        return f"{'at most' if cls.default_choice else 'exactly'} one of {', '.join(cls.choices)}"
+
+    @property
+    def chosen(self) -> str:
+        written = (name for name in self.choices if getattr(self, name) is not None)
+        return next(written, self.default_choice)
+
+
 def number_as_text(value: Any) -> Any:
     """2 -> "2": the words of a command line and the values of variables are texts."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -60,6 +88,8 @@ Wait = Annotated[float, Field(ge=0, le=limits.MAX_SECONDS, allow_inf_nan=False)]
 """Seconds, 0 included."""
 Steps = Annotated[int, Field(ge=1, le=limits.MAX_COUNT)]
 Count = Annotated[int, Field(ge=1, le=limits.MAX_COUNT)]
+NoSettings = Annotated[dict[str, str], Field(max_length=0)]
+"""A choice without settings: {}."""
 AutoOrCount = Auto | Count
 
 # Quantities, as in

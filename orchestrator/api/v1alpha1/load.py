@@ -24,6 +24,7 @@ from holdfast.orchestrator.errors import Problem, SpecError, UserError
 
 from .effects import without_effect
 from .job import PATTERNS, TrainingJob, redacted
+from .rules import RETIRED, retired_message
 
 
 class BadDocument(UserError):
@@ -297,6 +298,10 @@ def _problem(details: ErrorDetails) -> Problem:
     kind, context = details["type"], details.get("ctx", {})
     if kind == "value_error":
         return _from_rule(field, details["input"], str(context["error"]))
+    if field in RETIRED:
+        value = details["input"]
+        shown = value if isinstance(value, str) else json.dumps(value)
+        return Problem.from_text(retired_message(field).replace("%s", shown))
     if kind == "extra_forbidden":
         known = _known_keys(location[:-1])
         close = difflib.get_close_matches(str(location[-1]), known, n=1)
@@ -344,6 +349,8 @@ def _fix(field: str, details: ErrorDetails) -> str:
     if value is None:
         empty = ' ("" is an empty text)' if kind == "string_type" else ""
         return f"give it a value{empty}, or remove the key"
+    if kind == "model_type" and value in _known_keys([*field.split(".")]):
+        return f"write {{{value}: {{}}}}"
     if field in ("spec.nodes.max", "spec.nodes.min") and value == 0:
         return "for no nodes set suspend: true"
     if kind in _ABOVE_MAXIMUM and field in _NO_LIMIT_IF_ABSENT:
@@ -358,10 +365,8 @@ def _is_scalar(value: Any) -> bool:
 def _from_rule(field: str, value: Any, text: str) -> Problem:
     """Validators of the models raise `sub.path: got X; expected Y; fix`, or only what is
     expected."""
-    match = re.match(r"^(?:([\w. ]+): )?got (.*?); expected (.*?)(?:; (.*))?$", text, re.DOTALL)
-    if match:
-        path = f"{field}.{match[1]}" if match[1] else field
-        return Problem(path, match[2], match[3], match[4] or "")
+    if re.match(r"([\w. ]+: )?got .*; expected ", text, re.DOTALL):
+        return Problem.from_text(field + (": " if text.startswith("got ") else ".") + text)
     return Problem(field, _show(value), text.removeprefix("expected "))
 
 

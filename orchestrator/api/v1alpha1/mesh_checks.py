@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
-from holdfast.orchestrator.errors import Problem
-
 from .parallelism import ONE_STAGE_PER_RANK, ZERO_BUBBLE, Parallelism
 from .resilience import Recovery
 from .workload import Entrypoint, Nodes, Resources
@@ -61,9 +59,8 @@ def size_problem(spec: SizedSpec) -> str:
                 same, has, write = most == restarts, f"{field} {restarts}", f"{field}: {most}"
         if not same:
             fix = f"write {write}, or remove the option"
-            return str(
-                Problem("entrypoint.command", f"{size.option} with {has}", "the same numbers", fix)
-            )
+            got = f"{size.option} with {has}"
+            return f"entrypoint.command: got {got}; expected the same numbers; {fix}"
     return ""
 
 
@@ -160,7 +157,7 @@ def _tensor(spec: SizedSpec) -> str:
     if recipe is None or tensor == 1:
         return ""
     if problem := tensor_over_nodes(spec):
-        return str(problem)
+        return problem
     model = recipe.config.model
     divided = {
         "model.numHeads": model.num_heads,
@@ -178,17 +175,15 @@ def _tensor(spec: SizedSpec) -> str:
     return ""
 
 
-def tensor_over_nodes(spec: SizedSpec) -> Problem | None:
+def tensor_over_nodes(spec: SizedSpec) -> str:
     """A tensor axis, the innermost, whose ranks are on several nodes, if this is not asked for."""
     workers, mesh = spec.workers_per_node, spec.parallelism
     if workers % mesh.tensor == 0 or mesh.tensor_over_nodes:
-        return None
-    return Problem(
-        "parallelism.tensor",
-        str(mesh.tensor),
-        f"a divisor of workersPerNode ({workers}): every layer waits for this axis, here for the "
-        f"network between nodes",
-        f"use {choices(workers)}, or set parallelism.tensorOverNodes: true as well",
+        return ""
+    return (
+        f"parallelism.tensor: got {mesh.tensor}; expected a divisor of workersPerNode ({workers}): "
+        f"every layer waits for this axis, here for the network between nodes; use "
+        f"{choices(workers)}, or set parallelism.tensorOverNodes: true as well"
     )
 
 
@@ -247,8 +242,7 @@ def _pipeline(spec: SizedSpec) -> str:
     if recipe is None or mesh.pipeline == 1:
         return ""
     config, stages = recipe.config, mesh.num_stages
-    wrong = _schedule(mesh, config.compile)
-    if wrong:
+    if wrong := _schedule(mesh, config.compile):
         return wrong
     if config.model.num_layers % stages:
         each = f", {stages} stages with {mesh.stages_per_rank} on each rank"

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from holdfast.orchestrator import limits
 
-from .base import Auto, AutoOrCount, Count, Part
+from .base import Auto, AutoOrCount, Choice, Count, Part
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Axis = Annotated[int, Field(ge=1, le=limits.MAX_NODES)]
@@ -35,20 +35,44 @@ class Precision(Part):
 Kept = Literal["matmul", "attention"]
 
 
-class ActivationCheckpointing(Part):
-    """Recomputing activations in the backward pass, which saves memory."""
+class Recomputation(Part):
+    """Recomputing whole blocks."""
 
-    mode: Literal["none", "full", "selective", "budget"] = "none"
-    """none: keep activations; full: recompute each block from its input, which costs about one more
-    forward pass; selective: recompute each block except the results of some operations, see keep;
-    budget: torch.compile chooses what it recomputes, see budget."""
     every_nth_block: int = Field(default=1, ge=1, le=limits.MAX_COUNT)
-    """Recompute every Nth block only, with mode full or selective."""
+    """Recompute every Nth block only."""
+
+
+class SelectiveRecomputation(Recomputation):
+    """Recomputing blocks except the results of some operations."""
+
     keep: Annotated[tuple[Kept, ...], Field(min_length=1, max_length=2)] = ("matmul", "attention")
-    """The operations whose results are kept, with mode selective."""
-    budget: float = Field(default=0.5, ge=0, le=1, allow_inf_nan=False)
-    """Mode budget, for a compiled model: share of the activation memory of a compiled block
-    that may be used; 1: nothing is recomputed, 0: all that can be."""
+    """The operations whose results are kept."""
+
+
+class ActivationCheckpointing(Choice):
+    """Recomputing activations in the backward pass, which saves memory. With none of these fields
+    all activations are kept."""
+
+    choices = ("full", "selective", "budget")
+    default_choice = "none"
+
+    full: Recomputation | None = None
+    """Recompute each block from its input, which costs about one more forward pass."""
+    selective: SelectiveRecomputation | None = None
+    """Recompute each block except the results of some operations."""
+    budget: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    """Share of the activation memory of a compiled block that may be used; torch.compile chooses
+    what it recomputes. 1: nothing is recomputed, 0: all that can be."""
+
+    @property
+    def blocks(self) -> Recomputation | None:
+        """How blocks are computed again, if they are."""
+        return self.full or self.selective
+
+    @property
+    def keep(self) -> tuple[Kept, ...]:
+        """Operations of a recomputed block whose results are kept."""
+        return self.selective.keep if self.selective else ()
 
 
 class Ddp(Part):

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from holdfast.orchestrator import limits
 
-from .base import AutoOrCount, Part, Wait
+from .base import AutoOrCount, Choice, NoSettings, Part, Wait
 
 
 class Model(Part):
@@ -117,31 +117,78 @@ class Loss(Part):
     which is one more product with the head. 0: all tokens."""
 
 
-class Optimizer(Part):
-    """The optimizer, with linear warm-up, then a schedule of the learning rate."""
+class Decay(Part):
+    """A decay of the learning rate."""
 
-    name: Literal["adamw", "adamw8bit", "muon", "dion"] = "adamw"
-    """adamw: AdamW (fused) for all parameters. adamw8bit: AdamW with moments of 8 bits for matrices
-    whose rows are multiples of 256 values; the workers need the package torchao. muon, dion: this
-    for the matrices of the blocks, and AdamW for embedding, norms and head. Their updates are
-    scaled so that learningRate and weightDecay of AdamW serve."""
-    momentum: float = Field(default=0.95, ge=0, lt=1, allow_inf_nan=False)
-    """Decay rate of the average of gradients, for muon and dion."""
-    rank_fraction: float = Field(default=0.25, gt=0, le=1, allow_inf_nan=False)
-    """Rank of a matrix's update, for dion, as a share of its smaller side."""
+    min_ratio: float = Field(default=0.1, ge=0, le=1, allow_inf_nan=False)
+    """Share of learningRate that remains at the last step."""
+
+
+class LateDecay(Decay):
+    """A linear decay at the end."""
+
+    decay_steps: int | None = Field(default=None, ge=1, le=limits.MAX_COUNT)
+    """Steps of the decay. Default: a tenth of steps."""
+
+
+class LearningRateSchedule(Choice):
+    """The learning rate after the warm-up. Default: cosine."""
+
+    choices = ("cosine", "linear", "constant", "wsd")
+    default_choice = "cosine"
+
+    cosine: Decay | None = None
+    """From learningRate down to the minimum, over all remaining steps."""
+    linear: Decay | None = None
+    """The same along a line."""
+    constant: NoSettings | None = None
+    """learningRate."""
+    wsd: LateDecay | None = None
+    """learningRate, and a linear decay to the minimum over the last decaySteps."""
+
+
+class AdamW(Part):
+    """Settings of AdamW."""
+
     in_backward: bool = False
-    """Only for adamw. true: step each block as soon as backward has its gradients, and free them.
-    It excludes clipping, several micro-batches, float16, and DDP of several workers."""
+    """true: step each block as soon as backward has its gradients, and free them. It excludes
+    clipping, several micro-batches, float16, and DDP of several workers."""
+
+
+class Muon(Part):
+    """Settings of Muon."""
+
+    momentum: float = Field(default=0.95, ge=0, lt=1, allow_inf_nan=False)
+    """Decay rate of the average of gradients."""
+
+
+class Dion(Muon):
+    """Settings of Dion."""
+
+    rank_fraction: float = Field(default=0.25, gt=0, le=1, allow_inf_nan=False)
+    """Rank of a matrix's update, as a share of its smaller side."""
+
+
+class Optimizer(Choice):
+    """The optimizer, at most one of adamw, adamw8bit, muon and dion, with linear warm-up, then a
+    schedule of the learning rate. Default: adamw."""
+
+    choices = ("adamw", "adamw8bit", "muon", "dion")
+    default_choice = "adamw"
+
+    adamw: AdamW | None = None
+    """AdamW (fused) for all parameters."""
+    adamw8bit: NoSettings | None = Field(default=None, alias="adamw8bit")
+    """AdamW with moments of 8 bits for matrices whose rows are multiples of 256 values; the workers
+    need the package torchao."""
+    muon: Muon | None = None
+    """Muon for the matrices of the blocks, and AdamW for embedding, norms and head. Its updates are
+    scaled so that learningRate and weightDecay of AdamW serve."""
+    dion: Dion | None = None
+    """Dion in the place of Muon."""
     learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     """Learning rate at the end of the warm-up."""
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """After the warm-up. cosine and linear: from learningRate down to the minimum, over all
-    remaining steps; constant: learningRate; wsd: learningRate, and a linear decay to the minimum
-    over the last decaySteps."""
-    decay_steps: int | None = Field(default=None, ge=1, le=limits.MAX_COUNT)
-    """Steps of the decay of wsd. Default: a tenth of steps."""
-    min_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1, allow_inf_nan=False)
-    """Share of learningRate that remains at the last step; a constant rate has none."""
+    learning_rate_schedule: LearningRateSchedule = LearningRateSchedule()
     warmup_steps: int = Field(default=20, ge=0, le=limits.MAX_COUNT)
     """Steps over which the learning rate rises from 0 to learningRate."""
     beta1: float = Field(default=0.9, ge=0, lt=1, allow_inf_nan=False)
@@ -153,14 +200,9 @@ class Optimizer(Part):
     gradient_clip: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Largest norm of the gradient; larger ones are clipped to it. 0: no clipping."""
 
-    @model_validator(mode="after")
-    def _check_schedule(self) -> Optimizer:
-        if self.decay_steps is not None and self.schedule != "wsd":
-            raise ValueError(
-                f"decaySteps: got {self.decay_steps} with schedule {self.schedule}; expected it "
-                f"with wsd only; remove it"
-            )
-        return self
+    @property
+    def in_backward(self) -> bool:
+        return self.adamw is not None and self.adamw.in_backward
 
 
 class Pretrain(Part):
@@ -189,7 +231,7 @@ class Pretrain(Part):
     optimizer: Optimizer = Optimizer()
 
     @model_validator(mode="after")
-    def _check_data(self) -> Pretrain:
+    def _check_parts(self) -> Pretrain:
         data, validation = self.data, self.data.validation
         if data.format == "text" and self.model.vocab_size < 256:
             raise ValueError(
@@ -201,15 +243,11 @@ class Pretrain(Part):
                 f"evaluateEverySteps: got {self.evaluate_every_steps} without validation data; "
                 f"expected data.validation.source, or a share above 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_decay(self) -> Pretrain:
-        warmup, decay = self.optimizer.warmup_steps, self.optimizer.decay_steps
-        if decay is not None and warmup + decay > self.steps:
+        warmup, wsd = self.optimizer.warmup_steps, self.optimizer.learning_rate_schedule.wsd
+        if wsd and wsd.decay_steps and warmup + wsd.decay_steps > self.steps:
             raise ValueError(
-                f"optimizer.decaySteps: got {decay} after {warmup} warmupSteps; expected both "
-                f"within steps ({self.steps})"
+                f"optimizer.learningRateSchedule.wsd.decaySteps: got {wsd.decay_steps} after "
+                f"{warmup} warmupSteps; expected both within steps ({self.steps})"
             )
         return self
 

@@ -11,8 +11,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from .base import Choice, yaml_name
 from .job import CONTRACT_NAMES, RESERVED_PREFIXES, JobSpec
+from .parallelism import ActivationCheckpointing
+from .recipe import LearningRateSchedule, Optimizer
+from .workload import BESIDE, Entrypoint
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,6 @@ def _text(value: str) -> str:
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-_KINDS = ("script", "module", "command", "recipe")
-_GIVEN = "[" + ", ".join(f"has(self.{kind})" for kind in _KINDS) + "].filter(given, given)"
 _RESERVED = " || ".join(
     [
         f"name in [{', '.join(_text(name) for name in CONTRACT_NAMES)}]",
@@ -66,14 +69,60 @@ _RESERVED = " || ".join(
 _WELL_FORMED = "name.matches('^[A-Za-z_][A-Za-z0-9_]*$')"
 
 
-def _entrypoints_given() -> str:
-    """CEL: the kinds of entrypoint that the spec has, in words."""
-    expression = "'none of them'"
-    for count in range(1, len(_KINDS) + 1):
-        for kinds in itertools.combinations(_KINDS, count):
-            given = " && ".join(f"has(self.{kind})" for kind in kinds)
-            expression = f"{given} ? {_text(' and '.join(kinds))} : {expression}"
-    return expression
+def _one_choice(name: str, path: str, part: type[Choice]) -> Rule:
+    written = "[" + ", ".join(f"has(self.{one})" for one in part.choices) + "].filter(given, given)"
+    words = "'none of them'"
+    for count in range(1, len(part.choices) + 1):
+        for names in itertools.combinations(part.choices, count):
+            given = " && ".join(f"has(self.{one})" for one in names)
+            words = f"{given} ? {_text(' and '.join(names))} : {words}"
+    sign = "<=" if part.default_choice else "=="
+    message = f"{path}: got %s; expected {part.one_of()}"
+    return Rule(name, path, f"size({written}) {sign} 1", message, (words,))
+
+
+_TEXT, _NUMBER = {"type": "string", "maxLength": 64}, {"type": "number"}
+_TEXTS = {"type": "array", "maxItems": 2, "items": _TEXT}
+_CHECKPOINTING = "spec.parallelism.activationCheckpointing"
+_OPTIMIZER = "spec.entrypoint.recipe.config.optimizer"
+RETIRED: dict[str, tuple[dict[str, Any], str]] = {
+    f"{_CHECKPOINTING}.mode": (_TEXT, "{full: {}}, {selective: {}} or {budget: 0.5}"),
+    f"{_CHECKPOINTING}.everyNthBlock": (_NUMBER, "{full: {everyNthBlock: %s}}"),
+    f"{_CHECKPOINTING}.keep": (_TEXTS, "{selective: {keep: %s}}"),
+    f"{_OPTIMIZER}.name": (_TEXT, "{%s: {}}"),
+    f"{_OPTIMIZER}.momentum": (_NUMBER, "{muon: {momentum: %s}}"),
+    f"{_OPTIMIZER}.rankFraction": (_NUMBER, "{dion: {rankFraction: %s}}"),
+    f"{_OPTIMIZER}.inBackward": ({"type": "boolean"}, "{adamw: {inBackward: %s}}"),
+    f"{_OPTIMIZER}.schedule": (_TEXT, "{learningRateSchedule: {%s: {}}}"),
+    f"{_OPTIMIZER}.decaySteps": (_NUMBER, "{learningRateSchedule: {wsd: {decaySteps: %s}}}"),
+    f"{_OPTIMIZER}.minLearningRateRatio": (
+        _NUMBER,
+        "{learningRateSchedule: {cosine: {minRatio: %s}}}",
+    ),
+}
+"""A field of an earlier form of the spec, which the CRD has to reject it -> its schema, and what to
+write in its part, with %s for the value."""
+
+
+def retired_message(path: str) -> str:
+    part = path.split(".")[-2]
+    return f"{path}: got %s; expected a choice as a key; write {part}: {RETIRED[path][1]}"
+
+
+def _not_retired() -> Iterator[Rule]:
+    for path in RETIRED:
+        part, _, name = path.rpartition(".")
+        message, value = retired_message(path), f"self.{name}"
+        values = (value,) * message.count("%s")
+        yield Rule(f"retired-{name}", part, f"!has({value})", message, values, f".{name}")
+
+
+def _excluded() -> Iterator[Rule]:
+    for (kind, name), problem in BESIDE.items():
+        field = yaml_name(name)
+        rule = f"!has(self.{kind}) || !has(self.{field}) || size(self.{field}) == 0"
+        label, where = f"no-{field}-beside-a-{kind}", "spec.entrypoint"
+        yield Rule(label, where, rule, f"{where}: {problem}", field=f".{field}")
 
 
 # The size of the mesh, which `kubectl scale` changes.
@@ -93,42 +142,11 @@ CHECKS = (
         ("self.metadata.name",),
         ".metadata.name",
     ),
-    Rule(
-        "one-entrypoint",
-        "spec.entrypoint",
-        f"size({_GIVEN}) == 1",
-        "spec.entrypoint: got %s; expected exactly one of script, module, command, recipe",
-        (_entrypoints_given(),),
-    ),
-    Rule(
-        "no-args-beside-a-recipe",
-        "spec.entrypoint",
-        "!has(self.recipe) || !has(self.args) || size(self.args) == 0",
-        "spec.entrypoint: got args beside a recipe; expected recipe.config instead",
-        field=".args",
-    ),
-    Rule(
-        "no-resume-args-beside-a-recipe",
-        "spec.entrypoint",
-        "!has(self.recipe) || !has(self.resumeArgs) || size(self.resumeArgs) == 0",
-        "spec.entrypoint.resumeArgs: got arguments beside a recipe; expected none: Holdfast "
-        "restores it",
-        field=".resumeArgs",
-    ),
-    Rule(
-        "no-args-beside-a-command",
-        "spec.entrypoint",
-        "!has(self.command) || !has(self.args) || size(self.args) == 0",
-        "spec.entrypoint: got args beside a command; expected them in the command",
-        field=".args",
-    ),
-    Rule(
-        "no-python-beside-a-recipe",
-        "spec.entrypoint",
-        "!has(self.recipe) || !has(self.python)",
-        "spec.entrypoint: got python beside a recipe; expected it for scripts and modules only",
-        field=".python",
-    ),
+    _one_choice("one-entrypoint", "spec.entrypoint", Entrypoint),
+    _one_choice("one-activation-checkpointing", _CHECKPOINTING, ActivationCheckpointing),
+    _one_choice("one-optimizer", _OPTIMIZER, Optimizer),
+    _one_choice("one-schedule", f"{_OPTIMIZER}.learningRateSchedule", LearningRateSchedule),
+    *_excluded(),
     Rule(
         "a-node-at-least",
         "spec.nodes",
@@ -291,4 +309,4 @@ def _immutable() -> Iterator[Rule]:
         )
 
 
-RULES: tuple[Rule, ...] = (*CHECKS, *_immutable())
+RULES: tuple[Rule, ...] = (*CHECKS, *_not_retired(), *_immutable())

@@ -178,6 +178,8 @@ def _kind(schema: dict[str, Any], node: dict[str, Any]) -> str:
     kind = node.get("type", "any")
     if kind == "array":
         return f"list of {_kind(schema, node.get('items', {}))}"
+    if node.get("maxProperties") == 0:
+        return "`{}`"
     if kind == "object":
         return f"map of {_kind(schema, node.get('additionalProperties', {}))}"
     return str(kind) + _bounds(node)

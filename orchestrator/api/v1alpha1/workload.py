@@ -12,7 +12,7 @@ from holdfast.orchestrator import limits
 
 from ..launchers import Program
 from . import command_line
-from .base import Auto, Part, Quantity, Word
+from .base import Auto, Choice, Part, Quantity, Word
 from .recipe import Recipe
 
 LINE_PATTERN = r"^[^\r\n]*$"
@@ -20,6 +20,16 @@ LINE_PATTERN = r"^[^\r\n]*$"
 MODULE_PATTERN = r"^[^./\s]+(\.[^./\s]+)*$"
 CHECKPOINT = "{checkpoint}"
 """Placeholder for the path in resumeArgs."""
+BESIDE = {
+    ("recipe", "args"): "got args beside a recipe; expected recipe.config instead",
+    (
+        "recipe",
+        "resume_args",
+    ): "got resumeArgs beside a recipe; expected none: it is restored",
+    ("command", "args"): "got args beside a command; expected them in the command",
+    ("recipe", "python"): "got python beside a recipe; expected it for scripts and modules only",
+}
+"""A kind of entrypoint and a field that it excludes -> the problem."""
 _PLACEHOLDER = re.compile(r"(?<!\$)\{\w+\}")
 
 
@@ -54,8 +64,10 @@ class Resources(Part):
         return 0 if self.gpu == "auto" else self.gpu
 
 
-class Entrypoint(Part):
+class Entrypoint(Choice):
     """What each worker runs: exactly one of script, module, command and recipe."""
+
+    choices = ("script", "module", "command", "recipe")
 
     script: str | None = Field(default=None, min_length=1)
     """Path of a Python file, relative to workingDirectory; runs as torchrun would run it."""
@@ -77,22 +89,10 @@ class Entrypoint(Part):
     _program: Program = PrivateAttr(default=Program())
 
     @model_validator(mode="after")
-    def _check_one_kind(self) -> Entrypoint:
-        kinds = ("script", "module", "command", "recipe")
-        given = [name for name in kinds if getattr(self, name) is not None]
-        if len(given) != 1:
-            names = " and ".join(given) if given else "none of them"
-            raise ValueError(f"got {names}; expected exactly one of {', '.join(kinds)}")
-        if self.recipe and self.args:
-            raise ValueError("got args beside a recipe; expected recipe.config instead")
-        if self.recipe and self.resume_args:
-            raise ValueError(
-                "resumeArgs: got arguments beside a recipe; expected none: Holdfast restores it"
-            )
-        if self.command and self.args:
-            raise ValueError("got args beside a command; expected them in the command")
-        if self.recipe and self.python:
-            raise ValueError("got python beside a recipe; expected it for scripts and modules only")
+    def _check_others(self) -> Entrypoint:
+        for (kind, name), problem in BESIDE.items():
+            if getattr(self, kind) and getattr(self, name):
+                raise ValueError(problem)
         self._program = self._parsed()
         return self
 

@@ -122,7 +122,7 @@ def _fsdp(keys: ConfigKeys, draft: Draft) -> None:
         draft.shard = workers // draft.inner or 1
     draft.offload = bool(keys.flag(section + "fsdp_offload_params"))
     if keys.flag(section + "fsdp_activation_checkpointing"):
-        draft.checkpointing = {"mode": "full"}
+        draft.checkpointing = {"full": {}}
 
 
 def _reshard(keys: ConfigKeys, name: str) -> bool | None:
@@ -146,7 +146,7 @@ def _megatron(keys: ConfigKeys, draft: Draft) -> None:
     if clip is not None:
         draft.optimizer["gradientClip"] = clip
     if keys.flag(section + "recompute_activations"):
-        draft.checkpointing = {"mode": "selective"}
+        draft.checkpointing = {"selective": {}}
     if keys.flag(section + "use_distributed_optimizer"):
         draft.shard, draft.reshard, draft.whole_gradients = "rest", False, True
     batches = keys.count(section + "num_micro_batches")

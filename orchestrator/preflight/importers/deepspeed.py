@@ -141,9 +141,8 @@ def _scheduler(keys: ConfigKeys, draft: Draft) -> None:
     if kind not in kinds:
         keys.drop("scheduler.type", "the recipe has cosine, linear, constant and wsd", kind)
         return
-    draft.optimizer["schedule"] = kinds[kind]
-    if kind == "WarmupDecayLR":
-        draft.optimizer["minLearningRateRatio"] = 0.0
+    settings = {"minRatio": 0.0} if kind == "WarmupDecayLR" else {}
+    draft.optimizer["learningRateSchedule"] = {kinds[kind]: settings}
     values = {
         "warmup_num_steps": keys.count("scheduler.params.warmup_num_steps", 0),
         "total_num_steps": keys.count("scheduler.params.total_num_steps"),
@@ -157,4 +156,4 @@ def _scheduler(keys: ConfigKeys, draft: Draft) -> None:
         draft.optimizer["learningRate"] = rate
     ratio = keys.number("scheduler.params.cos_min_ratio")
     if ratio is not None and kind == "WarmupCosineLR":
-        draft.optimizer["minLearningRateRatio"] = ratio
+        settings["minRatio"] = ratio

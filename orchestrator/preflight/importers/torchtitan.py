@@ -140,18 +140,19 @@ def _optimizer(keys: ConfigKeys, draft: Draft) -> None:
     decay = keys.choice("lr_scheduler.decay_type", kinds)
     if decay == "sqrt":
         keys.drop("lr_scheduler.decay_type", "the recipe decays by cosine or linearly", decay)
-    elif decay is not None:
-        draft.optimizer["schedule"] = decay
+    schedule, settings = (None if decay == "sqrt" else decay), dict[str, float]()
     ratio = keys.number("lr_scheduler.decay_ratio")
     if ratio is not None and draft.config.get("steps"):
-        draft.optimizer["schedule"] = "wsd"
-        draft.optimizer["decaySteps"] = max(1, round(ratio * draft.config["steps"]))
+        schedule = "wsd"
+        settings["decaySteps"] = max(1, round(ratio * draft.config["steps"]))
         if decay == "cosine":
             why = "the last decaySteps decay linearly, with schedule wsd"
             keys.drop("lr_scheduler.decay_type", why, decay)
     for name in ("lr_scheduler.min_lr_factor", "lr_scheduler.lr_min"):
         if (least := keys.number(name)) is not None:
-            draft.optimizer["minLearningRateRatio"] = least
+            settings["minRatio"] = least
+    if schedule or settings:
+        draft.optimizer["learningRateSchedule"] = {schedule or "cosine": settings}
 
 
 def _activations(keys: ConfigKeys, draft: Draft) -> None:
@@ -161,14 +162,14 @@ def _activations(keys: ConfigKeys, draft: Draft) -> None:
     budget = keys.number("activation_checkpoint.memory_budget")
     if mode is None:
         return
-    draft.checkpointing = {"mode": mode}
+    draft.checkpointing = {mode: {}}
     if mode == "selective" and option is not None and str(option) != "op":
         if not str(option).isdecimal() or int(option) < 1:
             field = "activation_checkpoint.selective_ac_option"
             raise keys.problem(field, option, "op, or every how many layers")
-        draft.checkpointing = {"mode": "full", "everyNthBlock": int(option)}
+        draft.checkpointing = {"full": {"everyNthBlock": int(option)}}
     if mode == "budget":
-        draft.checkpointing["budget"] = 0.5 if budget is None else budget
+        draft.checkpointing[mode] = 0.5 if budget is None else budget
         draft.config["compile"] = True
 
 

@@ -54,7 +54,51 @@ def recipe(config: Document | None = None, **spec: Any) -> Document:
     return {"entrypoint": {"recipe": {"name": "pretrain", "config": config or {}}}, **spec}
 
 
+def checkpointing(**fields: Any) -> Document:
+    return recipe(parallelism={"activationCheckpointing": fields})
+
+
+# Field of an earlier form -> value and the line to write.
+OPTIMIZER = {
+    "name": ("muon", "{muon: {}}"),
+    "momentum": (0.9, "{muon: {momentum: 0.9}}"),
+    "rankFraction": (0.5, "{dion: {rankFraction: 0.5}}"),
+    "inBackward": (True, "{adamw: {inBackward: true}}"),
+    "schedule": ("constant", "{learningRateSchedule: {constant: {}}}"),
+    "decaySteps": (5, "{learningRateSchedule: {wsd: {decaySteps: 5}}}"),
+    "minLearningRateRatio": (0.5, "{learningRateSchedule: {cosine: {minRatio: 0.5}}}"),
+}
+CHECKPOINTING = {
+    "mode": ("full", "{full: {}}"),
+    "everyNthBlock": (2, "{full: {everyNthBlock: 2}}"),
+    "keep": (["matmul"], '{selective: {keep: ["matmul"]}}'),
+}
+
+
 WRONG = (
+    *(
+        Wrong(f"retired-{name}", recipe({"optimizer": {name: value}}), (f"optimizer: {line}",))
+        for name, (value, line) in OPTIMIZER.items()
+    ),
+    *(
+        Wrong(f"retired-{name}", checkpointing(**{name: value}), (f"Checkpointing: {line}",))
+        for name, (value, line) in CHECKPOINTING.items()
+    ),
+    Wrong(
+        "one-optimizer",
+        recipe({"optimizer": {"muon": {}, "dion": {}}}),
+        ("optimizer: got muon and dion; expected at most one of adamw, adamw8bit, muon, dion",),
+    ),
+    Wrong(
+        "one-schedule",
+        recipe({"optimizer": {"learningRateSchedule": {"wsd": {}, "linear": {}}}}),
+        ("Schedule: got linear and wsd; expected at most one of cosine, linear, constant, wsd",),
+    ),
+    Wrong(
+        "one-activation-checkpointing",
+        checkpointing(full={}, selective={}),
+        ("Checkpointing: got full and selective; expected at most one of full, selective, budge",),
+    ),
     Wrong(
         "a-node-at-least",
         {**SCRIPT, "nodes": {"min": 1, "max": 0}},
@@ -88,9 +132,9 @@ WRONG = (
         ("spec.entrypoint: got args beside a recipe; expected recipe.config instead",),
     ),
     Wrong(
-        "no-resume-args-beside-a-recipe",
+        "no-resumeArgs-beside-a-recipe",
         {"entrypoint": {"recipe": {"name": "pretrain"}, "resumeArgs": ["--resume"]}},
-        ("spec.entrypoint.resumeArgs: got arguments beside a recipe; expected none",),
+        ("spec.entrypoint: got resumeArgs beside a recipe; expected none",),
     ),
     Wrong(
         "no-args-beside-a-command",
@@ -199,19 +243,9 @@ MODELS_ONLY = (
         ("config.model.numKvHeads: got 3; expected a divisor of numHeads (4)",),
     ),
     Wrong(
-        "decay-of-wsd",
-        recipe({"optimizer": {"decaySteps": 5}}),
-        ("config.optimizer.decaySteps: got 5 with schedule cosine; expected it with wsd only",),
-    ),
-    Wrong(
         "decay-within-steps",
-        recipe({"steps": 30, "optimizer": {"schedule": "wsd", "decaySteps": 20}}),
-        ("config.optimizer.decaySteps: got 20 after 20 warmupSteps; expected both within steps",),
-    ),
-    Wrong(
-        "schedule",
-        recipe({"optimizer": {"schedule": "step"}}),
-        ("config.optimizer.schedule: got 'step'; expected cosine, linear, constant or wsd",),
+        recipe({"steps": 30, "optimizer": {"learningRateSchedule": {"wsd": {"decaySteps": 20}}}}),
+        ("Schedule.wsd.decaySteps: got 20 after 20 warmupSteps; expected both within steps",),
     ),
     Wrong(
         "z-loss-of-divided-logits",

@@ -50,7 +50,7 @@ CASES = [
     ),
     pytest.param(
         RECIPE % "" + "  checkpoint: {guard: never}\n",
-        ["spec.checkpoint.guard: got never for a recipe", "remove the field"],
+        ["spec.checkpoint.guard: got it with a recipe", "remove the field"],
         id="a guard of checkpoints that a recipe does not write",
     ),
     pytest.param(
@@ -66,12 +66,12 @@ CASES = [
     pytest.param(
         SPEC
         + "  entrypoint: {script: t.py, resumeArgs: [--resume]}\n  checkpoint: {guard: never}\n",
-        ["spec.entrypoint.resumeArgs: got arguments with checkpoint.guard: never"],
+        ["spec.entrypoint.resumeArgs: got it with checkpoint.guard: never"],
         id="arguments to resume without a guard that finds the checkpoint",
     ),
     pytest.param(
         SCRIPT + "  checkpoint: {guard: never, guardDirectories: [out]}\n",
-        ["spec.checkpoint.guardDirectories: got directories with guard: never"],
+        ["spec.checkpoint.guardDirectories: got it with checkpoint.guard: never"],
         id="directories for a guard that is off",
     ),
     pytest.param(
@@ -222,13 +222,23 @@ CASES = [
         id="float8 on CPUs",
     ),
     pytest.param(
-        SCRIPT + "  parallelism: {activationCheckpointing: {mode: full}}\n",
+        SCRIPT + "  parallelism: {activationCheckpointing: {full: {}}}\n",
         ["spec.parallelism.activationCheckpointing: got a value for a script", "remove the field"],
         id="a field that only the recipe follows",
     ),
     pytest.param(
-        RECIPE % "" + "  parallelism: {activationCheckpointing: {mode: full, everyNthBlock: 5}}\n",
-        ["activationCheckpointing.everyNthBlock: got 5; expected at most 4", "lower it, or set"],
+        RECIPE % "" + "  parallelism: {activationCheckpointing: full}\n",
+        ["activationCheckpointing: got 'full'; expected a mapping; write {full: {}}"],
+        id="a choice without its mapping",
+    ),
+    pytest.param(
+        RECIPE % "" + "  parallelism: {activationCheckpointing: {mode: full, everyNthBlock: 2}}\n",
+        ["Checkpointing.mode: got full; expected", "write", "{full: {everyNthBlock: 2}}"],
+        id="an earlier form of a choice",
+    ),
+    pytest.param(
+        RECIPE % "" + "  parallelism: {activationCheckpointing: {full: {everyNthBlock: 5}}}\n",
+        ["full.everyNthBlock: got 5; expected at most 4", "lower it, or remove"],
         id="every fifth of four blocks",
     ),
     pytest.param(

@@ -51,7 +51,7 @@ JOBS = {
     "70B in a pipeline": (gpu_job(LLAMA_70B, nodes=2, parallelism={"pipeline": 8}), "H100-80"),
     "70B in replicas of a node": (gpu_job(LLAMA_70B, nodes=4, parallelism={"shard": 8}), "H200"),
     "70B with selective checkpoints": (
-        gpu_job(LLAMA_70B, nodes=2, parallelism={"activationCheckpointing": {"mode": "selective"}}),
+        gpu_job(LLAMA_70B, nodes=2, parallelism={"activationCheckpointing": {"selective": {}}}),
         "H100-80",
     ),
     "8B with DDP": (gpu_job(LLAMA_8B, parallelism={"shard": 1, "replicate": 8}), "H100-80"),
@@ -65,7 +65,7 @@ JOBS = {
         gpu_job(
             LLAMA_8B,
             sequence=16384,
-            parallelism={"pipeline": 2, "activationCheckpointing": {"mode": "full"}},
+            parallelism={"pipeline": 2, "activationCheckpointing": {"full": {}}},
         ),
         "RTX-4090",
     ),
@@ -172,9 +172,9 @@ def test_a_script_has_no_ways() -> None:
 
 
 def test_the_text_of_a_way_is_what_a_user_writes() -> None:
-    way = Way({"parallelism.activationCheckpointing": {"mode": "full"}}, 2**30)
+    way = Way({"parallelism.activationCheckpointing": {"full": {}}}, 2**30)
     assert way.describe() == (
-        "parallelism.activationCheckpointing: {mode: full} (1.0 GiB per worker)"
+        "parallelism.activationCheckpointing: {full: {}} (1.0 GiB per worker)"
     )
     way = Way({"nodes.max": 4}, 3 * 2**30, step_ratio=0.5, device_ratio=2.0)
     assert way.describe() == (

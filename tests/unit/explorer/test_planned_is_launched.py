@@ -25,7 +25,7 @@ from holdfast.orchestrator.protocol.messages import NodeJoined
 from ..core.harness import Transcript
 from ..planner.builders import FACTS, make_job
 
-MODES = ("none", "selective", "full")
+CHECKPOINTING: tuple[dict[str, Any], ...] = ({}, {"selective": {}}, {"full": {}})
 
 
 @st.composite
@@ -43,7 +43,7 @@ def jobs(draw: st.DrawFn) -> tuple[TrainingJob | None, NodeFacts]:
         "tensor": tensor,
         "pipeline": pipeline,
         "context": context,
-        "activationCheckpointing": {"mode": draw(st.sampled_from(MODES))},
+        "activationCheckpointing": draw(st.sampled_from(CHECKPOINTING)),
     }
     if pipeline == 1:
         parallelism["reshardAfterForward"] = draw(st.sampled_from([True, True, False]))

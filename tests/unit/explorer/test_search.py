@@ -139,7 +139,7 @@ def test_no_neighbour_of_the_best_is_better(case: tuple[str, int, str]) -> None:
         if device_bytes(work, other) > room:
             continue
         assert estimate(work, other, hardware(case[2])).tokens_per_s <= best.tokens_per_s
-    for checkpointing in {one.layout.checkpointing.mode: one for one in answer.ranked}.values():
+    for checkpointing in {one.layout.checkpointing.chosen: one for one in answer.ranked}.values():
         other = replace(best.layout, checkpointing=checkpointing.layout.checkpointing)
         if device_bytes(work, other) <= room:
             assert estimate(work, other, hardware(case[2])).tokens_per_s <= best.tokens_per_s

@@ -30,7 +30,7 @@ from holdfast.orchestrator.protocol.mesh import Mesh
 
 from .clusters import hardware, workload
 
-FULL = ActivationCheckpointing(mode="full")
+FULL = ActivationCheckpointing.model_validate({"full": {}})
 MESHES = [
     Mesh(), Mesh(replicate=16), Mesh(shard=16), Mesh(replicate=2, shard=8), Mesh(shard=8, tensor=2),
     Mesh(shard=4, context=4), Mesh(shard=2, pipeline=8), Mesh(shard=2, tensor=2, pipeline=4),
@@ -162,9 +162,9 @@ def test_offload_is_slower_and_takes_less_of_the_device() -> None:
 
 
 def test_what_is_computed_again_takes_time() -> None:
-    kept = ActivationCheckpointing(mode="selective")
-    attention = ActivationCheckpointing(mode="selective", keep=("attention",))
-    half = ActivationCheckpointing(mode="full", every_nth_block=2)
+    kept = ActivationCheckpointing.model_validate({"selective": {}})
+    attention = ActivationCheckpointing.model_validate({"selective": {"keep": ["attention"]}})
+    half = ActivationCheckpointing.model_validate({"full": {"everyNthBlock": 2}})
     times = [
         seconds(time_of(layout(Mesh(), checkpointing=one)), "recomputation")
         for one in (ActivationCheckpointing(), kept, attention, FULL)

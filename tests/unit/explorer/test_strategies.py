@@ -37,11 +37,11 @@ def gpu_job(*, nodes: int = 2, config: Any = None, **more: Any) -> TrainingJob:
 JOBS = {
     "auto": gpu_job(),
     "HSDP, checkpoints": gpu_job(
-        parallelism={"shard": 8, "activationCheckpointing": {"mode": "full", "everyNthBlock": 2}}
+        parallelism={"shard": 8, "activationCheckpointing": {"full": {"everyNthBlock": 2}}}
     ),
     "FSDP and a tensor axis": gpu_job(parallelism={"shard": 4, "tensor": 2}),
     "pipeline": gpu_job(parallelism={"pipeline": 2, "pipelineSchedule": "gpipe"}),
-    "Muon": gpu_job(config={"optimizer": {"name": "muon"}}),
+    "Muon": gpu_job(config={"optimizer": {"muon": {}}}),
     "z-loss": gpu_job(config={"loss": {"zLoss": 1e-4, "chunkTokens": 512}}),
     "does not fit": gpu_job(nodes=1, parallelism={"shard": 1, "replicate": 8}),
 }

@@ -147,7 +147,7 @@ def test_gloo_sends_a_reduce_scatter_twice() -> None:
 def optimizer_job(name: str, gpu: int = 1) -> TrainingJob:
     recipe = {
         "globalBatch": 8, "model": {"dim": 256, "numLayers": 3, "numHeads": 4, "numKvHeads": 2},
-        "optimizer": {"name": name},
+        "optimizer": {name: {}},
     }  # fmt: skip
     return make_job(workers=8, recipe=recipe, resources={"gpu": gpu}, parallelism={"shard": 8})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from msgspec.structs import replace
@@ -77,11 +79,11 @@ def test_zero_2_keeps_gathered_parameters() -> None:
 
 
 def test_full_activation_checkpointing_saves_activations() -> None:
-    def activations(mode: str) -> float:
-        job = make_job(recipe={}, parallelism={"activationCheckpointing": {"mode": mode}})
+    def activations(settings: dict[str, Any]) -> float:
+        job = make_job(recipe={}, parallelism={"activationCheckpointing": settings})
         return device_rows(job, Mesh(shard=2))["activations"].num_bytes
 
-    assert activations("full") < activations("none") / 2
+    assert activations({"full": {}}) < activations({}) / 2
 
 
 def test_a_cuda_context_takes_memory_of_gpus_only() -> None:
@@ -163,7 +165,7 @@ def test_a_tensor_axis_divides_what_it_holds() -> None:
 )
 def test_bytes_of_optimizer_state_are_those_of_the_optimizer(name: str, ffn: int) -> None:
     model = {"dim": 256, "numLayers": 1, "numHeads": 4, "ffnDim": ffn}
-    job = make_job(recipe={"model": model, "optimizer": {"name": name}})
+    job = make_job(recipe={"model": model, "optimizer": {name: {}}})
     recipe = job.spec.entrypoint.recipe
     assert recipe is not None
     parameters = dict(transformer.Transformer(recipe.config.model).named_parameters())
@@ -206,7 +208,7 @@ def test_embedding_and_head_of_an_own_loop_stay_gathered_with_the_root(
     )  # fmt: skip
     layout = ParallelLayout(
         mesh=Mesh(shard=shards), workers_per_node=8, micro_batch=1, num_micro_batches=passes,
-        checkpointing=ActivationCheckpointing(mode="full"),
+        checkpointing=ActivationCheckpointing.model_validate({"full": {}}),
     )  # fmt: skip
     own, recipe = (
         device_bytes(one, layout) / 2**30 for one in (work, replace(work, own_loop=False))

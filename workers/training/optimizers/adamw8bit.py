@@ -125,7 +125,7 @@ def _torchao_functions() -> tuple[Callable[..., Tensor], Callable[..., None]]:
         from torchao.optim.subclass_8bit import OptimState8bit
     except ImportError as error:
         raise UserError(
-            f"entrypoint.recipe.config.optimizer.name: got adamw8bit without torchao ({error}); "
+            f"entrypoint.recipe.config.optimizer.adamw8bit: got it without torchao ({error}); "
             "expected it in the environment of the workers; pip install torchao, or use adamw"
         ) from None
 

@@ -45,7 +45,7 @@ def make_optimizer(
     config: Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> torch.optim.Optimizer | Optimizers:
     """The optimizer of `config` over this rank's parts of the parameters, by plain name."""
-    if config.name in ("adamw", "adamw8bit"):
+    if (settings := config.muon or config.dion) is None:
         return _adamw(config, list(parameters.values()))
     matrices = [p for name, p in parameters.items() if name.startswith(IN_BLOCKS) and p.ndim == 2]
     chosen = {id(p) for p in matrices}
@@ -53,14 +53,14 @@ def make_optimizer(
     options: dict[str, Any] = {
         "lr": config.learning_rate,
         "weight_decay": config.weight_decay,
-        "momentum": config.momentum,
+        "momentum": settings.momentum,
     }
     of_matrices: torch.optim.Optimizer
-    if config.name == "muon":
-        of_matrices = WholeMuon(matrices, adjust_lr_fn="match_rms_adamw", **options)
+    if config.dion:
+        of_matrices = Dion(matrices, rank_fraction=config.dion.rank_fraction, **options)
     else:
-        of_matrices = Dion(matrices, rank_fraction=config.rank_fraction, **options)
-    return Optimizers({config.name: of_matrices, "adamw": _adamw(config, others)})
+        of_matrices = WholeMuon(matrices, adjust_lr_fn="match_rms_adamw", **options)
+    return Optimizers({config.chosen: of_matrices, "adamw": _adamw(config, others)})
 
 
 def _adamw(config: Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -70,6 +70,6 @@ def _adamw(config: Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Opt
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
-    if config.name == "adamw8bit":
+    if config.chosen == "adamw8bit":
         return AdamW8bit(groups, config.learning_rate, betas)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)

@@ -33,24 +33,23 @@ def checkpoint_blocks(
     model: nn.Module, blocks: list[nn.Module], settings: ActivationCheckpointing
 ) -> list[nn.Module]:
     """Wrap blocks within `model` as the settings say. Returns the blocks as they are then."""
-    if settings.mode == "none":
-        return blocks
-    if settings.mode == "budget":
+    if settings.budget is not None:
         import torch._functorch.config as partitioner  # read when a block is compiled
 
         partitioner.activation_memory_budget = settings.budget
+    if settings.blocks is None:
         return blocks
     options: dict[str, Any] = {}
-    if settings.mode == "selective":
+    if settings.selective:
         kept = {
             overload
-            for name in settings.keep
+            for name in settings.selective.keep
             for operation in _OPERATIONS[name]
             if hasattr(_aten, operation)
             for overload in [getattr(_aten, operation).default]
         }
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy(kept))
-    every = settings.every_nth_block
+    every = settings.blocks.every_nth_block
     chosen = blocks[every - 1 :: every]
     wrapped = {id(block): checkpoint_wrapper(block, **options) for block in chosen}
     for parent in list(model.modules()):

@@ -307,7 +307,7 @@ def test_a_job_on_named_devices_is_timed(write: Write, holdfast: Holdfast) -> No
 def test_a_job_is_ranked_beside_the_strategies_of_its_devices(
     write: Write, holdfast: Holdfast
 ) -> None:
-    full = "  parallelism: {shard: world, activationCheckpointing: {mode: full}}\n"
+    full = "  parallelism: {shard: world, activationCheckpointing: {full: {}}}\n"
     file = write(SEVENTY.replace("nodes: {max: 1}", "nodes: {max: 8}") + full)
     devices = ("--devices", "64xH100-80")
     made = json.loads(holdfast("plan", file, *devices, "--json").out)["strategies"]
@@ -348,7 +348,7 @@ spec:
         data: {sequenceLength: 1024}
   nodes: {max: 1}
   workersPerNode: 8
-  parallelism: {shard: 8, offload: cpu, activationCheckpointing: {mode: full}}
+  parallelism: {shard: 8, offload: cpu, activationCheckpointing: {full: {}}}
   resources: {gpu: 1}
 """
 

@@ -50,7 +50,7 @@ def test_version_2_has_one_flag_for_it(tmp_path: Path) -> None:
     found = fsdp(tmp_path, version=2, reshard_after_forward=False, offload_params=True)
     assert found == {"shard": "world", "reshardAfterForward": False, "offload": "cpu"}
     found = fsdp(tmp_path, version=2, activation_checkpointing=True)
-    assert found["activationCheckpointing"] == {"mode": "full"}
+    assert found["activationCheckpointing"] == {"full": {}}
 
 
 def test_every_field_is_kept_or_named(tmp_path: Path) -> None:

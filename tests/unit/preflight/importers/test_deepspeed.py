@@ -87,7 +87,7 @@ def test_optimizer_schedule_and_formats_are_kept(tmp_path: Path) -> None:
     assert config["steps"] == 900
     assert config["optimizer"] == {
         "gradientClip": 0.5, "learningRate": 3e-4, "beta1": 0.9, "beta2": 0.98,
-        "schedule": "cosine", "warmupSteps": 10, "minLearningRateRatio": 0.2,
+        "learningRateSchedule": {"cosine": {"minRatio": 0.2}}, "warmupSteps": 10,
     }  # fmt: skip
     precision = made.document["spec"]["parallelism"]["precision"]
     assert precision == {"parameters": "bfloat16", "reduce": "bfloat16"}

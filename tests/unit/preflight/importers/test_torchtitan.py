@@ -70,10 +70,10 @@ pipeline_parallel_microbatch_size = 1
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ('mode = "full"', {"mode": "full"}),
-        ('mode = "selective"\nselective_ac_option = "op"', {"mode": "selective"}),
-        ('mode = "selective"\nselective_ac_option = "2"', {"mode": "full", "everyNthBlock": 2}),
-        ('mode = "memory_budget"\nmemory_budget = 0.3', {"mode": "budget", "budget": 0.3}),
+        ('mode = "full"', {"full": {}}),
+        ('mode = "selective"\nselective_ac_option = "op"', {"selective": {}}),
+        ('mode = "selective"\nselective_ac_option = "2"', {"full": {"everyNthBlock": 2}}),
+        ('mode = "memory_budget"\nmemory_budget = 0.3', {"budget": 0.3}),
     ],
 )
 def test_activation_checkpointing_is_kept(text: str, found: dict[str, Any], tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ log_freq = 10
     made = imported(tmp_path, text, nodes=1, workers=8)
     spec = made.document["spec"]
     optimizer = spec["entrypoint"]["recipe"]["config"]["optimizer"]
-    assert (optimizer["schedule"], optimizer["decaySteps"]) == ("wsd", 100)
+    assert optimizer["learningRateSchedule"] == {"wsd": {"decaySteps": 100, "minRatio": 0.0}}
     assert spec["checkpoint"] == {"storage": {"everySteps": 500}, "retention": {"keepLast": 3}}
     assert spec["parallelism"]["reshardAfterForward"] is False
     dropped = {drop.field for drop in made.dropped}

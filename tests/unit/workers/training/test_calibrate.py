@@ -75,8 +75,8 @@ def _ffn(directory: Path) -> int:
 @pytest.mark.parametrize(
     ("parallelism", "config"),
     [
-        ({"activationCheckpointing": {"mode": "full"}}, {}),
-        ({"activationCheckpointing": {"mode": "selective", "everyNthBlock": 2}}, {}),
+        ({"activationCheckpointing": {"full": {}}}, {}),
+        ({"activationCheckpointing": {"selective": {"everyNthBlock": 2}}}, {}),
         ({"precision": {"parameters": "bfloat16"}}, {}),
         ({}, {"loss": {"chunkTokens": 8, "zLoss": 0.1}}),
     ],
@@ -92,7 +92,7 @@ def test_every_setting_of_the_recipe_can_be_measured(
 
 
 def test_an_optimizer_that_computes_products_is_not_measured(tmp_path: Path) -> None:
-    job = load_job(job_file(tmp_path, optimizer={"name": "muon"}))
+    job = load_job(job_file(tmp_path, optimizer={"muon": {}}))
     assert calibrate.measure(job, settings(), CPU)["optimizer_s"] is None
 
 

@@ -102,5 +102,5 @@ def test_small_and_odd_parameters_keep_moments_like_themselves() -> None:
 
 def test_without_torchao_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.optim.adam", None)
-    with pytest.raises(UserError, match=r"optimizer\.name: got adamw8bit .*pip install torchao"):
+    with pytest.raises(UserError, match=r"optimizer\.adamw8bit: got it .*pip install torchao"):
         AdamW8bit([nn.Parameter(torch.ones(2))], lr=0.01, betas=(0.9, 0.95))

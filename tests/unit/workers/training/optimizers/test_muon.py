@@ -32,7 +32,7 @@ def test_whole_matrices_are_stepped_as_torch_does() -> None:
 def test_matrices_of_the_blocks_are_exchanged_in_bfloat16_and_the_rest_is_stepped_by_adamw() -> (
     None
 ):
-    job = job_of({"shard": 2}, {"optimizer": {"name": "muon"}})
+    job = job_of({"shard": 2}, {"optimizer": {"muon": {}}})
     with rank_of(job, Mesh(shard=2)) as trainer:
         train_step(trainer, 0)
         with Recorder() as recorder:

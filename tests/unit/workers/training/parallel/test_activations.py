@@ -69,7 +69,7 @@ def gradients(blocks: nn.Sequential) -> list[Tensor]:
 @pytest.mark.parametrize("keep", [["matmul", "attention"], ["matmul"], ["attention"]])
 def test_selective_recomputation_gives_the_same_gradients(keep: list[str]) -> None:
     expected = gradients(model_of({}))
-    found = gradients(model_of({"mode": "selective", "keep": keep}))
+    found = gradients(model_of({"selective": {"keep": keep}}))
     for got, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(got, wanted)
 
@@ -81,17 +81,17 @@ def test_selective_recomputation_runs_the_kept_operations_once() -> None:
         attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
         return {"matmul": counting.found["aten::mm"], "attention": counting.found[attention]}
 
-    none, full = num_operations({}), num_operations({"mode": "full"})
+    none, full = num_operations({}), num_operations({"full": {}})
     # Nothing needs the output of the last matrix of a block.
     assert full == {"matmul": none["matmul"] + 6, "attention": none["attention"] + 1}
     for keep in ("matmul", "attention"):
-        found = num_operations({"mode": "selective", "keep": [keep]})
+        found = num_operations({"selective": {"keep": [keep]}})
         assert found[keep] == none[keep]
-    assert num_operations({"mode": "selective"}) == none
+    assert num_operations({"selective": {}}) == none
 
 
 def test_every_nth_block_only_is_recomputed() -> None:
-    blocks = model_of({"mode": "selective", "everyNthBlock": 2}, num=4)
+    blocks = model_of({"selective": {"everyNthBlock": 2}}, num=4)
     assert [hasattr(block, "_checkpoint_wrapped_module") for block in blocks] == [False, True] * 2
 
 
@@ -109,7 +109,7 @@ def test_a_compiled_block_keeps_less_with_a_smaller_budget() -> None:
     sizes = []
     for share in (1.0, 0.1):
         torch.compiler.reset()
-        (block,) = model_of({"mode": "budget", "budget": share})
+        (block,) = model_of({"budget": share})
         block.compile(backend="aot_eager_decomp_partition")
         sizes.append(kept(lambda block=block: block(x, *ANGLES)))
     assert 0 < sizes[1] < sizes[0] / 2
