@@ -68,6 +68,8 @@ class Oracle:
         """(generation, step) -> members that have staged it at the controller's request."""
         self.copies: dict[int, tuple[int, tuple[str, ...]]] = {}
         """Generation -> the newest step of which all buddies have a copy, and its members."""
+        self.received = {"suspend": 0, "new-code": 0}
+        """Purpose -> how often a user requested it."""
         self.code = ""
         """Which the next generation must run."""
         self._code_of: dict[int, str] = {}
@@ -96,6 +98,9 @@ class Oracle:
         check_timers(state)
         for known in state.catalog.committed:
             self.committed[directory_name(*known.key)] = known.refused
+        if isinstance(event, e.SuspendRequested | e.AgainRequested):
+            suspends = isinstance(event, e.SuspendRequested)
+            self.received["suspend" if suspends else "new-code"] += 1
         self._new_code(state, event)
         self._growth(state)
         self._size(state)
@@ -216,6 +221,12 @@ class Oracle:
             ]
             few = f"{name} is cordoned after incidents {blamed} only"
             self.require(len(blamed) >= recovery.bad_node_strikes, few)
+
+    def carried_out_once(self, state: JobState) -> None:
+        """No request of a user interrupts the job twice, also where a controller died with it."""
+        for purpose, received in self.received.items():
+            times = sum(one.purpose == purpose for one in state.incidents)
+            self.require(times <= received, f"{times} of {received} times: {purpose}")
 
     def accounts(self, ledger: dict[str, float]) -> None:
         """The report's time by cause is what the world did. The first step of a generation, and

@@ -44,6 +44,7 @@ def play(
     accounted_s = sum(view.ledger.values())
     require(abs(accounted_s - took_s) < 1e-6, f"{accounted_s} s of {took_s} s are accounted for")
     world.oracle.accounts(view.ledger)
+    world.oracle.carried_out_once(state)
     expected = ["failed" if world.poison is not None else "succeeded"]
     expected += ["cancelled"] if world.cancelled else []
     require(state.phase in expected, f"{state.phase}: {state.reason.text}")
