@@ -66,7 +66,7 @@ def test_a_suspicion_comes_before_the_limit_and_ends_with_the_next_progress() ->
     watch.job.now_ns += SECOND // 2
     (ended,) = [v for v in watch.beat(10) if isinstance(v, HangSuspicionEnded)]
     assert ended.seconds == pytest.approx((watch.job.now_ns - began) / SECOND)
-    assert "progress again" in watch.job.state.notes[-1][1]
+    assert "progress after" in watch.job.state.notes[-1][1]
     assert watch.job.state.incidents == [] and watch.job.state.ledger.restarts == {}
 
 

@@ -37,7 +37,7 @@ def trained_on(gpu: str) -> tuple[core.Transcript, JobView]:
         state.nodes.change(node.name, facts=facts)
     projection = JobProjection(state.job)
     event = StepCompleted(
-        generation=1, step=4, step_s=0.5,
+        generation=1, step=4, step_s=0.5, flops_per_step=1e15,
         device_memory_peak_bytes=MEASURED_BYTES, sent_bytes=MEASURED_SENT,
     )  # fmt: skip
     projection.observe(transcript.now_ns, event, transcript.apply(event), state)
@@ -83,6 +83,19 @@ def test_a_device_that_the_catalogue_lacks_has_no_planned_time() -> None:
     assert view.planned is not None and view.planned.step_s is None
     assert set(samples(view, "holdfast_plan_error_ratio")) == {"memory", "sent"}
     assert samples(view, "holdfast_planned_step_seconds") == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12),
+     ("Tesla V100-SXM2-16GB", 125e12), ("NVIDIA A10G", 70e12), ("Some other GPU", None)],
+)  # fmt: skip
+def test_mfu_is_the_share_of_the_peak_of_the_device_that_the_agent_reports(
+    name: str, peak: float | None
+) -> None:
+    _, view = trained_on(name)
+    assert view.world_size == 4
+    assert view.mfu == (None if peak is None else pytest.approx(1e15 / 0.5 / (4 * peak)))
 
 
 def on_processors(**facts: object) -> tuple[core.Transcript, JobProjection]:

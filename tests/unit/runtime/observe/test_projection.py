@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
@@ -12,7 +11,6 @@ from holdfast.orchestrator.cli.render import outcome
 from holdfast.orchestrator.core.actions import LaunchGroup
 from holdfast.orchestrator.core.events import CancelRequested, CollectivesBegun, StepCompleted
 from holdfast.orchestrator.protocol.facts import (
-    Gpu,
     StepReport,
     WorkerBeat,
     largest,
@@ -169,25 +167,3 @@ def test_every_number_of_a_step_report_reaches_the_view_without_further_code() -
 
 def _fields(numbers: StepReport) -> tuple[list[object], list[object]]:
     return list(report_fields(numbers).values()), list(report_fields(StepReport()).values())
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12),
-     ("Tesla V100-SXM2-16GB", 125e12), ("NVIDIA A10G", 70e12), ("Some other GPU", None)],
-)  # fmt: skip
-def test_mfu_is_the_share_of_the_peak_of_the_device_that_the_agent_reports(
-    name: str, peak: float | None
-) -> None:
-    transcript = core.Transcript().started(step=None)
-    state = transcript.state
-    for node in state.nodes.values():
-        gpus = (Gpu(name=name, memory_bytes=1),) * 2
-        facts = msgspec.structs.replace(node.facts, gpus=gpus)
-        state.nodes.change(node.name, facts=facts)
-    projection = JobProjection(state.job)
-    event = StepCompleted(generation=1, step=4, step_s=0.5, flops_per_step=1e15)
-    projection.observe(transcript.now_ns, event, transcript.apply(event), state)
-    view = projection.view(transcript.now_ns)
-    assert view.world_size == 4
-    assert view.mfu == (None if peak is None else pytest.approx(1e15 / 0.5 / (4 * peak)))
