@@ -418,7 +418,7 @@ def test_connections_without_valid_credentials_are_refused(tmp_path: Path) -> No
             return answer
 
         assert (await hello(token="0" * 64)).detail == "token: not the one of this job"
-        assert "expected 1" in (await hello(version=99)).detail
+        assert "(protocol 99); expected" in (await hello(version=99)).detail
         assert "this is not its controller" in (await hello(job="other")).detail
         frames = await Frames.dial(place["address"], place["port"])
         frames.send(wire.Request(token="wrong", verb="cancel"))
