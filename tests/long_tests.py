@@ -5,6 +5,8 @@ A line is the beginning of test ids.
 """
 
 LONG = (
+    # Unit tests of three packages once more; the rest of the file removes every part.
+    "tests/tidy/test_removable.py::test_a_launch_is_decided_and_shown_without_the_explorer",
     # Every strategy through kills, resizes and reshards, and its variants; test_losses trains each
     # axis and each pair of them, and tests/e2e/local has the faults with FSDP, HSDP and DDP.
     "tests/strategies/test_elastic.py",

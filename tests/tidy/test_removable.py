@@ -4,6 +4,7 @@ the parts provide."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -116,3 +117,17 @@ def test_the_command_shows_its_help_without_a_part(copies: dict[str, Path], part
     shown = run(copies[part], "-c", HELP)
     for owner, command in COMMAND.items():
         assert (f" {command} " in shown) == (part != owner)
+
+
+@pytest.mark.timeout(1800)
+def test_a_launch_is_decided_and_shown_without_the_explorer(tmp_path: Path) -> None:
+    """Unit tests of the packages that ask for it, except tests that import it."""
+    place = without("explorer", tmp_path)
+    shutil.copytree(ROOT / "tests", place / "tests")
+    for name in ("pyproject.toml", "tools", "docs", "examples"):
+        (place / name).symlink_to(ROOT / name)
+    packages = [f"tests/unit/{name}" for name in ("core", "planner", "runtime/observe")]
+    needs = re.compile(r"orchestrator\.(explorer|catalogue)\b")
+    files = [file for room in packages for file in (place / room).rglob("test_*.py")]
+    rest = [file for file in files if not needs.search(file.read_text())]
+    run(place, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *rest)
