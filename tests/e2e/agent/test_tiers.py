@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,7 +52,7 @@ def content(step: int, shard: int) -> bytes:
 
 
 def data_port(rig: Rig, node: str) -> int:
-    return rig.controller.wait(m.Hello, node).facts.data_port
+    return rig.controller.wait(m.Hello, node).joined.facts.data_port
 
 
 def staged(rig: Rig, node: str, generation: int, step: int = 3) -> None:
@@ -109,28 +108,18 @@ def test_the_shards_of_a_lost_node_are_in_the_memory_of_its_buddy(
     rig.launch(node, 21, buddy=(other, data_port(rig, other)))
     staged(rig, node, 21)
     port = data_port(rig, other)
+    first = rig.controller.wait(m.StepCopied, node, lambda r: r.generation == 21)
+    rig.controller.send(node, m.CopyStep(generation=21, step=3, confirmed=first.step))
+    rig.controller.wait(m.StepCopied, node, lambda r: r.generation == 21 and r.step == 3)
     rig.controller.wait(m.Heartbeat, other, lambda b: b.staged_step == -1)
     wanted = peer_transfer.StagedShard(3, 21, 1, 2, 1_000_000)
-    fd, num_bytes = fetch_when_there(port, wanted)
+    credentials = peer_transfer.PeerCredentials(TOKEN)
+    fd, num_bytes = peer_transfer.fetch("127.0.0.1", port, credentials, wanted)
     rig.controller.send(node, m.Chaos(kind="kill-node"))
     assert os.pread(fd, num_bytes, 0) == content(3, 1)
     os.close(fd)
     stopped = rig.stop(other, 21)
     assert {(3, 0), (3, 1)} <= {(s.step, s.shard) for s in stopped.staged}
-
-
-def fetch_when_there(port: int, wanted: peer_transfer.StagedShard) -> tuple[int, int]:
-    """Fetch until the push, which runs beside training, is complete."""
-    deadline_s = time.monotonic() + 60
-    while True:
-        try:
-            return peer_transfer.fetch(
-                "127.0.0.1", port, peer_transfer.PeerCredentials(TOKEN), wanted
-            )
-        except peer_transfer.PeerError:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(0.02)
 
 
 def test_the_data_port_refuses_requests_without_the_token(rig: Rig, node: str) -> None:
