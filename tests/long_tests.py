@@ -4,12 +4,15 @@ end-to-end tests. Every mechanism and every backend is tested without them; they
 A line is the beginning of test ids.
 """
 
+_LOSSES = "tests/strategies/test_losses.py::test_losses_and_gradient_norms_are_those_of_one_process"
 LONG = (
     # Unit tests of three packages once more; the rest of the file removes every part.
     "tests/tidy/test_removable.py::test_a_launch_is_decided_and_shown_without_the_explorer",
     # Every strategy through kills, resizes and reshards, and its variants; test_losses trains each
     # axis and each pair of them, and tests/e2e/local has the faults with FSDP, HSDP and DDP.
     "tests/strategies/test_elastic.py",
+    *(f"{_LOSSES}[{mesh}" for mesh in ("CP 2", "PP 2 x C", "PP 2 x D", "PP 4", "TP 2 x D")),
+    f"{_LOSSES}[TP 2 x FSDP 2]",
     "tests/strategies/test_faults.py",
     "tests/strategies/test_own_loops.py",
     "tests/strategies/test_recipe.py",
@@ -19,21 +22,36 @@ LONG = (
     # of the user's with our names, the example of the README; test_soak, test_kill, test_hangs and
     # test_hand_over have each kind of fault.
     "tests/e2e/local/test_adopt.py",
+    "tests/e2e/local/test_again.py::test_a_job_that_has_ended",
     "tests/e2e/local/test_compile.py",
+    "tests/e2e/local/test_damaged_checkpoints.py::test_a_store_that_is_away",
+    "tests/e2e/local/test_entrypoints.py::test_uv_adds",
     "tests/e2e/local/test_entrypoints.py::test_a_session_in_another_interpreter",
     "tests/e2e/local/test_first_commands.py::test_the_example_survives",
     "tests/e2e/local/test_first_commands.py::test_the_first_program_of_the_client",
+    "tests/e2e/local/test_full_disk.py::test_a_controller_that_ends",
+    "tests/e2e/local/test_full_shard.py",
+    "tests/e2e/local/test_growth.py",
     "tests/e2e/local/test_hand_over.py::test_a_controller_that_returns_in_time",
     "tests/e2e/local/test_hand_over.py::test_a_job_without_spares_waits",
+    "tests/e2e/local/test_hand_over.py::test_a_requested_checkpoint",
+    "tests/e2e/local/test_hangs.py::test_a_rank_that_computes",
     "tests/e2e/local/test_host_memory.py",
     "tests/e2e/local/test_large_spec.py",
     "tests/e2e/local/test_name_collision.py",
     "tests/e2e/local/test_outputs.py::test_a_job_that_succeeds_ends_with_0[f",
     "tests/e2e/local/test_outputs.py::test_a_job_that_succeeds_ends_with_0[l",
     "tests/e2e/local/test_outputs.py::test_a_job_that_succeeds_ends_with_0[u",
+    "tests/e2e/local/test_soak.py",
     "tests/e2e/local/test_twins.py",
     "tests/e2e/local/test_wheel.py",
     "tests/e2e/workers/test_shards.py",
+    # Each rare order of an import and a fork.
+    "tests/e2e/agent/test_import_template.py::test_a_module",
+    "tests/e2e/agent/test_import_template.py::test_a_signal",
+    "tests/e2e/agent/test_import_template.py::test_a_worker",
+    "tests/e2e/agent/test_import_template.py::test_more",
+    "tests/e2e/agent/test_import_template.py::test_without",
     # A compile cache over pods; tests/unit/backends/kubernetes has its volume.
     "tests/e2e/kubernetes/nodes/test_installed.py::test_a_pod_that_replaces_another_one_compiles",
     # Losses of nodes; test_pod_failures has pods that fail or go.
@@ -70,6 +88,10 @@ LONG = (
     "tests/e2e/ray/test_drain.py",
     "tests/e2e/ray/test_gang.py",
     "tests/e2e/ray/test_again.py",
+    "tests/e2e/ray/test_cleanup.py::test_a_controller_that_comes",
+    "tests/e2e/ray/test_cleanup.py::test_a_job_that_was_refused",
+    "tests/e2e/ray/test_cleanup.py::test_a_job_whose_controller_cannot",
+    "tests/e2e/ray/test_cleanup.py::test_a_request_counts",
     "tests/e2e/ray/test_cleanup.py::test_keys_of_an_earlier_job",
     "tests/e2e/ray/test_head.py",
     "tests/e2e/ray/test_http.py",
@@ -96,6 +118,9 @@ LONG = (
     "tests/e2e/ray/test_verbs.py::test_the_same_commands_work_through_a_ray_client",
     # Object storage, and one that is away for half a minute; test_restore_requests reads from it,
     # and tests/sim/test_storage_faults.py has the outages in virtual time.
+    "tests/e2e/storage/test_kill_points.py::test_a_stopped_writer_leaves_a_whole_step[f",
+    "tests/e2e/storage/test_kill_points.py::test_a_stopped_writer_leaves_a_whole_step[r",
+    "tests/e2e/storage/test_kill_points.py::test_a_stopped_writer_leaves_a_whole_step[save, and d",
     "tests/e2e/storage/test_s3.py",
     "tests/e2e/storage/test_unwritable.py",
     # Of the frameworks CI has killed workers, a lost node, hangs, planned stops, state in memory;
