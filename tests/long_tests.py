@@ -38,11 +38,15 @@ LONG = (
     "tests/e2e/local/test_hangs.py::test_a_rank_that_computes",
     "tests/e2e/local/test_host_memory.py",
     "tests/e2e/local/test_large_spec.py",
+    "tests/e2e/local/test_last_incident.py",
+    "tests/e2e/local/test_looking.py",
     "tests/e2e/local/test_name_collision.py",
     "tests/e2e/local/test_outputs.py::test_a_job_that_succeeds_ends_with_0[f",
     "tests/e2e/local/test_outputs.py::test_a_job_that_succeeds_ends_with_0[l",
     "tests/e2e/local/test_outputs.py::test_a_job_that_succeeds_ends_with_0[u",
     "tests/e2e/local/test_soak.py",
+    "tests/e2e/local/test_state_pages.py",
+    "tests/e2e/local/test_trackers.py",
     "tests/e2e/local/test_twins.py",
     "tests/e2e/local/test_wheel.py",
     "tests/e2e/workers/test_shards.py",
@@ -59,6 +63,7 @@ LONG = (
     "tests/e2e/kubernetes/nodes/test_training.py::test_training_continues_after_a_power_loss",
     "tests/e2e/kubernetes/nodes/test_training.py::test_partitioned_pods_end",
     "tests/e2e/kubernetes/nodes/test_capacity.py",
+    "tests/e2e/kubernetes/nodes/test_code_in_pods.py",
     "tests/e2e/kubernetes/nodes/test_commands_training.py",
     "tests/e2e/kubernetes/nodes/test_placement.py",
     # The test cluster itself; many jobs, several operators and schedulers; a journal of a thousand
@@ -110,12 +115,9 @@ LONG = (
     "tests/e2e/ray/test_runtime_env.py",
     "tests/e2e/ray/test_token.py",
     "tests/e2e/ray/test_two_jobs.py",
-    # Commands over HTTP and over a Ray client that others of test_verbs give as well.
-    "tests/e2e/ray/test_verbs.py::test_checkpoints_are_saved_listed_verified_and_exported[http]",
-    "tests/e2e/ray/test_verbs.py::test_over_http_a_command_prints_the_same",
-    "tests/e2e/ray/test_verbs.py::test_over_http_a_negative_answer",
-    "tests/e2e/ray/test_verbs.py::test_over_http_a_request_has_the_name",
-    "tests/e2e/ray/test_verbs.py::test_the_same_commands_work_through_a_ray_client",
+    # Commands while a job trains; test_remote_job has the verbs, test_cleanup and test_jobs_api the
+    # transports.
+    "tests/e2e/ray/test_verbs.py",
     # Object storage, and one that is away for half a minute; test_restore_requests reads from it,
     # and tests/sim/test_storage_faults.py has the outages in virtual time.
     "tests/e2e/storage/test_kill_points.py::test_a_stopped_writer_leaves_a_whole_step[f",
