@@ -21,6 +21,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A token of another cluster in ~/.ray would lock the tests' own clusters.
 os.environ["RAY_AUTH_MODE"] = "disabled"
+# The width of the terminal in which the tests run, which xdist hands on.
+os.environ.pop("COLUMNS", None)
 
 # By default hypothesis fails an example that takes over 0.2 s; no test has a time limit.
 settings.register_profile("untimed", deadline=None)

@@ -320,7 +320,7 @@ class GivenUp(Struct):
     """A member has memory for one buffer per worker, or for none."""
 
 
-class OwnCheckpoints(Struct):
+class OwnCheckpointState(Struct):
     """Checkpoints that the script writes by itself; own_checkpoints.py writes it."""
 
     written: dict[str, OwnCheckpoint] = {}
@@ -427,7 +427,7 @@ class JobState(Struct):
     sizes: Sizes = field(default_factory=Sizes)
     """What was learned of the world sizes that a script can have."""
     catalog: CheckpointCatalog = field(default_factory=CheckpointCatalog)
-    own: OwnCheckpoints = field(default_factory=OwnCheckpoints)
+    own: OwnCheckpointState = field(default_factory=OwnCheckpointState)
     meshes: dict[int, Mesh] = field(default_factory=dict)
     """Mesh of recent generations."""
     incidents: list[IncidentRecord] = field(default_factory=list)

@@ -9,7 +9,7 @@ import msgspec
 
 from ..api.v1alpha1 import TrainingJob
 from ..api.v1alpha1.parallelism import ActivationCheckpointing
-from ..api.v1alpha1.recipe import Dion
+from ..api.v1alpha1.recipe import DionSettings
 from ..protocol.mesh import Mesh
 from .model import Architecture, Counts, count_parameters, of_recipe
 
@@ -28,7 +28,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Samples of a step."""
     optimizer: str = "adamw"
     rank_fraction: float = 0.25
-    """Dion: rank of its updates / the shorter side of a matrix."""
+    """DionSettings: rank of its updates / the shorter side of a matrix."""
     in_backward: bool = False
     """The optimizer steps each block in the backward pass."""
     compiled: bool = False
@@ -124,7 +124,7 @@ def workload_of(job: TrainingJob) -> Workload | None:
         sequence_length=config.data.sequence_length,
         global_batch=config.global_batch,
         optimizer=config.optimizer.chosen,
-        rank_fraction=(config.optimizer.dion or Dion()).rank_fraction,
+        rank_fraction=(config.optimizer.dion or DionSettings()).rank_fraction,
         in_backward=config.optimizer.in_backward,
         compiled=config.compile,
         format=format_,

@@ -138,7 +138,7 @@ class LearningRateSchedule(Choice):
     default_choice = "cosine"
 
     cosine: Decay | None = None
-    """From learningRate down to the minimum, over all remaining steps."""
+    """A half wave from learningRate down to the minimum, over all remaining steps."""
     linear: Decay | None = None
     """The same along a line."""
     constant: NoSettings | None = None
@@ -162,7 +162,7 @@ class Muon(Part):
     """Decay rate of the average of gradients."""
 
 
-class Dion(Muon):
+class DionSettings(Muon):
     """Settings of Dion."""
 
     rank_fraction: float = Field(default=0.25, gt=0, le=1, allow_inf_nan=False)
@@ -184,7 +184,7 @@ class Optimizer(Choice):
     muon: Muon | None = None
     """Muon for the matrices of the blocks, and AdamW for embedding, norms and head. Its updates are
     scaled so that learningRate and weightDecay of AdamW serve."""
-    dion: Dion | None = None
+    dion: DionSettings | None = None
     """Dion in the place of Muon."""
     learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     """Learning rate at the end of the warm-up."""

@@ -89,9 +89,9 @@ class Job:
         )
 
     def hello(self, **fields: object) -> wire.Hello:
-        values = {"token": self.token, "job": self.name, "node": "n", **fields}
         joined = wire.NodeJoined(facts=node_facts())
-        return wire.Hello(joined=joined, **values)  # type: ignore[arg-type]
+        values = {"token": self.token, "job": self.name, "node": "n", "joined": joined, **fields}
+        return wire.Hello(**values)  # type: ignore[arg-type]
 
     def client(self) -> ssl.SSLContext:
         return tls.client_context(*tls.files(self.directory))

@@ -15,7 +15,7 @@ from holdfast.orchestrator.protocol.framing import BadFrame, FrameReader, frame
 from holdfast.orchestrator.runtime.agent_server import AgentServer
 
 from .frames import Frames
-from .harness import drive
+from .harness import drive, node_facts
 from .test_agent_server import Job, until
 
 DEEP = b"\x82\xa4type\xa9heartbeat\xa1x" + b"\x91" * 200_000 + b"\xc0"
@@ -112,7 +112,7 @@ def test_an_agent_with_a_large_inventory_joins_and_may_send_long_frames(tmp_path
         job.register(endpoint)
         staged = tuple(StagedShard(10**9, 10**6, n, 4096, 10**11) for n in range(1000))
         frames = await Frames.dial(endpoint.address, endpoint.port)
-        frames.send(job.hello(staged=staged))
+        frames.send(job.hello(joined=wire.NodeJoined(facts=node_facts(), staged=staged)))
         assert isinstance(await frames.receive(), wire.Welcome)
         frames.send(wire.AgentEvent(text="x" * (4 * limits.MAX_GREETING_BYTES)))
         await until(lambda: ("AgentEvent", "n") in job.sink.log)

@@ -12,7 +12,12 @@ from holdfast.orchestrator.core.events import (
     StepCompleted,
     Tick,
 )
-from holdfast.orchestrator.core.state import IncidentRecord, JobState, OwnCheckpoints, PendingStop
+from holdfast.orchestrator.core.state import (
+    IncidentRecord,
+    JobState,
+    OwnCheckpointState,
+    PendingStop,
+)
 from holdfast.orchestrator.protocol.facts import Membership, Restore
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.orchestrator.protocol.messages import OwnCheckpointSeen
@@ -277,7 +282,7 @@ def ignores(*, waits: bool) -> FromNode:
 
 def test_a_silent_script_that_begins_at_step_0_trains_the_same_again() -> None:
     job = silent_restart()
-    job.at(62, ignores(waits=False), own=OwnCheckpoints(ignored_in=2))
+    job.at(62, ignores(waits=False), own=OwnCheckpointState(ignored_in=2))
     assert job.seconds(112) == {"recovering": 2, "redone": 50, "productive": 60}
     job.at(112, ignores(waits=False))
     assert job.seconds(112) == {"recovering": 2, "redone": 50, "productive": 60}, "counted once"
@@ -285,7 +290,7 @@ def test_a_silent_script_that_begins_at_step_0_trains_the_same_again() -> None:
 
 def test_a_silent_script_that_is_held_has_trained_in_vain_since_its_restart() -> None:
     job = silent_restart()
-    job.at(62, ignores(waits=True), own=OwnCheckpoints(ignored_in=2), phase="suspending")
+    job.at(62, ignores(waits=True), own=OwnCheckpointState(ignored_in=2), phase="suspending")
     assert job.seconds(70) == {"recovering": 2, "redone": 10, "productive": 50, "suspended": 8}
     job.at(70, ResumeRequested(start_over=True), phase="pending")
     assert job.seconds(70) == {"recovering": 2, "redone": 60, "suspended": 8}
