@@ -433,13 +433,15 @@ class Reply(Message, frozen=True, kw_only=True, tag="reply"):
     body: dict[str, Any] = {}
 
 
-Fact = (
-    Heartbeat | NodeJoined | WorkerExited | GroupStopped | StepCopied | NodeMemoryPlanned
-    | ShardPersisted | PersistFailed | PreemptionNoticed | NodeRemarked | GroupInspected
-    | StandbysReported | OwnCheckpointSeen | OwnCheckpointRead
+Report = (
+    Heartbeat | WorkerExited | GroupStopped | StepCopied | NodeMemoryPlanned | ShardPersisted
+    | PersistFailed | PreemptionNoticed | NodeRemarked | GroupInspected | StandbysReported
+    | OwnCheckpointSeen | OwnCheckpointRead
 )  # fmt: skip
-"""Taken in by the core as they are (core.events.FromNode)."""
-FromAgent = Hello | Fact | Launched | ShardStaged | AgentEvent | ImportsLearned
+Fact = NodeJoined | Report
+"""Taken in by the core as they are (core.events.FromNode). A node joins by its Hello alone, which
+the controller may refuse."""
+FromAgent = Hello | Report | Launched | ShardStaged | AgentEvent | ImportsLearned
 ToAgent = (
     Welcome | Refused | LaunchWorkers | StopWorkers | Stage | StageEvery | Persist | CopyStep
     | Committed | Chaos | Shutdown | Inspect

@@ -11,18 +11,20 @@ OLDEST_TORCH = (2, 11)
 PARTS = ("numpy", "safetensors", "xxhash", "psutil")
 
 
-def problem() -> str:
-    """What is missing here and how to install it; empty: nothing."""
+def problem(*, torch: bool = True) -> str:
+    """What is missing here and how to install it; empty: nothing. `torch`: also torch, which a
+    program in another interpreter finds there."""
     oldest = ".".join(map(str, OLDEST_TORCH))
-    missing = [name for name in ("torch", *PARTS) if importlib.util.find_spec(name) is None]
+    needed = ("torch", *PARTS) if torch else PARTS
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         packages = "torch 'holdfast[train]'" if "torch" in missing else "'holdfast[train]'"
         return (
-            f"a node of a job needs torch {oldest} or newer, {', '.join(PARTS)}; missing here: "
+            f"a node of a job needs {', '.join(needed)} (torch {oldest} or newer); missing here: "
             f"{', '.join(missing)}; pip install {packages}"
         )
-    torch = importlib.util.find_spec("torch")
-    places = torch.submodule_search_locations if torch is not None else None
+    spec = importlib.util.find_spec("torch") if torch else None
+    places = spec.submodule_search_locations if spec is not None else None
     text, numbers = _torch_version(Path(places[0])) if places else ("", OLDEST_TORCH)
     if numbers < OLDEST_TORCH:
         return f"torch: got {text}; expected {oldest} or newer; pip install --upgrade torch"

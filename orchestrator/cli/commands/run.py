@@ -74,7 +74,7 @@ def run(
         typer.Option(
             "--attach",
             metavar="JOB",
-            help="Take over a job whose controller died; in a cluster, watch it again.",
+            help="Watch a job that runs; on this machine, take over one whose controller died.",
         ),
     ] = None,
     lines: Annotated[

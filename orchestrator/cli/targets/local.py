@@ -332,9 +332,10 @@ class LocalTarget:
 
         from ..job_checks import load_checked
 
-        if missing := training_packages.problem():
-            raise UserError(missing)
         job = load_checked(file, directory)
+        foreign = job.spec.entrypoint.program.is_foreign
+        if missing := training_packages.problem(torch=not foreign):
+            raise UserError(missing)
         job, why = resolve(job, found_here(job))
         _check_size(job)
         _check_memory(job)
@@ -344,9 +345,20 @@ class LocalTarget:
 
 
 def _watched(name: str, transport: LocalTransport, display: Display) -> RunResult:
-    """Show a job whose controller another process is."""
+    """Show a job whose controller another process is. Raises HoldfastError when that ends before
+    the job."""
+
+    def read() -> JobView:
+        view = view_through(transport)
+        if not view.controller_alive and view.state not in TERMINAL:
+            raise HoldfastError(
+                f"job {name}: its controller has ended; `holdfast run --attach {name}` takes the "
+                f"job over"
+            )
+        return view
+
     try:
-        view = watch_job(lambda: view_through(transport), display)
+        view = watch_job(read, display)
     except KeyboardInterrupt:
         display.note(f"job {name} goes on; `holdfast cancel {name}` ends it")
         return RunResult(None, 130)

@@ -13,7 +13,7 @@ from holdfast.orchestrator.protocol import training_packages
 ROOT = Path(__file__).parents[3]
 
 
-def packages(directory: Path, torch: str | None, *parts: str) -> str:
+def packages(directory: Path, torch: str | None, *parts: str, asks: str = "") -> str:
     """The problem in a Python that has only these packages."""
     for name in parts:
         (directory / f"{name}.py").touch()
@@ -24,7 +24,7 @@ def packages(directory: Path, torch: str | None, *parts: str) -> str:
     file = training_packages.__file__
     program = (
         f"import runpy, sys; sys.path.append({str(directory)!r}); "
-        f"print(runpy.run_path({file!r})['problem']())"
+        f"print(runpy.run_path({file!r})['problem']({asks}))"
     )
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=False
@@ -37,6 +37,11 @@ def test_what_is_missing_is_named_with_the_line_that_installs_it(tmp_path: Path)
     text = packages(tmp_path, None, "numpy", "psutil")
     assert "missing here: torch, safetensors, xxhash;" in text
     assert text.endswith("pip install torch 'holdfast[train]'")
+
+
+def test_a_program_in_another_interpreter_needs_no_torch_here(tmp_path: Path) -> None:
+    parts = training_packages.PARTS
+    assert packages(tmp_path, None, *parts, asks="torch=False") == ""
 
 
 @pytest.mark.parametrize(

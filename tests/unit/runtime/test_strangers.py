@@ -120,3 +120,9 @@ def test_an_agent_with_a_large_inventory_joins_and_may_send_long_frames(tmp_path
         await endpoint.close()
 
     drive(scenario())
+
+
+def test_a_node_joins_by_its_greeting_alone() -> None:
+    """Later, it could give facts that the controller has refused or corrected."""
+    with pytest.raises(BadFrame):
+        wire.decode(wire.encode(wire.NodeJoined(facts=node_facts()))[4:])
