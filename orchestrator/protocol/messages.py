@@ -422,8 +422,7 @@ class Request(Greeting, frozen=True, kw_only=True, tag="request"):
     job: str = ""
     """Empty: the only job of this controller."""
     verb: str
-    """status, spec, watch, resize, again, suspend, resume, cancel, chaos, checkpoint, stacks,
-    profile."""
+    """See runtime.control_api."""
     arguments: dict[str, Any] = {}
 
 

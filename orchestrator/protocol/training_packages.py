@@ -24,8 +24,8 @@ def problem(*, torch: bool = True) -> str:
             f"{', '.join(missing)}; pip install {packages}"
         )
     spec = importlib.util.find_spec("torch") if torch else None
-    places = spec.submodule_search_locations if spec is not None else None
-    text, numbers = _torch_version(Path(places[0])) if places else ("", OLDEST_TORCH)
+    places = (spec and spec.submodule_search_locations) or ["torch"]
+    text, numbers = _torch_version(Path(places[0]))
     if numbers < OLDEST_TORCH:
         return f"torch: got {text}; expected {oldest} or newer; pip install --upgrade torch"
     return ""
@@ -33,9 +33,7 @@ def problem(*, torch: bool = True) -> str:
 
 def _torch_version(package: Path) -> tuple[str, tuple[int, int]]:
     """Release and numbers in torch/version.py; a version of another form passes."""
-    try:
-        source = (package / "version.py").read_text(encoding="utf-8")
-    except OSError:
-        source = ""
+    file = package / "version.py"
+    source = file.read_text(encoding="utf-8") if file.is_file() else ""
     match = re.search(r"^__version__ = ['\"]((\d+)\.(\d+)[^'\"]*)", source, re.MULTILINE)
     return (match[1], (int(match[2]), int(match[3]))) if match else ("", OLDEST_TORCH)

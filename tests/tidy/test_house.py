@@ -25,13 +25,13 @@ MAX_WORDS = 40000
 # Lines of Python. A budget only falls: a feature pays with something that goes. The goal is 66,000
 # for orchestrator and workers, 65,000 for tests.
 BUDGETS = {
-    "orchestrator": 51747,
-    "workers": 23809,
-    "tests": 85556,
+    "orchestrator": 51600,
+    "workers": 23808,
+    "tests": 85524,
     "orchestrator/api": 4267,
     "orchestrator/backends": 6347,
     "orchestrator/catalogue": 990,
-    "orchestrator/cli": 9450,
+    "orchestrator/cli": 9314,
     "orchestrator/client": 1156,
     "orchestrator/core": 7176,
     "orchestrator/explorer": 2339,
@@ -42,7 +42,7 @@ BUDGETS = {
     "orchestrator/preflight": 3484,
     "orchestrator/protocol": 3276,
     "orchestrator/runtime": 5404,
-    "workers/agent": 10787,
+    "workers/agent": 10786,
     "workers/checkpoint": 5021,
     "workers/integrations": 2187,
     "workers/session": 2780,

@@ -20,7 +20,7 @@ PARTS = {
     "explorer": (
         "orchestrator/explorer", "orchestrator/catalogue",
         "orchestrator/runtime/observe/planned.py",
-        f"{COMMANDS}/plan.py", f"{CLI}/plan_svg.py", f"{CLI}/plan_text.py", f"{CLI}/calibration.py",
+        f"{COMMANDS}/plan.py", f"{CLI}/plan_text.py", f"{CLI}/calibration.py",
     ),
     "training": ("workers/training", "workers/agent/pool/warmup.py"),
     "transformers": (f"{HOOKS}/transformers*.py", f"{HOOKS}/resumed_transformers.py"),

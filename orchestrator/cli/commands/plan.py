@@ -127,10 +127,6 @@ ExplainOption = Annotated[
 EnvironmentOption = Annotated[
     bool, typer.Option("--environment", help="Show ranks and the environment of rank 0 too.")
 ]
-SvgOption = Annotated[
-    Path | None,
-    typer.Option("--svg", metavar="FILE", help="Draw memory and the step into this file."),
-]
 SaveOption = Annotated[
     Path | None,
     typer.Option("--save", metavar="FILE", help="With --model: write the best job."),
@@ -158,7 +154,6 @@ def plan(
     catalogue: CatalogueOption = None,
     explain: ExplainOption = False,
     environment: EnvironmentOption = False,
-    svg: SvgOption = None,
     save: SaveOption = None,
     calibrate: CalibrateOption = False,
     home: HomeOption = None,
@@ -189,10 +184,8 @@ def plan(
         assert file is not None
         measure, memory = (home, calibrate), (device_memory, host)
         made = _job_plan(known, file, devices or [], network, nodes, memory, measure, by)
-    if svg is not None:
-        _write(svg, "--svg", _picture(made))
     if save is not None:
-        _write(save, "--save", _job_text(made))
+        _write(save, _job_text(made))
     if as_json:
         print_json(made)
     else:
@@ -393,15 +386,6 @@ def _on_devices(
 
 
 # -- files --------------------------------------------------------------------------------------
-def _picture(made: Any) -> str:
-    from ..plan_svg import draw
-
-    if made.estimate is None:
-        got = "a plan without figures"
-        raise UserError(str(Problem("--svg", got, "a recipe or a model that fits")))
-    return draw(made)
-
-
 def _job_text(made: Any) -> str:
     from holdfast.orchestrator.api.v1alpha1 import yaml_text
 
@@ -412,9 +396,9 @@ def _job_text(made: Any) -> str:
     return yaml_text(made.spec)
 
 
-def _write(path: Path, option: str, text: str) -> None:
+def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         got = f"{path} ({error.strerror})"
-        raise UserError(str(Problem(option, got, "a file that can be written"))) from None
+        raise UserError(str(Problem("--save", got, "a file that can be written"))) from None
