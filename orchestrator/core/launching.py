@@ -280,8 +280,8 @@ def check_launched(ctx: StepContext) -> None:
 
 def _launch_timeout_s(state: JobState) -> float:
     """How long a node may take to answer: it may have to import what a script needs."""
-    import_s = limits.IMPORT_WAIT_S if state.job.spec.entrypoint.recipe is None else 0.0
-    return limits.LAUNCH_TIMEOUT_S + import_s
+    imports = state.job.spec.entrypoint.recipe is None or state.job.spec.preload
+    return limits.LAUNCH_TIMEOUT_S + (limits.IMPORT_WAIT_S if imports else 0.0)
 
 
 def retry_launch(ctx: StepContext) -> None:

@@ -26,8 +26,8 @@ MAX_WORDS = 40000
 # for orchestrator and workers, 65,000 for tests.
 BUDGETS = {
     "orchestrator": 51600,
-    "workers": 23808,
-    "tests": 85524,
+    "workers": 23734,
+    "tests": 85459,
     "orchestrator/api": 4267,
     "orchestrator/backends": 6347,
     "orchestrator/catalogue": 990,
@@ -42,7 +42,7 @@ BUDGETS = {
     "orchestrator/preflight": 3484,
     "orchestrator/protocol": 3276,
     "orchestrator/runtime": 5404,
-    "workers/agent": 10786,
+    "workers/agent": 10712,
     "workers/checkpoint": 5021,
     "workers/integrations": 2187,
     "workers/session": 2780,

@@ -31,6 +31,7 @@ forkserver.main(sys.argv[1:])
 """
 NOTED = """
 import os, pathlib
+TUNED = os.environ["TUNED"]  # of the job's environment
 with open(pathlib.Path(__file__).with_suffix(".pids"), "a") as file:
     file.write(f"{os.getpid()}\\n")
 """
@@ -62,7 +63,9 @@ class Node:
             env={**os.environ, **preload.SINGLE_THREADED, "PYTHONPATH": path},
         )  # fmt: skip
         theirs.close()
-        document = spec("learned", 1, entrypoint={"script": "train.py"}, parallelism={})
+        document = spec(
+            "learned", 1, entrypoint={"script": "train.py"}, parallelism={}, env={"TUNED": "yes"}
+        )
         configure = fork_protocol.ConfigureForkserver(spec=document, directory=str(place))
         fork_protocol.send(self.link, configure)
         self.wires: dict[int, socket.socket] = {}

@@ -33,8 +33,8 @@ class ForkWorker(ForkMessage, frozen=True, kw_only=True, tag="fork"):
     local_rank: int = -1
     """Local rank that the standby is expected to take; -1 for a running worker."""
     modules: tuple[str, ...] = ()
-    """Modules that workers of this script imported: the template has them, or a standby imports
-    them while it waits."""
+    """Modules of spec.preload, and those that workers of this script imported: the template has
+    them, or a standby imports them while it waits."""
     left_out: tuple[str, ...] = ()
     """Those among them with which a template must not fork, as far as it is known."""
 
@@ -90,15 +90,6 @@ _DECODER = msgspec.msgpack.Decoder(Packet)
 def send(link: socket.socket, message: ForkMessage, fds: tuple[int, ...] = ()) -> None:
     """Raises OSError when the peer has ended."""
     packets.send(link, _ENCODER.encode(message), fds)
-
-
-def encode(message: ConfigureForkserver) -> bytes:
-    return _ENCODER.encode(message)
-
-
-def decode_configure(data: bytes) -> ConfigureForkserver:
-    """Reads the result of `encode`."""
-    return msgspec.msgpack.decode(data, type=ConfigureForkserver)
 
 
 def receive(link: socket.socket) -> tuple[Packet | None, list[int]]:

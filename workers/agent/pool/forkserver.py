@@ -18,11 +18,10 @@ from typing import NoReturn
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
-from holdfast.orchestrator.protocol import python_command
 
 from ..linux import output, processes
 from ..linux.orphans import Orphans
-from . import entrypoint, fork_protocol, preload, user_modules, worker_main
+from . import entrypoint, fork_protocol, preload, worker_main
 from .import_template import ImportTemplate
 
 IMPORT_TIME_S = 120.0
@@ -51,10 +50,8 @@ def start() -> tuple[int, socket.socket]:
 class Forkserver:
     """The event loop. It waits on descriptors only."""
 
-    def __init__(self, link: socket.socket, configured: bytes = b"") -> None:
-        """`configured`: of the forkserver that this one replaces, see _start_again."""
+    def __init__(self, link: socket.socket) -> None:
         self._link = link
-        self._configured = configured
         self._agent = os.getppid()
         self._selector = selectors.DefaultSelector()
         self._orphans = Orphans(self._spares)
@@ -78,8 +75,6 @@ class Forkserver:
         processes.adopt_orphans()
         self._selector.register(self._link, selectors.EVENT_READ, None)
         self._selector.register(self._orphans.selector, selectors.EVENT_READ, None)
-        if self._configured:
-            self._configure(fork_protocol.decode_configure(self._configured))
         while True:
             waits_s = (self._wait_s(), self._orphans.due_in_s())
             wait_s = min((each_s for each_s in waits_s if each_s is not None), default=None)
@@ -104,11 +99,7 @@ class Forkserver:
             case None:
                 self._end()
             case fork_protocol.ConfigureForkserver():
-                first = self._job is None
-                job = self._configure(message)
-                if first and (problem := user_modules.import_before_fork(job)):
-                    self._start_again(message, problem)
-                self._inherited = frozenset(sys.modules)
+                self._job, self._directory = job_from_mapping(message.spec), message.directory
             case fork_protocol.ForkWorker():
                 self._on_fork(message, fds)
             case fork_protocol.SignalWorker():
@@ -148,28 +139,6 @@ class Forkserver:
             os.close(fd)
         detail = "it was stopped before it was forked"
         self._not_forked(fork_protocol.NotForked(worker=request.worker, detail=detail))
-
-    def _configure(self, message: fork_protocol.ConfigureForkserver) -> TrainingJob:
-        job = self._job = job_from_mapping(message.spec)
-        self._directory = message.directory
-        return job
-
-    def _start_again(self, message: fork_protocol.ConfigureForkserver, problem: str) -> NoReturn:
-        """Become a forkserver that can fork; requests wait in the socket."""
-        assert not self._workers, "the job comes before the first fork"
-        print(
-            f"spec.preload: {problem}, and such a process must not fork; each standby imports the "
-            "modules itself",
-            file=sys.stderr,
-        )
-        output.flush()
-        kept = os.memfd_create("holdfast-configure", 0)
-        os.write(kept, fork_protocol.encode(message))
-        self._link.set_inheritable(True)
-        command = python_command.start_alike("holdfast.workers.agent.pool.forkserver")
-        arguments = [str(self._link.fileno()), str(os.getppid()), str(kept)]
-        environment = {**os.environ, **preload.SINGLE_THREADED}
-        os.execve(command[0], [*command, *arguments], environment)
 
     def _fork(self, request: fork_protocol.ForkWorker, fds: Sequence[int]) -> None:
         assert self._job is not None, "Configure comes before the first fork"
@@ -276,8 +245,8 @@ class Forkserver:
             case fork_protocol.ImportLeftOut():
                 self._left_out |= set(message.modules)
                 print(
-                    f"learned imports: the import of {message.modules[0]} {message.problem}, and "
-                    "such a process must not fork; each standby imports it itself",
+                    f"the import of {message.modules[0]} {message.problem}, and such a process "
+                    "must not fork; each standby imports it itself",
                     file=sys.stderr,
                 )
                 fork_protocol.send(self._link, message)
@@ -307,7 +276,7 @@ class Forkserver:
 
     def _template_failed(self, why: str) -> None:
         """Do without one; the standbys import by themselves."""
-        print(f"learned imports: {why}; each standby imports them itself", file=sys.stderr)
+        print(f"the import template: {why}; each standby imports by itself", file=sys.stderr)
         self._templates_failed = True
         for request, fds in self._end_template():
             self._fork(request, fds)
@@ -388,18 +357,12 @@ def _close_all_but(*keep: int) -> None:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Start a new forkserver after one was killed, or could not fork any more:
-    `python -m ... FD PARENT_PID [FD_OF_CONFIGURE]`."""
+    """Start a new forkserver after one was killed: `python -m ... FD PARENT_PID`."""
     link = socket.socket(fileno=int(arguments[0]))
-    configured = b""
-    if len(arguments) > 2:
-        kept = int(arguments[2])
-        configured = os.pread(kept, os.fstat(kept).st_size, 0)
-        os.close(kept)
     output.never_fail()
     processes.die_with(int(arguments[1]))
     preload.preload()
-    Forkserver(link, configured).serve()
+    Forkserver(link).serve()
 
 
 if __name__ == "__main__":

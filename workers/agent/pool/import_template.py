@@ -1,5 +1,5 @@
-"""A process that imports what workers of a script imported, once per node, and forks standbys with
-it for the forkserver, which goes on meanwhile.
+"""A process that imports the modules of `spec.preload` and those that workers of the script
+imported, once per node, and forks workers with them for the forkserver, which goes on meanwhile.
 
 A process that has threads or has opened CUDA must not fork. A template whose import does that ends;
 the next one leaves the module, and what that imports, to the standbys. What it forks is a child of

@@ -1,7 +1,8 @@
-"""Which installed modules a script imports: learned from its workers, for the standbys to come.
+"""Which modules a script imports: those of `spec.preload`, and installed ones, learned from its
+workers for the standbys to come.
 
-They are kept in a file of the machine's cache as well, for agents that start later and for the next
-run of the job.
+The learned ones are kept in a file of the machine's cache as well, for agents that start later and
+for the next run of the job.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class LearnedImports:
     """Modules that one job's workers on this node imported."""
 
     def __init__(self) -> None:
+        self.preload: tuple[str, ...] = ()
         self._modules: tuple[str, ...] = ()
         self._left_out: tuple[str, ...] = ()
         self._file: Path | None = None
@@ -46,7 +48,7 @@ class LearnedImports:
             with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
                 kept = msgspec.json.decode(self._file.read_bytes(), type=_Kept)
                 self._modules, self._left_out = kept.modules, kept.left_out
-        return self._modules
+        return self.preload + self._modules
 
     def left_out(self) -> tuple[str, ...]:
         """Those with which a process must not fork."""
@@ -54,7 +56,7 @@ class LearnedImports:
 
     def learned(self, modules: tuple[str, ...]) -> None:
         """What a worker has imported until it trained. One rank may import more than others."""
-        new = tuple(name for name in modules if name not in set(self._modules))
+        new = tuple(name for name in modules if name not in set(self.known()))
         if new and sum(map(len, self._modules + new)) <= MAX_NAMES_BYTES:
             self._modules += new
             self._write()

@@ -1,14 +1,9 @@
-"""The modules of `spec.preload`: imported once per node, in the forkserver, so that the workers of
-a recovery have them.
-
-A process that has threads or has opened CUDA must not fork. If an import does that, the forkserver
-starts again without it, and each standby imports the modules itself.
-"""
+"""Modules that a script will import: those of `spec.preload`, and those that its workers
+imported."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import os
 import sys
@@ -25,34 +20,16 @@ MAX_NAMES_BYTES = 100_000
 """Limit of the names in one message: about 3,000 modules."""
 
 
-def import_before_fork(job: TrainingJob) -> str:
-    """Import them; the reason why this process must not fork any more, "" if it may. One that
-    cannot be imported is left to the worker, which reports it."""
-    if not job.spec.preload:
-        return ""
-    process_env.adopt(job.spec.env)  # libraries read it when they are imported
-    for name in job.spec.preload:
-        import_quietly(name)
-        if problem := cannot_fork():
-            return f"the import of {name} {problem}"
-    gc.collect()
-    gc.freeze()
-    return ""
-
-
-def import_after_fork(job: TrainingJob, learned: Sequence[str] = ()) -> None:
-    """Import modules in a standby while it waits for a rank. `learned`: what workers of the script
-    imported; the script imports by itself what cannot be imported here."""
-    if job.spec.preload or learned:
+def import_after_fork(job: TrainingJob, modules: Sequence[str]) -> None:
+    """Import what the template has not, in a standby while it waits for a rank."""
+    if modules:
         process_env.adopt(job.spec.env)  # libraries read it when they are imported
-    for name in job.spec.preload:
-        import_quietly(name)
-    for name in learned:
+    for name in modules:
         import_if_possible(name)
 
 
 def import_if_possible(name: str) -> None:
-    """The script reports what cannot be imported, if it needs it."""
+    """The worker reports what is missing of `spec.preload`, the script what else it needs."""
     with contextlib.suppress(Exception, SystemExit):
         importlib.import_module(name)
 
@@ -70,13 +47,6 @@ def installed_since(before: frozenset[str]) -> tuple[str, ...]:
             break
         found.append(name)
     return tuple(found)
-
-
-def import_quietly(name: str) -> None:
-    try:
-        importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        print(f"spec.preload: {name}: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def expect_imported(job: TrainingJob) -> None:

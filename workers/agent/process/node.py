@@ -341,9 +341,9 @@ class AgentProcess:
             self._workers.imports.keep_in(self._facts.cache_directory, self._job)
         if self._job.spec.learn_preload:
             self._workers.imports.learned(welcome.imports)
+        self._workers.imports.preload = tuple(self._job.spec.preload)
         self._workers.configure(welcome.spec, welcome.spec_directory)
-        must_import = bool(self._job.spec.preload or self._workers.imports.known())
-        self._give(inputs.JobConfigured(must_import))
+        self._give(inputs.JobConfigured(bool(self._workers.imports.known())))
 
     def _posted(self, seat: tuple[int, int], report: worker_protocol.Reported) -> None:
         """Runs in a thread of the progress server."""

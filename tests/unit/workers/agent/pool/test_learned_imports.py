@@ -1,11 +1,14 @@
-"""The installed modules that a script imports, remembered for its standbys."""
+"""The modules that a script imports: of spec.preload, and learned ones for its standbys."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import pytest
+
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.errors import UserError
 from holdfast.workers.agent.pool import user_modules
 from holdfast.workers.agent.pool.learned_imports import LearnedImports
 
@@ -73,3 +76,24 @@ def test_installed_modules_are_learned_but_not_the_users_own_nor_the_standard_li
 
 def test_a_standby_ignores_what_it_cannot_import() -> None:
     user_modules.import_after_fork(_job(), ("no_such_module_anywhere", "msgspec"))
+
+
+def test_the_worker_names_a_module_that_cannot_be_imported() -> None:
+    with pytest.raises(UserError) as refused:
+        user_modules.expect_imported(_job(preload=["json", "no_such_module"]))
+    assert str(refused.value) == (
+        "spec.preload.1: got no_such_module (ModuleNotFoundError: No module named "
+        "'no_such_module'); expected a module that can be imported on every node; install it "
+        "there, or remove it from the list"
+    )
+
+
+def test_modules_of_the_spec_come_first_and_are_not_learned_again(tmp_path: Path) -> None:
+    imports = LearnedImports()
+    imports.keep_in(str(tmp_path), _job())
+    imports.preload = ("trl",)
+    imports.learned(("transformers", "trl"))
+    assert imports.known() == ("trl", "transformers")
+    later = LearnedImports()
+    later.keep_in(str(tmp_path), _job())
+    assert later.known() == ("transformers",)
