@@ -196,25 +196,23 @@ def retry_commits(ctx: StepContext) -> None:
 
 def record(ctx: StepContext, files: tuple[ShardFile, ...]) -> None:
     """Add one committed checkpoint, given all its files."""
-    catalog, first = ctx.state.catalog, files[0]
-    key = (first.step, first.generation)
-    if all(known.key != key for known in catalog.committed):
-        size = sum(file.num_bytes for file in files)
-        catalog.committed.append(
-            CommittedCheckpoint(first.step, first.generation, first.num_shards, size, ctx.now_ns)
-        )
+    first, size = files[0], sum(file.num_bytes for file in files)
+    new = CommittedCheckpoint(first.step, first.generation, first.num_shards, size, ctx.now_ns)
+    if all(known.key != new.key for known in ctx.state.catalog.committed):
+        ctx.state.catalog.committed.append(new)
 
 
 def observed(ctx: StepContext, files: tuple[ShardFile, ...], *, listed: bool) -> None:
     """A new controller lists storage: commits and deletions whose results were lost, checkpoints
     that are gone. `listed`: storage has answered, so what is not in `files` is not there."""
     catalog = ctx.state.catalog
-    by_key = _by_key(files)
     if listed:
         compare(ctx, files)
-    for key in sorted(by_key):
-        record(ctx, tuple(by_key[key]))
-        catalog.pending.pop(key, None)
+    newest = max((c.key for c in catalog.committed if not c.refused), default=NONE)
+    for key, its_files in sorted(_by_key(files).items()):
+        if key > newest or key in catalog.pending:  # others that it lacks are being deleted
+            record(ctx, tuple(its_files))
+            catalog.pending.pop(key, None)
     for pending in catalog.pending.values():
         pending.commit_action = None
     # First: what is older than the newest checkpoint may have been deleted.

@@ -25,7 +25,7 @@ MAX_WORDS = 40000
 # Lines of Python. A budget only falls: a feature pays with something that goes. The goal is 66,000
 # for orchestrator and workers, 65,000 for tests.
 BUDGETS = {
-    "orchestrator": 51600,
+    "orchestrator": 51598,
     "workers": 23734,
     "tests": 85459,
     "orchestrator/api": 4267,
@@ -33,7 +33,7 @@ BUDGETS = {
     "orchestrator/catalogue": 990,
     "orchestrator/cli": 9314,
     "orchestrator/client": 1156,
-    "orchestrator/core": 7176,
+    "orchestrator/core": 7174,
     "orchestrator/explorer": 2339,
     "orchestrator/hosts": 3521,
     "orchestrator/journal": 858,

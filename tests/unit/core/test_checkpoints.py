@@ -313,6 +313,17 @@ def test_a_new_controller_applies_retention_to_what_it_finds() -> None:
     assert clean.reason.text == "checkpoint of step 9: the newest 1 are kept"
 
 
+def test_a_new_controller_counts_no_checkpoint_whose_deletion_is_under_way() -> None:
+    job = Transcript(spec(checkpoint={"retention": {"keepLast": 2}})).started()
+    job.commit(9)
+    job.commit(19)
+    job.apply(CheckpointRefused(step=19, generation=1, detail="a checksum differs"))
+    job.commit(29)
+    files = _files(9) + _files(19) + _files(29)  # seed 2601922
+    job.apply(ControllerStarted(incarnation=2, committed=files, listed=True))
+    assert job.one(CleanStorage).retained.keep == ((9, 1), (29, 1)), "not the damaged one"
+
+
 def test_a_new_controller_commits_nothing_that_an_earlier_one_has_deleted() -> None:
     """Its journal lacks the last decisions."""
     job = Transcript().started()

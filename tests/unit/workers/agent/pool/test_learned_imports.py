@@ -24,46 +24,38 @@ def _job(script: str = "train.py", **spec: object) -> TrainingJob:
     )
 
 
+def _kept(place: Path, job: TrainingJob | None = None) -> LearnedImports:
+    imports = LearnedImports()
+    imports.keep_in(str(place), job or _job())
+    return imports
+
+
 def test_what_was_learned_is_there_for_later_agents_of_the_same_script(tmp_path: Path) -> None:
-    first = LearnedImports()
-    first.keep_in(str(tmp_path), _job())
+    first = _kept(tmp_path)
     assert first.known() == ()
     first.learned(("transformers", "transformers.trainer"))
-    second, other = LearnedImports(), LearnedImports()
-    second.keep_in(str(tmp_path), _job())
-    other.keep_in(str(tmp_path), _job("other.py"))
-    assert second.known() == ("transformers", "transformers.trainer")
-    assert other.known() == ()
+    assert _kept(tmp_path).known() == ("transformers", "transformers.trainer")
+    assert _kept(tmp_path, _job("other.py")).known() == ()
 
 
 def test_all_that_was_learned_is_kept_and_what_a_process_must_not_fork_with(tmp_path: Path) -> None:
-    first = LearnedImports()
-    first.keep_in(str(tmp_path), _job())
+    first = _kept(tmp_path)
     first.learned(("transformers", "wandb"))
     first.learned(("transformers", "peft"))  # another rank
     first.leave_out(("wandb",))
     first.leave_out(("wandb", "grpc"))
-    second = LearnedImports()
-    second.keep_in(str(tmp_path), _job())
+    second = _kept(tmp_path)
     assert second.known() == ("transformers", "wandb", "peft")
     assert second.left_out() == ("wandb", "grpc")
 
 
-def test_nothing_is_kept_where_the_job_does_not_want_it_and_a_damaged_file_is_none(
-    tmp_path: Path,
-) -> None:
-    unwanted = LearnedImports()
-    unwanted.keep_in(str(tmp_path), _job(learnPreload=False))
-    unwanted.learned(("transformers",))
+def test_an_unwanted_file_is_not_written_and_a_damaged_one_is_none(tmp_path: Path) -> None:
+    _kept(tmp_path, _job(learnPreload=False)).learned(("transformers",))
     assert not list(tmp_path.rglob("*.json"))
-    wanted = LearnedImports()
-    wanted.keep_in(str(tmp_path), _job())
-    wanted.learned(("transformers",))
+    _kept(tmp_path).learned(("transformers",))
     (file,) = tmp_path.rglob("*.json")
     file.write_text("[", encoding="utf-8")
-    again = LearnedImports()
-    again.keep_in(str(tmp_path), _job())
-    assert again.known() == ()
+    assert _kept(tmp_path).known() == ()
 
 
 def test_installed_modules_are_learned_but_not_the_users_own_nor_the_standard_library() -> None:
@@ -89,11 +81,8 @@ def test_the_worker_names_a_module_that_cannot_be_imported() -> None:
 
 
 def test_modules_of_the_spec_come_first_and_are_not_learned_again(tmp_path: Path) -> None:
-    imports = LearnedImports()
-    imports.keep_in(str(tmp_path), _job())
+    imports = _kept(tmp_path)
     imports.preload = ("trl",)
     imports.learned(("transformers", "trl"))
     assert imports.known() == ("trl", "transformers")
-    later = LearnedImports()
-    later.keep_in(str(tmp_path), _job())
-    assert later.known() == ("transformers",)
+    assert _kept(tmp_path).known() == ("transformers",)
