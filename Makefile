@@ -43,7 +43,7 @@ bytecode: $(STAMP)
 	$(BIN)/python -m compileall -q holdfast orchestrator workers
 
 test: bytecode  ## everything that is checked before a change lands
-	$(BIN)/python -m pytest -n 3 --max-worker-restart 2
+	$(BIN)/python -m pytest -n 3 --max-worker-restart 2 --durations 100 --durations-min 5
 
 test-all: bytecode  ## and the long tests, see tests/long_tests.py
 	$(BIN)/python -m pytest -n 3 --max-worker-restart 2 --all
