@@ -6,6 +6,7 @@ A line is the beginning of test ids.
 
 _LOSSES = "tests/strategies/test_losses.py::test_losses_and_gradient_norms_are_those_of_one_process"
 LONG = (
+    "bench/gpu/test_kit.py::test_a_rehearsal",
     # Unit tests of three packages once more; the rest of the file removes every part.
     "tests/tidy/test_removable.py::test_a_launch_is_decided_and_shown_without_the_explorer",
     # Every strategy through kills, resizes and reshards, and its variants; test_losses trains each
