@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install locks bytecode run check test test-all test-ray-oldest frameworks test-frameworks mutants bench lint manifests docs kubernetes-binaries clean
+.PHONY: help install locks bytecode run check test test-all test-ray-oldest frameworks test-frameworks mutants bench lint manifests docs kubernetes-binaries images release publish workflows clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,7 +34,12 @@ lint: $(STAMP)  ## style, types, import rules and language
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.tidy.language
 
-check: lint docs  ## style, types, import rules, language, unit tests, simulation: under 3 minutes on two cores
+# actionlint is not a wheel: `go install github.com/rhysd/actionlint/cmd/actionlint@v1.7.12`.
+workflows: $(STAMP)
+	$(BIN)/zizmor --offline --quiet .github
+	if command -v actionlint > /dev/null; then actionlint; fi
+
+check: lint docs workflows  ## style, types, import rules, language, unit tests, simulation: under 3 minutes on two cores
 	$(BIN)/python -m pytest -n 2 -q tests/unit tests/sim tests/tidy --deselect tests/tidy/test_tools.py
 
 # Hundreds of processes of the tests import the package; where Python may not write bytecode, as in many
@@ -108,5 +113,14 @@ manifests: $(STAMP)  ## write the chart's CRD and manifests/ anew; needs helm (m
 	$(BIN)/python -m helm.render
 	$(BIN)/python -m helm.ray_dashboard
 
+images: $(STAMP)  ## both images, without a base image, in dist/images; `make images IMAGES=operator` builds one
+	$(BIN)/python -m images.build $(IMAGES)
+
+release: $(STAMP)  ## wheel, sdist, chart, images and their bills of materials, with checksums, in dist
+	$(BIN)/python -m tools.release $(RELEASE)
+
+publish: $(STAMP)  ## push what `make release` built: images and chart, to REGISTRY
+	$(BIN)/python -m tools.release --push $(REGISTRY)
+
 clean:  ## remove what the targets above made
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,19 +1,13 @@
-"""Writes images as docker archives, without a container engine.
+"""Writes images as archives of OCI layouts, without a container engine.
 
-Images are laid out from images/files.yaml and the last stage of each Dockerfile. The layer holds
-the files of Holdfast; the node mounts the system, Python and the libraries from this machine,
-read-only. So little is copied, pods need no volumes that a real cluster would not give them, and a
-file that is missing in the list is missing here too.
+Images are laid out from images/files.yaml. The layer holds the files of Holdfast; the node mounts
+the system, Python and the libraries from this machine, read-only. So little is copied, pods need no
+volumes that a real cluster would not give them, and a package that is missing in the list is
+missing here too.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
-import platform
-import re
-import shlex
 import sys
 import sysconfig
 import tarfile
@@ -23,15 +17,13 @@ from typing import Any
 
 import yaml
 
+from images import build
+from images.build import PREFIX, Layer
 from tests.e2e.kubernetes.rig.run import REPOSITORY
 
 CHART = REPOSITORY / "helm" / "holdfast" / "Chart.yaml"
-IMAGES = REPOSITORY / "images"
 PAUSE = "holdfast.test/pause:rig"
 REGISTRY = "docker.io"  # the default registry
-ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-
-PREFIX = "/opt/holdfast"  # the virtual environment of the Dockerfiles
 LIBRARIES = f"{PREFIX}/libraries"
 LINKS = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}
 DIRECTORIES = ("dev", "etc", "mnt", "proc", "root", "run", "sys", "usr", "var")
@@ -51,55 +43,17 @@ def binds() -> dict[str, Path]:
     return found
 
 
-class Layer:
-    """A tar file in memory whose entries belong to root."""
+def add_package(layer: Layer, source: Path, place: str) -> None:
+    """Add the modules of a package, their bytecode and its data, as pip installs them.
 
-    def __init__(self) -> None:
-        self._bytes = io.BytesIO()
-        self._tar = tarfile.TarFile(fileobj=self._bytes, mode="w")
-        self._known: set[str] = set()
-
-    def directory(self, path: str, mode: int = 0o755) -> None:
-        parts = path.strip("/").split("/")
-        for end in range(1, len(parts) + 1):
-            name = "/".join(parts[:end])
-            if name in self._known:
-                continue
-            self._known.add(name)
-            entry = tarfile.TarInfo(name)
-            entry.type = tarfile.DIRTYPE
-            entry.mode = mode if end == len(parts) else 0o755
-            self._tar.addfile(entry)
-
-    def link(self, path: str, target: str) -> None:
-        entry = tarfile.TarInfo(path.strip("/"))
-        entry.type = tarfile.SYMTYPE
-        entry.linkname = target
-        self._tar.addfile(entry)
-
-    def file(self, path: str, content: bytes, mode: int = 0o644, changed_s: float = 0) -> None:
-        entry = tarfile.TarInfo(path.strip("/"))
-        entry.size = len(content)
-        entry.mode = mode
-        entry.mtime = int(changed_s)
-        self._tar.addfile(entry, io.BytesIO(content))
-
-    def package(self, source: Path, place: str) -> None:
-        """Add the modules of a package, their bytecode and its data, as pip installs them.
-
-        Bytecode contains the time and size of its source, so both keep their times.
-        """
-        data = package_data()
-        for path in sorted(source.rglob("*")):
-            if path.suffix in (".py", ".pyc") or path.resolve() in data:
-                inside = f"{place}/{path.relative_to(source)}"
-                self.directory(str(Path(inside).parent))
-                status = path.stat()
-                self.file(inside, path.read_bytes(), status.st_mode & 0o777, status.st_mtime)
-
-    def finish(self) -> bytes:
-        self._tar.close()
-        return self._bytes.getvalue()
+    Bytecode contains the time and size of its source, so both keep their times.
+    """
+    data = package_data()
+    for path in source.rglob("*"):
+        if path.suffix in (".py", ".pyc") or path.resolve() in data:
+            status = path.stat()
+            inside = f"{place}/{path.relative_to(source)}"
+            layer.file(inside, path.read_bytes(), status.st_mode & 0o777, status.st_mtime)
 
 
 def package_data() -> set[Path]:
@@ -114,22 +68,12 @@ def package_data() -> set[Path]:
     }
 
 
-def write_archive(path: Path, reference: str, layer: bytes, config: dict[str, Any]) -> None:
-    """A docker archive of one layer, as `docker save` writes it and `ctr images import` reads."""
-    document = {
-        "architecture": ARCHITECTURES.get(platform.machine(), platform.machine()),
-        "os": "linux",
-        "config": config,
-        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(layer).hexdigest()}"]},
-    }
-    encoded = json.dumps(document, sort_keys=True).encode()
-    name = f"{hashlib.sha256(encoded).hexdigest()}.json"
-    manifest = [{"Config": name, "RepoTags": [reference], "Layers": ["layer.tar"]}]
-    outer = Layer()
-    outer.file("layer.tar", layer)
-    outer.file(name, encoded)
-    outer.file("manifest.json", json.dumps(manifest).encode())
-    path.write_bytes(outer.finish())
+def write_archive(path: Path, reference: str, layer: Layer, config: dict[str, Any]) -> None:
+    """An archive of one layer, as `ctr images import` reads it."""
+    layout = path.with_suffix("")
+    build.write_layout(layout, [(layer, 1)], config, reference)
+    with tarfile.open(path, "w") as archive:
+        archive.add(layout, "")
 
 
 def write_pause(path: Path, program: Path) -> None:
@@ -138,15 +82,14 @@ def write_pause(path: Path, program: Path) -> None:
     for place in binds():  # the node binds them into every container
         layer.directory(place)
     config = {"Entrypoint": ["/pause"], "User": "65535:65535", "WorkingDir": "/"}
-    write_archive(path, PAUSE, layer.finish(), config)
+    write_archive(path, PAUSE, layer, config)
 
 
 def write_holdfast(path: Path, role: str) -> None:
     """The image of the operator or of a worker."""
-    listed = yaml.safe_load((IMAGES / "files.yaml").read_text())[role]
-    stage = last_stage((IMAGES / role / "Dockerfile").read_text())
+    facts = build.FACTS["images"][role]
     layer = Layer()
-    for name in (*DIRECTORIES, *binds(), stage["WORKDIR"]):
+    for name in (*DIRECTORIES, *binds(), facts["workdir"]):
         if name != "/tmp":
             layer.directory(name)
     layer.directory("tmp", 0o1777)
@@ -157,20 +100,11 @@ def write_holdfast(path: Path, role: str) -> None:
     layer.file("etc/group", b"root:x:0:\n")
     environment(layer)
     packages = f"{PREFIX}/lib/python{sysconfig.get_python_version()}/site-packages"
-    for entry in listed["files"]:
-        source = REPOSITORY / entry["from"]
-        if (source / "__init__.py").exists():
-            # holdfast/ links to the folders beside it, and pip installs them as packages of it.
-            inside = "holdfast" if source.name == "holdfast" else f"holdfast/{source.name}"
-            layer.package(source, f"{packages}/{inside}")
-    config = {
-        "User": str(listed["user"]),
-        "Entrypoint": listed["entrypoint"],
-        "WorkingDir": stage["WORKDIR"],
-        "Env": shlex.split(stage["ENV"]),
-        **({"Cmd": json.loads(stage["CMD"])} if "CMD" in stage else {}),
-    }
-    write_archive(path, f"{REGISTRY}/{image(role)}", layer.finish(), config)
+    for name in facts["packages"]:
+        # holdfast/ links to the folders beside it, and pip installs them as packages of it.
+        inside = "holdfast" if name == "holdfast" else f"holdfast/{name}"
+        add_package(layer, REPOSITORY / name, f"{packages}/{inside}")
+    write_archive(path, f"{REGISTRY}/{image(role)}", layer, build.config(role))
 
 
 def environment(layer: Layer) -> None:
@@ -182,16 +116,3 @@ def environment(layer: Layer) -> None:
     packages = f"{PREFIX}/lib/python{sysconfig.get_python_version()}/site-packages"
     layer.directory(packages)
     layer.file(f"{packages}/libraries.pth", f"{LIBRARIES}\n".encode())
-
-
-def last_stage(dockerfile: str) -> dict[str, str]:
-    """Instruction -> arguments, of the last stage."""
-    text = re.sub(r"\\\n", " ", dockerfile)
-    stage: dict[str, str] = {}
-    for line in text.splitlines():
-        word, _, rest = line.strip().partition(" ")
-        if word == "FROM":
-            stage = {}
-        elif word and not word.startswith("#"):
-            stage[word] = rest.strip()
-    return stage

@@ -1,0 +1,83 @@
+"""The layers of images, and what their build needs."""
+
+from __future__ import annotations
+
+import marshal
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from images import build
+from tools import release
+
+PACKAGES = build.PACKAGES[1:]
+FILES = {
+    "part/__init__.py": "def main() -> None: ...\n",
+    "part/template.py": "{% not Python %}\n",
+    "part/left_out/x.py": "",
+    "part-1.data/scripts/tool": "#!python\n",
+    "part-1.data/data/share/part.txt": "text\n",
+    "part-1.dist-info/entry_points.txt": "[console_scripts]\npart = part:main\n",
+}
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    path = tmp_path / "part-1-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in FILES.items():
+            archive.writestr(name, text)
+    return path
+
+
+def test_a_wheel_in_a_layer_is_as_pip_installs_it(wheel: Path, tmp_path: Path) -> None:
+    digests = set()
+    for name in ("first", "second"):
+        layer = build.wheel_layer([wheel], ["part/left_out/"])
+        digests.add(build.write_layout(tmp_path / name, [(layer, 1)], {}, "1"))
+    assert len(digests) == 1, "the same files have the same digest"
+    release.unpack(tmp_path / "first", tmp_path / "root")
+    root = tmp_path / "root"
+    paths = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+    assert paths == {
+        "opt/holdfast/bin/part", "opt/holdfast/bin/tool", "opt/holdfast/share/part.txt",
+        *(f"{PACKAGES}/{n}" for n in FILES if ".data" not in n and "left_out" not in n),
+        f"{PACKAGES}/part/__pycache__/__init__.cpython-311.pyc",
+    }  # fmt: skip
+    python = b"#!/opt/holdfast/bin/python\n"
+    for name in ("part", "tool"):
+        assert (root / "opt/holdfast/bin" / name).read_bytes().startswith(python)
+    compiled = (root / PACKAGES / "part/__pycache__/__init__.cpython-311.pyc").read_bytes()
+    assert marshal.loads(compiled[16:]).co_filename == f"{build.PACKAGES}/part/__init__.py"
+
+
+def test_a_bill_of_materials_names_packages_of_debian_and_of_python(tmp_path: Path) -> None:
+    parts = [tmp_path / "libc6_1%3a2.36-9_amd64.deb", tmp_path / "Py_Part-1.0-py3-none-any.whl"]
+    for path in parts:
+        path.touch()
+    listed = build.materials("operator", "1", parts)["components"]
+    names = [part["purl"] for part in listed]
+    assert names == ["pkg:deb/debian/libc6@1:2.36-9", "pkg:pypi/py-part@1.0"]
+
+
+@pytest.mark.parametrize("kind", ["wheels", "debian"])
+def test_without_a_network_the_build_says_what_it_needs(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    sources = tmp_path / "debian.list"
+    sources.write_text("deb [trusted=yes] http://127.0.0.1:9/debian bookworm main\n")
+    monkeypatch.setattr(build, "DEBIAN_SOURCES", (str(sources),))
+    lock = build.ROOT / "images" / "operator" / "requirements.txt"
+    with pytest.raises(build.BuildError, match=r"network needed|apt install apt"):
+        if kind == "wheels":
+            build.wheels(lock, tmp_path / "wheels")
+        else:
+            build.debian_packages("operator", tmp_path)
+
+
+def test_a_missing_tool_is_named_with_its_package(tmp_path: Path) -> None:
+    with pytest.raises(build.BuildError, match="nope: not installed, needed to try; apt install p"):
+        build.run("nope", wanted="to try", package="p")

@@ -1,0 +1,130 @@
+"""Builds a release into one folder with checksums, and pushes its images and chart to a registry.
+
+    python -m tools.release [--skip-images] [--out dist]
+    python -m tools.release --push registry.example.com/holdfast
+
+A release contains what the last commit contains: with other changes in the tree it is not built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from holdfast.orchestrator.limits import RELEASE
+from images.build import PREFIX, ROLES, ROOT, BuildError, distributions, epoch, run
+from images.build import main as build_images
+from tests.e2e.kubernetes.rig.binaries import locate
+
+CHART = ROOT / "helm" / "holdfast"
+BIN = Path(sys.executable).parent
+SMOKE = (f"{PREFIX}/bin/python", "-m", "holdfast.orchestrator.cli.main", "--version")
+
+
+def helm(*words: str | Path) -> None:
+    program = locate().find("helm")
+    if program is None:
+        raise BuildError("helm: not installed; install it, or run `make kubernetes-binaries`")
+    run(program, *words, wanted=f"for helm {words[0]}")
+
+
+def skopeo(*words: str) -> None:
+    run("skopeo", *words, wanted="to push images", package="skopeo")
+
+
+def unpack(layout: Path, root: Path) -> None:
+    """Lay out the files of an image."""
+
+    def blob(digest: str) -> Path:
+        return layout / "blobs" / Path(*digest.split(":"))
+
+    named = json.loads((layout / "index.json").read_text())["manifests"][0]
+    for layer in json.loads(blob(named["digest"]).read_text())["layers"]:
+        with tarfile.open(blob(layer["digest"])) as tar:
+            tar.extractall(root, filter="tar")
+
+
+def smoke(layout: Path) -> None:
+    """Start the program of an image in its own files, without a container engine."""
+    with tempfile.TemporaryDirectory() as directory:
+        unpack(layout, Path(directory))
+        rights = () if os.geteuid() == 0 else ("--map-root-user",)
+        words = ("unshare", *rights, "--net", f"--root={directory}", "--wd=/", *SMOKE)
+        shown = run(*words, wanted=f"to start the {layout.name}'s image", package="util-linux")
+    if f"holdfast {RELEASE}" not in shown.decode():
+        raise BuildError(f"the {layout.name}'s image shows another version: {shown.decode()}")
+
+
+def build(out: Path, *, skip_images: bool) -> None:
+    if changed := run("git", "status", "--porcelain", wanted="to see changes", package="git"):
+        raise BuildError(f"commit these changes first:\n{changed.decode().rstrip()}")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    os.environ["SOURCE_DATE_EPOCH"] = str(epoch())
+    distributions(out, sdist=True)
+    files = sorted(out.iterdir())
+    run(BIN / "twine", "check", "--strict", *files, wanted="to check the distributions")
+    run(BIN / "check-wheel-contents", *out.glob("*.whl"), wanted="to check the wheel")
+    helm("lint", "--strict", CHART)
+    helm("package", CHART, "--destination", out)
+    if not skip_images:
+        sys.argv[1:] = [f"--out={out / 'images'}"]
+        if build_images():
+            raise BuildError(
+                "without the images the release is not whole; --skip-images leaves them out"
+            )
+        smoke(out / "images" / "operator")
+        for role in ROLES:
+            (out / "images" / f"{role}.cdx.json").rename(
+                out / f"holdfast-{role}-{RELEASE}.cdx.json"
+            )
+    paths = sorted(path for path in out.rglob("*") if path.is_file())
+    lines = []
+    for path in paths:
+        with path.open("rb") as file:
+            lines.append(
+                f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.relative_to(out)}"
+            )
+    (out / "SHA256SUMS").write_text("\n".join(lines) + "\n")
+    print(f"release {RELEASE}: {len(paths)} files in {out}, listed in SHA256SUMS")
+
+
+def push(out: Path, registry: str) -> None:
+    """Push what `build` wrote. A registry on this machine is reached without TLS."""
+    local = registry.startswith(("127.", "localhost", "10."))
+    for role in ROLES:
+        target = f"docker://{registry}/{role}:{RELEASE}"
+        layout = f"oci:{out / 'images' / role}:{RELEASE}"
+        skopeo(
+            "--insecure-policy", "copy", f"--dest-tls-verify={not local}".lower(), layout, target
+        )
+    plain = ["--plain-http"] if local else []
+    helm("push", out / f"holdfast-{RELEASE}.tgz", f"oci://{registry}/charts", *plain)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.release")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR")
+    parser.add_argument("--skip-images", action="store_true")
+    parser.add_argument("--push", metavar="REGISTRY", help="push images and chart of DIR")
+    words = parser.parse_args()
+    try:
+        if words.push:
+            push(words.out.resolve(), words.push)
+        else:
+            build(words.out.resolve(), skip_images=words.skip_images)
+    except BuildError as error:
+        print(f"release: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
