@@ -65,16 +65,16 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Sum of the tensor's memory as integers of its element size, modulo 2**64."""
+    """Sum of the tensor's memory as integers, modulo 2**64."""
     return as_integers(tensor).sum(dtype=torch.int64)
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """Its memory as integers of its element size, (N); a copy if it is not contiguous."""
+    """Its memory as integers, (N); a copy if it is not contiguous. Of 8 bytes where it can be
+    divided so, else of its element size: torch copies smaller ones to 8 bytes each to sum them."""
     flat = tensor.reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(_INTEGERS[flat.element_size()])
+    whole = not (flat.nbytes % 8 or flat.storage_offset() * flat.element_size() % 8)
+    return flat.view(torch.int64 if whole else _INTEGERS[flat.element_size()])
 
 
 class CudaDevice:

@@ -49,28 +49,23 @@ def num_collectives() -> int:
 
 
 def collectives() -> tuple[GroupProgress, ...]:
-    """Progress by torch's flight recorder; empty without torch, without process groups, and where
+    """Progress by torch's flight recorders; empty without torch, without process groups, and where
     this version of torch has no recorder for the backend."""
     if "torch.distributed" not in sys.modules:
         return ()
-    dump = recorder()
-    if dump is None:
-        return ()
     try:
-        return parse(dump())
+        return tuple(group for dump in recorders() for group in parse(dump()))[-MAX_GROUPS:]
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:
         print(f"holdfast: the flight recorder's dump was not used: {error}", file=sys.stderr)
         return ()
 
 
-def recorder() -> Callable[[], Any] | None:
-    """Dumps torch's flight recorder as JSON; None: this torch has none."""
+def recorders() -> list[Callable[[], Any]]:
+    """Each dumps a flight recorder of torch as JSON: gloo records into the first one, and NCCL into
+    the second one only."""
     native = sys.modules.get("torch._C._distributed_c10d")
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        dump = getattr(native, name, None)
-        if dump is not None:
-            return dump  # type: ignore[no-any-return]
-    return None
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    return [dump for name in names if (dump := getattr(native, name, None)) is not None]
 
 
 def parse(dump: str | bytes) -> tuple[GroupProgress, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .inspection import recorder
+from .inspection import recorders
 
 STATUS = Path("/proc/self/status")
 READ_EVERY_S = 2.0
@@ -99,12 +99,13 @@ class SentBytes:
 
 
 def _recorded_bytes(since_ns: int) -> int | None:
-    dump = recorder()
-    if dump is None or "torch.distributed" not in sys.modules:
+    dumps = recorders()
+    if not dumps or "torch.distributed" not in sys.modules:
         return None
     try:
-        entries = json.loads(dump()).get("entries", ())
-        return sent_since(since_ns, entries, _group_sizes())
+        every, sizes = [json.loads(dump()).get("entries", ()) for dump in dumps], _group_sizes()
+        sent = [sent_since(since_ns, entries, sizes) for entries in every]
+        return None if None in sent else sum(filter(None, sent))
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
         print(f"holdfast: the flight recorder's dump was not used: {error}", file=sys.stderr)
         return None

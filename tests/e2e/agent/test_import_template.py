@@ -186,6 +186,21 @@ def test_what_starts_a_thread_is_left_to_the_standbys(place: Path) -> None:
         assert made.imported_in("hf_quiet") == [attempt, template.pid]
 
 
+def test_what_opens_cuda_is_left_to_the_standbys(place: Path) -> None:
+    """CUDA's driver opens this file; torch counts devices without it if the variable is set."""
+    opens = "import os\nos.open('nvidia-uvm', os.O_RDWR | os.O_CREAT)\n"
+    counts = "import os\nopen('checks', 'a').write(os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'])\n"
+    for name, text in {"opens": opens, "counts": counts}.items():
+        (place / f"hf_{name}.py").write_text(text.replace("('", f"('{place}/"))
+    with node(place) as made:
+        made.fork(0, "hf_counts", "hf_opens")
+        answer = made.answer()
+        assert isinstance(answer, fork_protocol.ImportLeftOut)
+        assert (answer.modules, answer.problem) == (("hf_opens",), "opened CUDA")
+        made.forked(0)
+        assert (place / "checks").read_text() == "11", "of two templates; no standby has it"
+
+
 def test_a_signal_reaches_a_worker_that_is_forked_later(place: Path) -> None:
     with node(place) as made:
         made.fork(0, "hf_quiet")

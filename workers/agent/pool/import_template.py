@@ -25,9 +25,9 @@ from ..linux import output, processes
 from ..process import process_env
 from . import fork_protocol, user_modules
 
-WITHOUT_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Settings with which libraries start no thread when they are imported: jemalloc of pyarrow, which
-transformers imports with datasets."""
+SETTINGS = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""With these an import starts no thread (jemalloc of pyarrow, which transformers imports
+with datasets) and opens no CUDA (torch.cuda.is_available, which torchao and accelerate call)."""
 
 FORK_TIME_S = 10.0
 """A template that does not answer for so long is ended."""
@@ -107,16 +107,15 @@ def _serve(
     server: int,
 ) -> NoReturn:
     process_env.adopt(job.spec.env)  # libraries read it when they are imported
-    unset = [name for name in WITHOUT_THREADS if name not in os.environ]
-    os.environ.update({name: WITHOUT_THREADS[name] for name in unset})
+    unset = [name for name in SETTINGS if name not in os.environ]
+    os.environ.update({name: SETTINGS[name] for name in unset})
     for name in modules:
         if name in sys.modules or name in left_out:
             continue
         before = set(sys.modules)
         user_modules.import_if_possible(name)
         if problem := user_modules.cannot_fork():
-            others = set(modules) & (set(sys.modules) - before - {name})
-            names = (name, *sorted(others))
+            names = (name, *sorted(set(modules) & (set(sys.modules) - before - {name})))
             fork_protocol.send(link, fork_protocol.ImportLeftOut(modules=names, problem=problem))
             os._exit(0)
     for name in unset:

@@ -9,6 +9,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Sequence
+from pathlib import Path
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import Problem, UserError
@@ -72,7 +73,6 @@ def cannot_fork() -> str:
     """Why this process must not fork, "" if it may."""
     if (threads := preload.num_threads()) > 1:
         return f"started {threads - 1} threads"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "opened CUDA"
-    return ""
+    # CUDA's driver opens it, also to count devices; NVML does not.
+    opened = (link.resolve().name for link in Path("/proc/self/fd").iterdir())
+    return "opened CUDA" if "nvidia-uvm" in opened else ""

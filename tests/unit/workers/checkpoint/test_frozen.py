@@ -145,6 +145,15 @@ def test_the_sum_of_bits_sees_a_change_of_one_value(dtype: torch.dtype) -> None:
     assert int(bit_sum(changed)) != before
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sum_of_bits_copies_nothing(dtype: torch.dtype) -> None:
+    values = torch.ones(1000, 8).to(dtype)
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        bit_sum(values)
+    assert max(event.cpu_memory_usage for event in profile.function_events) < 1000
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_sums_of_bits_on_a_gpu_are_those_of_the_cpu() -> None:
     device = CudaDevice(torch.device("cuda", 0))

@@ -42,13 +42,25 @@ def test_a_dump_that_cannot_be_read_is_no_evidence(
     def broken() -> str:
         raise RuntimeError("the recorder is off")
 
-    monkeypatch.setattr(inspection, "recorder", lambda: broken)
+    monkeypatch.setattr(inspection, "recorders", lambda: [broken])
     assert inspection.collectives() == ()
     assert "the recorder is off" in capsys.readouterr().err
 
 
+def test_collectives_of_gloo_and_of_nccl_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = sys.modules["torch._C._distributed_c10d"]
+    entry = (
+        '{"entries":[{"process_group":["%s",""],"collective_seq_id":7,"state":"started",'
+        '"profiling_name":"%s:all_reduce"}]}'
+    )
+    for name, backend in (("_dump_fr_trace_json", "gloo"), ("_dump_nccl_trace_json", "nccl")):
+        monkeypatch.setattr(native, name, lambda b=backend: entry % (b, b), raising=False)
+    names = [one.operation for one in inspection.collectives()]
+    assert names == ["gloo:all_reduce", "nccl:all_reduce"]
+
+
 def test_a_torch_without_a_recorder_has_no_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspection, "recorder", lambda: None)
+    monkeypatch.setattr(inspection, "recorders", list)
     assert inspection.collectives() == ()
 
 
