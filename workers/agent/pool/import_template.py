@@ -26,7 +26,7 @@ from ..process import process_env
 from . import fork_protocol, user_modules
 
 SETTINGS = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""With these an import starts no thread (jemalloc of pyarrow, which transformers imports
+"""Variables with which an import starts no thread (jemalloc of pyarrow, which transformers imports
 with datasets) and opens no CUDA (torch.cuda.is_available, which torchao and accelerate call)."""
 
 FORK_TIME_S = 10.0
