@@ -65,10 +65,10 @@ class Case:
     """False: once is enough, such as for `never`, or where fixed time-outs make up the time."""
 
 
-def run(case: Case) -> Result:
+def run(case: Case, **workload: Any) -> Result:
     """Carry out one repetition; leaves no process and no file behind."""
     directory = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
-    contestant = case.build(Workload(directory))
+    contestant = case.build(Workload(directory, **workload))
     try:
         started = time.time()
         contestant.start()
@@ -107,11 +107,11 @@ def run(case: Case) -> Result:
 
 
 def kill_worker(contestant: Contestant, job: timeline.Incarnation) -> None:
-    os.kill(job.pids[1], signal.SIGKILL)
+    os.kill(job.pids[len(job.pids) > 1], signal.SIGKILL)
 
 
 def hang_worker(contestant: Contestant, job: timeline.Incarnation) -> None:
-    os.kill(job.pids[1], signal.SIGSTOP)
+    os.kill(job.pids[len(job.pids) > 1], signal.SIGSTOP)
 
 
 def lose_node(contestant: Contestant, job: timeline.Incarnation) -> None:

@@ -17,10 +17,6 @@ import time
 from pathlib import Path
 from statistics import median
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-
 from bench import conditions
 from holdfast.orchestrator.protocol import tls
 from holdfast.orchestrator.protocol.facts import StagedShard
@@ -114,6 +110,10 @@ async def serve(
 
 def make_certificate(directory: Path) -> None:
     """Make a certificate such as a job in a cluster has."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([])
     now = datetime.datetime.now(datetime.UTC)

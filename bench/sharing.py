@@ -141,6 +141,8 @@ def train(progress: Any, rank: int) -> NoReturn:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
+    from holdfast.orchestrator.api.v1alpha1 import Pretrain
+
     from .train import Trainer
 
     torch.set_num_threads(1)
@@ -149,7 +151,7 @@ def train(progress: Any, rank: int) -> NoReturn:
     session: Any = SimpleNamespace(
         fsdp_mesh=mesh, device="cpu", data_parallel_rank=rank, data_parallel_size=NUM_RANKS
     )
-    trainer = Trainer(session, 1, fresh=True, local=False)
+    trainer = Trainer(session, Pretrain(steps=1), fresh=True, local=False)
     progress[0] = os.getpid()
     step = 0
     while True:

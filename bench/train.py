@@ -8,6 +8,8 @@ on its own group, dcp.load at the start); `none` keeps no state. It only records
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
+from bench.gpu import faults, sharing
 from bench.timeline import Recorder
 from holdfast import session
 from holdfast.orchestrator.api.v1alpha1 import Pretrain
@@ -36,13 +39,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--save-every", type=int, required=True)
     parser.add_argument("--shard", required=True, help="a number of ranks, or world")
+    parser.add_argument("--config", default="{}", help="JSON, settings of the recipe")
+    parser.add_argument("--dtype", default="float32", help="of parameters and moments")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
+    sharing.share_one_gpu()
     s = session.init(shard=None if options.shard == "world" else int(options.shard))
     ours = options.engine in ("holdfast", "shards")
     fresh = not s.restoring and not Dcp.saved(options.checkpoints)
-    trainer = Trainer(s, options.steps, fresh, local=options.engine == "shards")
+    config = Pretrain(steps=options.steps, **json.loads(options.config))
+    dtype = getattr(torch, options.dtype)
+    trainer = Trainer(s, config, fresh, local=options.engine == "shards", dtype=dtype)
     keeper = Dcp(trainer, options.checkpoints) if options.engine == "dcp" else None
     if keeper:
         start = keeper.load()
@@ -52,6 +60,7 @@ def main() -> None:
         start = 0
     recorder = Recorder(options.timeline)
     for step in range(start, options.steps):
+        faults.happen(Path(options.timeline).parent, s.rank, s.device)
         loss = trainer.step(step)
         if ours:
             s.step(step, loss=loss, tokens=trainer.tokens)
@@ -63,15 +72,23 @@ def main() -> None:
 
 class Trainer:
     """A training loop as many people write it: FSDP2 per block, AdamW over the sharded parameters,
-    gradients clipped to norm 1. 3.3 M parameters: dim 256, 4 layers, sequence 128, batch 8."""
+    gradients clipped to norm 1. By default 3.3 M parameters: dim 256, 4 layers, sequence 128, batch
+    8."""
 
-    def __init__(self, s: session.Session, steps: int, fresh: bool, local: bool) -> None:
+    def __init__(
+        self,
+        s: session.Session,
+        config: Pretrain,
+        fresh: bool,
+        local: bool,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         """`fresh`: no state will be restored, so first values are needed. `local`: the optimizer
         works on this rank's own parts instead of DTensors."""
-        self.config = Pretrain(steps=steps)
+        self.config = config
         self.session = s
         with torch.device("meta"):
-            self.model = Transformer(self.config.model)
+            self.model = Transformer(self.config.model).to(dtype)
         for part in [*self.model.blocks, self.model.embedding, [self.model.norm, self.model.head]]:
             fully_shard(part, mesh=s.fsdp_mesh)
         fully_shard(self.model, mesh=s.fsdp_mesh)
@@ -87,7 +104,7 @@ class Trainer:
     def step(self, step: int) -> float:
         s = self.session
         part = share(step, self.config.global_batch, s.data_parallel_rank, s.data_parallel_size)
-        inputs_bt, targets_bt = self.data.batch(part.indices)
+        inputs_bt, targets_bt = (ids.to(s.device) for ids in self.data.batch(part.indices))
         logits_btv = self.model(inputs_bt)
         loss = F.cross_entropy(logits_btv.flatten(0, 1), targets_bt.flatten())
         loss.backward()
@@ -129,6 +146,9 @@ class Dcp:
     def save(self, step: int) -> None:
         if self._pending is not None:
             self._pending.result()
+        if dist.get_rank() == 0:  # on a disk that holds a few checkpoints of a large model
+            for old in self.saved(self._directory)[:-2]:
+                shutil.rmtree(old.parent)
         model, optimizer = get_state_dict(self._model, self._optimizer)
         self._pending = dcp.async_save(
             {"model": model, "optim": optimizer},

@@ -25,11 +25,12 @@ def train(config: dict[str, Any]) -> None:
     from bench.timeline import Recorder
     from bench.train import Trainer
     from holdfast import session
+    from holdfast.orchestrator.api.v1alpha1 import Pretrain
 
     torch.set_num_threads(1)
     s = session.init(shard=config["shard"])  # Ray Train has made the process group
     checkpoint = ray.train.get_checkpoint()
-    trainer = Trainer(s, config["steps"], checkpoint is None, local=False)
+    trainer = Trainer(s, Pretrain(steps=config["steps"]), checkpoint is None, local=False)
     keeper = Keeper(trainer)
     start = keeper.load(Path(checkpoint.path)) if checkpoint else 0
     recorder = Recorder(config["timeline"])

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -18,13 +18,19 @@ TRAIN = ROOT / "bench" / "train.py"
 
 @dataclass
 class Workload:
-    """The same for every contestant: 4 ranks over 2 nodes, FSDP2, one thread a rank."""
+    """The same for every contestant: by default 4 ranks over 2 nodes, FSDP2, one thread a rank."""
 
     directory: Path
     steps: int = 400
     save_every: int = 10
     shard: int | str = 2
     """Ranks that share one copy of the model; `world`: all that there are."""
+    num_ranks: int = 4
+    gpu: int = 0
+    """GPUs of a rank, as Holdfast's spec has it."""
+    options: tuple[str, ...] = ()
+    """More options of the script."""
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def timeline(self) -> Path:
@@ -34,7 +40,7 @@ class Workload:
         return [
             "--timeline", str(self.timeline), "--checkpoints", str(self.directory / "dcp"),
             "--steps", str(self.steps), "--save-every", str(self.save_every),
-            "--shard", str(self.shard),
+            "--shard", str(self.shard), *self.options,
         ]  # fmt: skip
 
 
@@ -72,10 +78,12 @@ class Contestant(ABC):
         return {}
 
     def spawn(self, command: list[str], log: str, **env: str) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment |= {**self.workload.environment, **env}
         with (self.workload.directory / log).open("ab") as out:
             process = subprocess.Popen(
                 command,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

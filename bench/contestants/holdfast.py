@@ -36,19 +36,19 @@ class Holdfast(Contestant):
             "metadata": {"name": "bench"},
             "spec": {
                 "nodes": {"min": min_nodes, "max": nodes, "spares": spares},
-                "workersPerNode": NUM_RANKS // nodes,
+                "workersPerNode": workload.num_ranks // nodes,
                 "entrypoint": {
                     "script": str(TRAIN),
                     "args": ["--engine", engine, *workload.arguments()],
                 },
-                "resources": {"cpu": 1, "gpu": 0},
+                "resources": {"cpu": 1, "gpu": workload.gpu},
                 "parallelism": {"shard": workload.shard},
                 "checkpoint": {
                     "storage": {"everySteps": workload.save_every},
                     # `auto` may leave out steps, and the number of lost steps is compared.
                     "memory": {"everySteps": 1},
                 },
-                "env": environment or {},
+                "env": {**workload.environment, **(environment or {})},
             },
         }
         if patience_s is not None:

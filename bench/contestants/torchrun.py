@@ -17,25 +17,28 @@ TUNED = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=1"
 
 
 class Torchrun(Contestant):
-    """`elastic` allows one node; otherwise two are required and a lost one must be replaced."""
+    """`elastic` allows one node; otherwise all are required and a lost one must be replaced."""
 
     name = "torchrun"
 
-    def __init__(self, workload: Workload, *, elastic: bool = False, tuned: bool = False) -> None:
+    def __init__(
+        self, workload: Workload, *, elastic: bool = False, tuned: bool = False, nodes: int = 2
+    ) -> None:
         super().__init__(workload)
-        self._nnodes = "1:2" if elastic else "2"
+        self._size, self._nnodes = nodes, f"1:{nodes}" if elastic else str(nodes)
         self._conf = ["--rdzv-conf", TUNED] if tuned else []
         self._port = free_port()
         self._nodes = 0
 
     def start(self) -> None:
-        for _ in range(2):
+        for _ in range(self._size):
             self.replace_node()
 
     def replace_node(self) -> None:
         command = [
             python(), "-m", "torch.distributed.run", "--nnodes", self._nnodes,
-            "--nproc-per-node", "2", "--max-restarts", "10", "--rdzv-backend", "c10d",
+            "--nproc-per-node", str(self.workload.num_ranks // self._size),
+            "--max-restarts", "10", "--rdzv-backend", "c10d",
             "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "bench",
             "--local-addr", "127.0.0.1", *self._conf,
             str(TRAIN), "--engine", "dcp", *self.workload.arguments(),

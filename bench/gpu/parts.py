@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from . import check
+from . import check, numbers, plan, recover, stage, train
 
-PARTS = {"check": check}
+PARTS = {
+    "check": check,
+    "recover": recover,
+    "stage": stage,
+    "plan": plan,
+    "numbers": numbers,
+    "train": train,
+}
 EVERY = tuple(one for part in PARTS.values() for one in part.measurements())

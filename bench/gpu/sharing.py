@@ -8,11 +8,14 @@ src/init.cc, and NCCL_HOSTID in its list of environment variables.
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 
 ASKED = "BENCH_SHARE_GPU"
 """nccl or gloo: what the ranks of a script talk with. Not set: each rank has a GPU."""
+JOB_WORDS = (sys.executable, "-m", "bench.gpu.sharing")
+"""Before a job's file: one rank of its recipe, without Holdfast."""
 
 
 def share_one_gpu() -> None:
@@ -37,3 +40,11 @@ def share_one_gpu() -> None:
             joined(at, torch.device("cpu"), **options)
 
         core.join = join
+
+
+if __name__ == "__main__":
+    from holdfast.orchestrator.api.v1alpha1 import load_job
+    from holdfast.workers.training.recipes.pretrain import main
+
+    share_one_gpu()
+    main(load_job(sys.argv[1]))

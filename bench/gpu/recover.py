@@ -1,0 +1,144 @@
+"""Recoveries on one GPU, Holdfast beside torchrun, and the floor of their parts.
+
+Large: one rank, 0.9 G parameters with AdamW in bfloat16. Small: two nodes with two ranks each,
+which share the GPU. Seconds from the fault to the first step that all ranks have finished.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+from bench import cases
+from bench.cases import Case
+from bench.contestants.base import ROOT, Workload
+from bench.contestants.holdfast import Holdfast
+from bench.contestants.torchrun import Torchrun
+
+from . import faults
+from .kit import Figures, Kit, Measurement, Skip
+
+BIG = {
+    "model": {"dim": 2048, "numLayers": 16, "numHeads": 16, "vocabSize": 32000},
+    "globalBatch": 2, "data": {"sequenceLength": 512},
+}  # fmt: skip
+SMALL = {"globalBatch": 8}
+Provoke = Callable[[Any, Any], Any]
+FAULTS: dict[str, tuple[Provoke, int]] = {
+    "worker killed": (cases.kill_worker, 2),
+    "illegal memory access": (faults.order("access"), 3),
+    "out of memory": (faults.order("memory"), 4),
+    "exception": (faults.order("exception"), 5),
+    "worker stopped": (cases.hang_worker, 6),
+    "node lost": (cases.lose_node, 3),
+    "absent from a collective": (faults.order("absent"), 4),
+}
+"""Name -> what causes it, and its value."""
+LARGE_ONES = ("worker killed", "illegal memory access", "out of memory", "exception",
+              "worker stopped")  # fmt: skip
+SMALL_ONES = ("worker killed", "node lost", "absent from a collective", "worker stopped")
+KILLED = "worker killed"
+REHEARSED = {("large", KILLED, "Holdfast"), ("large", KILLED, "torchrun"),
+             ("small", KILLED, "Holdfast")}  # fmt: skip
+HANGS = ("worker stopped", "absent from a collective")
+SIDES = {"Holdfast": Holdfast, "torchrun": Torchrun}
+
+
+def measurements() -> list[Measurement]:
+    rows = [
+        Measurement("recover", "floors", floors, 30, 1),
+        Measurement("recover", "backend of ranks that share the GPU", backend, 20, 1),
+    ]
+    for size, names in {"large": LARGE_ONES, "small": SMALL_ONES}.items():
+        for name in names:
+            for side in SIDES:
+                # torchrun does not see a hang: its bound passes, and shows nothing more.
+                value = FAULTS[name][1] + (3 if side == "torchrun" and name in HANGS else 0)
+                run = partial(recover, size=size, name=name, side=side)
+                rows.append(
+                    Measurement(
+                        "recover", f"{size}, {name}, {side}", run, 50, value,
+                        device_gb=24 if size == "large" else 8,
+                        on_cpu=(size, name, side) in REHEARSED,
+                    )
+                )  # fmt: skip
+    return rows
+
+
+def recover(kit: Kit, size: str, name: str, side: str) -> Figures:
+    nodes = 1 if size == "large" else 2
+    options: dict[str, Any] = {"num_ranks": nodes**2, "shard": 1 if size == "large" else 2}
+    environment = {}
+    config = SMALL if size == "small" or kit.rehearse else BIG
+    options["options"] = ("--config", json.dumps(config))
+    if not kit.rehearse:
+        options["options"] += ("--dtype", "bfloat16")
+        options["gpu"] = 1 if size == "large" else 0
+        environment = {"CUDA_VISIBLE_DEVICES": "0"}
+        if size == "small":
+            environment["BENCH_SHARE_GPU"] = backend(kit)["backend"]
+    # Holdfast has a GPU's devices from the node; a rank that shares one has it by its variables.
+    chosen = environment if size == "small" or side == "torchrun" else {}
+    spares = {"spares": 1} if name == "node lost" and side == "Holdfast" else {}
+    tuned = {"tuned": True} if side == "torchrun" else {}
+
+    def build(workload: Workload) -> Any:
+        return SIDES[side](workload, nodes=nodes, **spares, **tuned)  # type: ignore[arg-type]
+
+    provoke = FAULTS[name][0]
+    bound_s = 40.0 if side == "torchrun" and name in HANGS else 90.0
+    case = Case(name, side, build, provoke, bound_s, kit.size(90.0, 300.0))
+    done = cases.run(case, environment=chosen, **options)
+    if done.seconds is None and done.launch_s is None:
+        raise RuntimeError(done.note)
+    figures: Figures = {"seconds": done.seconds, "steps_lost": done.steps_lost}
+    figures |= {"launch_s": done.launch_s, "step_s": done.step_s, "parts_s": done.phases}
+    return {**figures, "note": done.note} if done.note else figures
+
+
+def backend(kit: Kit) -> Figures:
+    """nccl if two ranks on one GPU can use it, else gloo. Raises Skip if neither works."""
+    from .check import several_ranks
+
+    figures = several_ranks(kit)
+    if "backend" not in figures:
+        raise Skip(str(figures))
+    return figures
+
+
+FLOORS = """
+import sys, time
+import torch, torch.distributed as dist
+began = time.perf_counter()
+device = torch.device(sys.argv[1])
+torch.zeros(1, device=device)
+if device.type == "cuda":
+    torch.cuda.synchronize()
+context_s = time.perf_counter() - began
+began = time.perf_counter()
+options = {"device_id": torch.device("cuda", 0)} if device.type == "cuda" else {}
+kind = "nccl" if device.type == "cuda" else "gloo"
+dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1, **options)
+values = torch.ones(1, device=device)
+dist.all_reduce(values)
+assert float(values) == 1
+group_s = time.perf_counter() - began
+dist.destroy_process_group()
+print(context_s, group_s)
+"""
+
+
+def floors(kit: Kit) -> Figures:
+    """Seconds of a bare context, and of a bare process group of one rank after it."""
+    rows = []
+    for _ in range(kit.size(3, 1)):
+        words = [sys.executable, "-c", FLOORS, kit.device]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+        rows.append([float(number) for number in done.stdout.split()])
+    contexts, groups = zip(*rows, strict=True)
+    return {"context_s": median(contexts), "process_group_s": median(groups)}
