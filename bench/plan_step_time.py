@@ -1,7 +1,7 @@
 """The planner's time of a step beside that of real jobs on this machine's processors.
 
-For each job: `holdfast plan` without a measurement, `holdfast plan --calibrate`, and the median of
-the steps of `holdfast run`, from its report.
+For each job: `holdfast spec plan` without a measurement, with `--calibrate`, and the median of the
+steps of `holdfast run`, from its report.
 
 python -m bench.plan_step_time        # ten minutes on two idle cores
 """
@@ -106,9 +106,9 @@ def measure(case: Case, directory: Path) -> Row:
     name = "".join(each if each.isalnum() else "-" for each in case.name.lower())
     home, file = directory / name, directory / f"{name}.yaml"
     file.write_text(yaml.safe_dump(_spec(case, name)))
-    cold = _holdfast("plan", file, "--home", home)["estimate"]["time"]
+    cold = _holdfast("spec", "plan", file, "--home", home)["estimate"]["time"]
     assert cold["calibration"] is None, "a new home has no measurement"
-    planned = _holdfast("plan", file, "--home", home, "--calibrate")["estimate"]["time"]
+    planned = _holdfast("spec", "plan", file, "--home", home, "--calibrate")["estimate"]["time"]
     before = os.getloadavg()[0]
     report = _holdfast("run", file, "--home", home)
     factors = {one: planned["calibration"][one] for one in ("block", "head", "optimizer")}
@@ -151,8 +151,8 @@ def page(rows: list[Row], alone: list[plan_processor_time.Step], about: dict[str
     lines = [
         "# Step time: the plan beside the job",
         "",
-        "Written by `python -m bench.plan_step_time`. Cold: `holdfast plan` on the nominal figures",
-        "of a core. Calibrated: after `holdfast plan --calibrate`, which trains a block and the",
+        "Written by `python -m bench.plan_step_time`. Cold: `spec plan` on nominal figures of",
+        "a core. Calibrated: after `holdfast spec plan --calibrate`, which trains a block and the",
         "head of the same job 20 times. Measured: the median step of `holdfast run`, from its",
         f"report, {STEPS} steps. To stay within: {COLD:.0%} cold, {CALIBRATED:.0%} calibrated.",
         "",

@@ -305,7 +305,7 @@ JOURNAL_BYTES = 2 * 2**20
 """Records after which a journal is compacted: four hours of steps, replayed within a second."""
 
 JOURNAL_FILES = 16
-"""Compacted files kept as history for `holdfast events`: 32 MiB, three days of steps."""
+"""Compacted files kept as history for `holdfast debug events`: 32 MiB, three days of steps."""
 
 LOG_BYTES = 64 * 2**20
 """Size at which the log of a rank, an agent or a controller is moved to `NAME.log.1`, which is

@@ -66,7 +66,7 @@ class Holdfast(Contestant):
 
     def attach(self) -> None:
         """A new controller for the job whose controller was killed."""
-        self.controller = self.spawn(self._command("run", "--attach", "bench"), "attach.log")
+        self.controller = self.spawn(self._command("attach", "bench"), "attach.log")
 
     def kill_node(self, worker_pid: int) -> None:
         # worker -> fork server -> agent
@@ -82,7 +82,7 @@ class Holdfast(Contestant):
         watch.register(os.pidfd_open(worker_pid), select.POLLIN)
         nodes = self.call("status", "bench")["nodes"]
         (node,) = (n["name"] for n in nodes if rank in [w["rank"] for w in n["workers"]])
-        order = ["chaos", "kill-node", "bench", "--node", node, "--hold", "600"]
+        order = ["debug", "kill-node", "bench", "--node", node, "--hold", "600"]
         process = subprocess.Popen(self._command(*order), stdout=subprocess.DEVNULL)
         assert watch.poll(60_000), "the node was not killed"
         gone = time.time()
@@ -90,7 +90,7 @@ class Holdfast(Contestant):
         return gone
 
     def phases(self) -> dict[str, float]:
-        incidents = self.call("report", "bench")["incidents"]
+        incidents = self.call("status", "bench")["incidents"]
         return dict(incidents[-1]["seconds"]) if incidents else {}
 
     def call(self, *words: str) -> Any:

@@ -135,7 +135,7 @@ class UnderHoldfast(Side):
 
     def named_ns(self, rank: int, since_ns: int) -> int | None:
         """When an event first said that this rank does nothing that its peers wait for."""
-        printed = holdfast(self.job, "events", self.job.name, "--json").stdout
+        printed = holdfast(self.job, "debug", "events", self.job.name, "--json").stdout
         for line in printed.splitlines():
             one = msgspec.json.decode(line)
             stacks = one["event"].get("stacks", [])

@@ -3,7 +3,7 @@
     python docs/images/record.py docs/images/run.svg        # needs: pip install pyte
 
 The job is examples/stdlib-bytes.yaml with fewer steps. While it trains, the script kills one worker
-and then a whole node with `holdfast chaos`, as a reader would from another terminal. Every
+and then a whole node with `holdfast debug`, as a reader would from another terminal. Every
 character in the picture comes from that run. The picture plays SPEED times faster than the run did.
 """
 
@@ -90,7 +90,7 @@ def record(home: Path) -> list[tuple[float, list[Line]]]:
                 frames.append((now - begun, seen))
             if faults and step(screen) >= faults[0][0]:
                 fault = faults.pop(0)[1]
-                command = [holdfast, "chaos", fault, "stdlib-bytes", "--home", f"{home}/jobs"]
+                command = [holdfast, "debug", fault, "stdlib-bytes", "--home", f"{home}/jobs"]
                 subprocess.run(command, check=True, capture_output=True)
     os.waitpid(process, 0)
     frames.append((time.monotonic() - begun, lines(screen)))

@@ -1,6 +1,6 @@
 """The user's file of measurements, <home>/calibration.json.
 
-`holdfast plan --calibrate` adds an entry; every later plan of a job on the same kind of device
+`holdfast spec plan --calibrate` adds an entry; every later plan of a job on the same kind of device
 reads it, and so do the controllers of this home's jobs. A file that cannot be read is reported and
 not used: nothing is refused for it.
 """
@@ -39,7 +39,7 @@ def read(home: Path, report: Callable[[str], object]) -> tuple[CalibrationEntry,
         return ()
     except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
         why = error.strerror if isinstance(error, OSError) else str(error)
-        expected = "what `holdfast plan --calibrate` has written; planned without it"
+        expected = "what `holdfast spec plan --calibrate` has written; planned without it"
         fix = "delete the file, or calibrate again"
         report(str(Problem("calibration", f"{path} ({why})", expected, fix)))
         return ()

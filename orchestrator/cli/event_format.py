@@ -1,4 +1,4 @@
-"""Journal events, and the decisions that followed from them, as lines for `holdfast events`.
+"""Journal events, and the decisions that followed from them, as lines for `holdfast debug events`.
 
 Decisions are not stored: a Controller is given the same events again and decides the same.
 """

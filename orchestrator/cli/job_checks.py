@@ -187,7 +187,7 @@ def with_local_gpus(job: TrainingJob, source: str) -> tuple[TrainingJob, str]:
 
 
 def local_facts(slots: int) -> NodeFacts:
-    """This machine as a node of the local backend, for `holdfast plan`."""
+    """This machine as a node of the local backend, for `holdfast spec plan`."""
     from holdfast.orchestrator.protocol.environment import chosen_cache
     from holdfast.orchestrator.protocol.hardware import cpus, memory_bytes, processor, rdma_devices
     from holdfast.orchestrator.runtime.job_directory import Home

@@ -32,17 +32,17 @@ def edited(job: TrainingJob, directory: Path) -> Code:
     """The edited code of a running job. Raises UserError, SpecError."""
     if job.spec.entrypoint.recipe is not None:
         got = f"job {job.name}, which runs a recipe"
-        raise UserError(str(Problem("--again", got, "one that runs code of yours")))
+        raise UserError(str(Problem("job", got, "one that runs code of yours")))
     if not _is_here(job, directory):
         program = job.spec.entrypoint.program
         what = program.script or program.module or " ".join(program.words)
         got = f"job {job.name}, which runs {what}, from {directory}"
         expected = "its directory as the current one, or as FILE's"
-        raise UserError(str(Problem("--again", got, expected)))
+        raise UserError(str(Problem("FILE", got, expected)))
     code = _packed(job, directory, job.name)
     if code.name == job.spec.code:
         got = f"the code in {directory}, which job {job.name} runs already"
-        raise UserError(str(Problem("--again", got, "code that was edited")))
+        raise UserError(str(Problem("FILE", got, "code that was edited")))
     return code
 
 

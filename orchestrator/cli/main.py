@@ -10,6 +10,7 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -41,13 +42,18 @@ EPILOG = """
 Quick start:
 
     holdfast run examples/stdlib-bytes.yaml    train on this machine and watch
-    holdfast chaos kill-node stdlib-bytes      meanwhile: inject a failure
-    holdfast report stdlib-bytes               see what the failure cost
+    holdfast debug kill-node stdlib-bytes      meanwhile: inject a failure
+    holdfast status stdlib-bytes --report      see what the failure cost
 
 Local jobs are stored in ~/.holdfast, --home or $HOLDFAST_HOME. --kubernetes (with -n,
 --context, --kubeconfig) and --ray select a cluster; `kubectl holdfast` implies --kubernetes.
 Exit codes: 0 success, 1 failure, 2 invalid usage or job spec, 130 interrupted.
 """
+GROUPS = {
+    "spec": "Before a job starts: validate, preflight, plan, and the schema of its spec.",
+    "debug": "Look into a running job (events, stacks, profile), or break it on purpose "
+    "(kill-worker, hang-worker, kill-node).",
+}
 
 
 def _print_version(wanted: bool) -> None:
@@ -81,21 +87,24 @@ def holdfast(
     """Elastic multi-node PyTorch training that survives lost workers, nodes and controllers."""
 
 
-for register, panel in (
-    (run.register, "Run"),
-    (part("command submit"), "Run"),
-    (inspect.register, "Inspect"),
-    (ranks.register, "Inspect"),
-    (control.register, "Change"),
-    (spec.register, "Prepare"),
-    (part("command preflight"), "Prepare"),
-    (part("command plan"), "Prepare"),
-    (part("command operator"), "Cluster"),
-):
-    if register is not None:
-        register(app, panel)
-app.add_typer(chaos.app, name="chaos", rich_help_panel="Inject faults")
-app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel="Inspect")
+def _group(name: str, panel: str, *registers: Callable[[typer.Typer, str], None] | None) -> None:
+    """A group of commands; the first paragraph of its help is a line on the first page."""
+    group = typer.Typer(no_args_is_help=True, help=GROUPS[name])
+    for register in filter(None, registers):
+        register(group, "Commands")
+    app.add_typer(group, name=name, rich_help_panel=panel)
+
+
+run.register(app, "Run")
+if submit := part("command submit"):
+    submit(app, "Run")
+inspect.register(app, "Look")
+control.register(app, "Change")
+app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel="More")
+_group("spec", "More", spec.register, part("command preflight"), part("command plan"))
+_group("debug", "More", inspect.register_events, ranks.register, chaos.register)
+if operator := part("command operator"):
+    operator(app, "")
 
 
 def fail(text: str, code: int) -> NoReturn:
@@ -104,6 +113,13 @@ def fail(text: str, code: int) -> NoReturn:
     console.print("error: ", style="bold red", end="")
     console.print(text, markup=False, soft_wrap=True)
     raise SystemExit(code)
+
+
+def _command_paths() -> dict[str, str]:
+    """Name of each command -> how it is called; groups' commands with their group."""
+    root: Any = typer.main.get_command(app)
+    inner = {name: f"{group} {name}" for group in GROUPS for name in root.commands[group].commands}
+    return inner | {name: name for name in root.commands}
 
 
 def _usage(error: Any) -> NoReturn:
@@ -116,6 +132,9 @@ def _usage(error: Any) -> NoReturn:
     text = error.format_message().rstrip(".") + "."
     if type(error).__name__ == "NoSuchOption" and where.endswith((" run", " submit")):
         text += " Arguments of a script come after --."
+    unknown = getattr(error, "option_name", "--" + text.partition("command '")[2].rstrip("'."))
+    if path := _command_paths().get(unknown.removeprefix("--")):
+        text += f" Write `holdfast {path}`."
     fail(f"{text} See `{where} --help`." if isinstance(error, USAGE_ERROR) else text, 2)
 
 

@@ -1,4 +1,4 @@
-"""The text output of `holdfast plan`."""
+"""The text output of `holdfast spec plan`."""
 
 from __future__ import annotations
 

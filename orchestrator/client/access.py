@@ -64,7 +64,7 @@ class ClusterAccess(Commands):
 
     def wait(self, name: str, timeout_s: float | None) -> JobView:
         """The last view. Raises TimeoutError."""
-        return _decoded(self.run("run", "--attach", name, "--json", timeout_s=timeout_s))
+        return _decoded(self.run("attach", name, "--json", timeout_s=timeout_s))
 
 
 class LocalAccess(Commands):

@@ -32,7 +32,7 @@ class JobHandle:
         return self._access.view(self.name)
 
     def report(self) -> JobView:
-        """What `holdfast report --json` prints: the view, with goodput, the ledger of where the
+        """What `holdfast status --json` prints: the view, with goodput, the ledger of where the
         time went, and what each incident cost. Of a running job so far."""
         return self.view()
 
@@ -73,7 +73,7 @@ class JobHandle:
 
     def events(self) -> list[dict[str, Any]]:
         """Every event that is kept, and each decision with its reason, oldest first: what
-        `holdfast events --json` prints."""
+        `holdfast debug events --json` prints."""
         return [json.loads(line) for line in self._access.lines("events", self.name, "--json")]
 
     def resize(self, nodes: int) -> str:

@@ -188,7 +188,7 @@ class IncidentRecord(Struct):
     culprit_node: str = ""
     culprit_rank: int | None = None
     fault_injected: bool = False
-    """A user caused it with `holdfast chaos`."""
+    """A user caused it with `holdfast debug`."""
     decision: str = ""
     step_before: int = -1
     """The last step known to be finished by all ranks."""
@@ -343,7 +343,7 @@ class Ledger(Struct):
     strikes: dict[str, list[int]] = {}
     cordoned: dict[str, str] = {}
     injected_faults: dict[str, int] = {}
-    """Node -> when `holdfast chaos` injected a fault there."""
+    """Node -> when `holdfast debug` injected a fault there."""
 
 
 class JobState(Struct):

@@ -1,7 +1,7 @@
 """A worker's share of a machine's processors as a device, for jobs that train on CPUs.
 
 The figures are nominal, of one core of a server at CLOCK. What a core reaches differs by a factor
-of two between machines, and with what else runs on them; `holdfast plan --calibrate` measures it.
+of two between machines, and with what else runs on them; `spec plan --calibrate` measures it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All figures of one layout, as `holdfast plan` shows them and --json prints them."""
+"""All figures of one layout, as `holdfast spec plan` shows them and --json prints them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step of a job is timed on, from facts about a node: one answer for `holdfast plan` and for
+"""What a step of a job is timed on, from facts about a node: one answer for `spec plan` and for
 the plan that stands beside the measurements of a running job."""
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from .search import Cluster, Found, min_batch, search
 
 
 class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to `holdfast plan --model M --devices D`."""
+    """The answer to `holdfast spec plan --model M --devices D`."""
 
     model: str
     parameters: int

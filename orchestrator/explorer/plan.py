@@ -1,4 +1,4 @@
-"""The plan of a job on given nodes, which `holdfast plan` shows: what runs where, and why."""
+"""The plan of a job on given nodes, which `holdfast spec plan` shows: what runs where, and why."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     lock       held by the controller that writes (flock)
     00000018   a file for each snapshot: the chunk 18 and those after it. The newest one is the
-               journal; older ones are history for `holdfast events`, and the oldest are deleted
+               journal; older ones are history for `debug events`, and the oldest are deleted
 
 A file is a header (16 bytes magic, 4 bytes format version) and frames (core/journal.py). The body
 of a frame is the name of a chunk and its data. A new file is durable with its first chunk before it

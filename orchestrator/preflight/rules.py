@@ -1,4 +1,4 @@
-"""The rules of `holdfast preflight`: what each looks for, why it matters, and its source.
+"""The rules of `holdfast spec preflight`: what each looks for, why it matters, and its source.
 
 Severity: an error hangs, crashes or trains something else than was meant; a warning probably does,
 or costs much; a note explains a default. Only errors decide the exit code.
@@ -61,7 +61,7 @@ _TABLE = [
          "the worker ends with this error when it starts", "correct the line",
          "Python's parser"),
     LintRule("PRE002", _W, "`# holdfast: ignore[ID]` with an unknown ID",
-         "the comment silences nothing", "`holdfast preflight --rules` lists the IDs",
+         "the comment silences nothing", "`holdfast spec preflight --rules` lists the IDs",
          "this table"),
     LintRule("HANG101", _E, "a collective call that only some ranks reach, by a branch",
          _ALL_RANKS, _EVERY_RANK,

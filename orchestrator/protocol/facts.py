@@ -347,7 +347,7 @@ class LaunchIncident(msgspec.Struct, frozen=True, kw_only=True):
     last_step_at_least: bool = False
     """Ranks were lost without a last report: it may be a few more."""
     rehearsal: bool = False
-    """A user caused it with `holdfast chaos`."""
+    """A user caused it with `holdfast debug`."""
     world_size_before: int
     world_size_after: int
 

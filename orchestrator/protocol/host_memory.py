@@ -9,7 +9,7 @@ where each worker has BUFFERS buffers, with buddy copies BUDDY_BUFFERS, and each
 whose buddy this one is takes COPIES. What does not fit is given up in this order: the copies, the
 third and fourth buffer, the memory tier. A longer staging interval saves no memory: the last staged
 step stays while the next one is written, however far apart they are. An agent plans with what it
-measures when its workers ask for buffers, `holdfast plan` with an estimate.
+measures when its workers ask for buffers, `holdfast spec plan` with an estimate.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class JobRuntime:
         code: CodeStore | None = None,
     ) -> None:
         """`controller_absence_s`: what recovery.controllerAbsenceSeconds auto means here; None:
-        never. `measurements`: of `holdfast plan --calibrate`, for the predicted step time. `code`:
+        never. `measurements`: of `spec plan --calibrate`, for the predicted step time. `code`:
         where uploaded code is, on a host that has any."""
         self.job, self.key, self.backend = job, key, backend
         self.links: dict[str, AgentConnection] = {}

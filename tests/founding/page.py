@@ -58,7 +58,7 @@ SCENARIO_TEXT = """## Scenarios
 
 Document C's six, for full training with 4,096 tokens a sample and 4 Mi tokens a step. *Needs*: the
 document's strategy with recomputation and the loss in chunks, one sample at a time. *The planner's
-choice* is what `holdfast plan --model` ranks first; *without offload* what it ranks first with all
+choice* is what `spec plan --model` ranks first; *without offload* what it ranks first with all
 states on the devices. Whether main memory holds what is offloaded is not checked here: it is in the
 plan of a job.
 """

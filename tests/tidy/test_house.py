@@ -230,7 +230,7 @@ def test_an_installed_package_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_reference_pages_are_generated_from_the_models() -> None:
     for end, text in reference_pages().items():
         page = ROOT / f"docs/user/job-spec{end}.md"
-        assert page.read_text() == text, "run: holdfast schema --markdown -o docs/user/job-spec.md"
+        assert page.read_text() == text, "run: holdfast spec schema --markdown -o this page"
 
 
 def test_pages_are_short() -> None:

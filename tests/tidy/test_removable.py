@@ -68,10 +68,10 @@ for place in sys.argv[1:]:
 """
 HELP = """
 from holdfast.orchestrator.cli.main import app
-for words in (["--help"], ["run", "--help"]):
+for words in (["--help"], ["run", "--help"], ["spec", "--help"]):
     app(words, prog_name="holdfast", standalone_mode=False)
 """
-COMMAND = {"preflight": "preflight", "explorer": "plan", "kubernetes": "operator", "ray": "submit"}
+COMMAND = {"preflight": "preflight  ", "explorer": "plan  ", "ray": "submit"}
 
 
 def modules(place: Path, *tops: str) -> dict[str, Path]:

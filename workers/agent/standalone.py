@@ -133,7 +133,7 @@ def main() -> NoReturn:
 
 
 def _ask(arguments: argparse.Namespace) -> NoReturn:
-    """Put a request to the controller with the keys of this node. `holdfast stacks` and `profile`
+    """Put a request to the controller with the keys of this node. `debug stacks` and `profile`
     run it in a pod of a Kubernetes job: who may run a command in the pod may ask."""
     try:
         reply = asyncio.run(_reply(arguments, _check(arguments)))

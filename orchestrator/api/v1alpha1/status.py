@@ -102,7 +102,7 @@ class IncidentStatus(_Written):
     decision: str | None = None
     """What was decided and why, with the numbers."""
     rehearsal: bool | None = None
-    """true: the fault was injected with `holdfast chaos`."""
+    """true: the fault was injected with `holdfast debug`."""
     generation_before: Count | None = None
     """Generation that was interrupted."""
     generation_after: Count | None = None

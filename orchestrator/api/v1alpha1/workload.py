@@ -134,7 +134,7 @@ class Fabric(Part):
     """The network between nodes, and NCCL's settings for it."""
 
     profile: Literal["auto", "tcp", "roce", "ib", "efa", "nvlink-only"] = "auto"
-    """Network settings of the workers. auto: by the devices of the node; `holdfast plan` shows
+    """Network settings of the workers. auto: by the devices of the node; `holdfast spec plan` shows
     choice and reason."""
     interfaces: tuple[str, ...] = ()
     """Network interfaces for sockets, such as eth0. Default: that of the node's address."""

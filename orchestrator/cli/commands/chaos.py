@@ -1,4 +1,4 @@
-"""`holdfast chaos`: inject faults into a running job.
+"""`holdfast debug kill-worker | hang-worker | kill-node`: inject faults into a running job.
 
 The controller records the fault in the journal, then the node's agent causes it, so that it takes
 the same path as a real failure.
@@ -13,12 +13,11 @@ import typer
 from ..options import JobArgument, JsonOption, Target, with_target
 from ..output import print_json
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="""Inject faults into a running job.
 
-The report marks these incidents as injected. The default victim is the last rank or node.""",
-)
+def register(app: typer.Typer, panel: str) -> None:
+    for command in (kill_worker, hang_worker, kill_node):
+        app.command(rich_help_panel=panel)(with_target(command))
+
 
 RankOption = Annotated[
     int | None,
@@ -38,8 +37,6 @@ HoldOption = Annotated[
 ]
 
 
-@app.command("kill-worker")
-@with_target
 def kill_worker(
     job: JobArgument,
     rank: RankOption = None,
@@ -47,15 +44,13 @@ def kill_worker(
     *,
     target: Target,
 ) -> None:
-    """Kill one worker process with SIGKILL.
+    """Kill one worker process with SIGKILL. The report marks the incident as injected.
 
-    Example: `holdfast chaos kill-worker stdlib-bytes --rank 1`
+    Example: `holdfast debug kill-worker stdlib-bytes --rank 1`
     """
     _inject("kill-worker", target, job, as_json, rank=rank)
 
 
-@app.command("hang-worker")
-@with_target
 def hang_worker(
     job: JobArgument,
     rank: RankOption = None,
@@ -65,13 +60,11 @@ def hang_worker(
 ) -> None:
     """Stop one worker process with SIGSTOP, so that it hangs.
 
-    Example: `holdfast chaos hang-worker stdlib-bytes`
+    Example: `holdfast debug hang-worker stdlib-bytes`
     """
     _inject("hang-worker", target, job, as_json, rank=rank)
 
 
-@app.command("kill-node")
-@with_target
 def kill_node(
     job: JobArgument,
     node: NodeOption = None,
@@ -82,7 +75,7 @@ def kill_node(
 ) -> None:
     """Kill the agent of a node with SIGKILL: its workers and in-memory checkpoints are lost.
 
-    Example: `holdfast chaos kill-node stdlib-bytes --node node-0`
+    Example: `holdfast debug kill-node stdlib-bytes --node node-0`
     """
     _inject("kill-node", target, job, as_json, node=node, hold_s=hold)
 

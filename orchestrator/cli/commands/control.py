@@ -69,7 +69,7 @@ def resume(
 ) -> None:
     """Continue a suspended job.
 
-    Its controller must run; otherwise start it with `holdfast run --attach JOB`. If no checkpoint
+    Its controller must run; otherwise start it with `holdfast attach JOB`. If no checkpoint
     can be used, repair one first with `holdfast checkpoint repair JOB`, or begin at step 0 with
     --start-over; the same holds if the script ignored its own checkpoint.
     """

@@ -1,4 +1,4 @@
-"""`holdfast status | report | events | logs`: look at a job, running or not."""
+"""`holdfast status | logs | debug events`: look at a job, running or not."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Follow until
 
 
 def register(app: typer.Typer, panel: str) -> None:
-    for command in (status, logs, events, report):
+    for command in (status, logs):
         app.command(rich_help_panel=panel)(with_target(command))
+
+
+def register_events(app: typer.Typer, panel: str) -> None:
+    app.command(rich_help_panel=panel)(with_target(events))
 
 
 def status(
@@ -30,18 +34,27 @@ def status(
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Show it until it ends; Ctrl-C leaves it running.")
     ] = False,
+    report: Annotated[
+        bool,
+        typer.Option("--report", help="Goodput, where the time went, each incident with its cost."),
+    ] = False,
+    stacks: Annotated[
+        bool, typer.Option("--stacks", help="The report with all stacks, not only the culprit's.")
+    ] = False,
     *,
     target: Target,
 ) -> None:
     """Show a job: step, loss, nodes, workers, checkpoints, incidents. Or list all jobs.
 
-    Examples: `holdfast status stdlib-bytes --json`, `holdfast status stdlib-bytes -w`
+    Examples: `holdfast status stdlib-bytes --watch`, `holdfast status stdlib-bytes --report`
     """
     from ..render import status as render
+    from ..report import print_report
 
-    if watch and (job is None or as_json):
-        got = "it with --json" if as_json else "it without JOB"
-        raise UserError(str(Problem("--watch", got, "it with JOB, as text")))
+    for option, wanted in (("--watch", watch), ("--report", report or stacks)):
+        if wanted and (job is None or (watch and as_json)):
+            got = "it with --json" if as_json else "it without JOB"
+            raise UserError(str(Problem(option, got, "it with JOB, as text")))
     if job is None:
         _list(target, as_json)
         return
@@ -56,8 +69,13 @@ def status(
         print_json(view)
         return
     console = stdout()
-    console.print(render(view), soft_wrap=not console.is_terminal)
-    _print_remarks(found.remarks(view))
+    if report or stacks:
+        can_read = target.can_read(view.checkpoint_path)
+        print_report(console, view, stacks=stacks, command=target.command, can_read=can_read)
+    else:
+        console.print(render(view), soft_wrap=not console.is_terminal)
+    for remark in found.remarks(view):
+        stderr().print(remark, style="yellow", soft_wrap=True)
 
 
 def _list(target: Target, as_json: bool) -> None:
@@ -91,36 +109,6 @@ def _list(target: Target, as_json: bool) -> None:
             break
         table.columns = [column for column in table.columns if column.header != name.upper()]
     console.print(table)
-
-
-def report(
-    job: JobArgument,
-    stacks: Annotated[
-        bool, typer.Option("--stacks", help="Print all stacks, not only the culprit's.")
-    ] = False,
-    as_json: JsonOption = False,
-    *,
-    target: Target,
-) -> None:
-    """Summarize a job: goodput, where the time went, each incident with its cause and cost.
-
-    Example: `holdfast report stdlib-bytes`
-    """
-    from ..report import print_report
-
-    found = target.find(job)
-    view = found.view()
-    if as_json:
-        print_json(view)
-        return
-    can_read = target.can_read(view.checkpoint_path)
-    print_report(stdout(), view, stacks=stacks, command=target.command, can_read=can_read)
-    _print_remarks(found.remarks(view))
-
-
-def _print_remarks(remarks: list[str]) -> None:
-    for remark in remarks:
-        stderr().print(remark, style="yellow", soft_wrap=True)
 
 
 def events(

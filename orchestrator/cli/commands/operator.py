@@ -134,7 +134,7 @@ LogOption = Annotated[str, typer.Option("--log-format", help="json or text.")]
 
 
 def register(app: typer.Typer, panel: str) -> None:
-    app.command(rich_help_panel=panel)(operator)
+    app.command(hidden=True)(operator)  # for the chart, not for people
 
 
 def operator(

@@ -1,4 +1,4 @@
-"""`holdfast plan`: what a job or a model needs, and how long a step takes, before it starts."""
+"""`holdfast spec plan`: what a job or a model needs, and how long a step takes."""
 
 from __future__ import annotations
 
@@ -163,8 +163,8 @@ def plan(
 
     Starts no job. Exit code 2 if the job does not fit.
 
-    Examples: `holdfast plan job.yaml --devices 64xH100-80`,
-    `holdfast plan --model llama3-70b --devices 64xH100-80 --by price`
+    Examples: `holdfast spec plan job.yaml --devices 64xH100-80`,
+    `holdfast spec plan --model llama3-70b --devices 64xH100-80 --by price`
     """
     from holdfast.orchestrator.catalogue.load import load_catalogue
 
@@ -201,7 +201,7 @@ def plan(
 def _expect_one_of(file: Path | None, model: str | None, by: str) -> None:
     if (file is None) == (model is None):
         got = "a job and --model" if file else "neither a job nor --model"
-        raise UserError(str(Problem("JOB", got, "one of them", "holdfast plan job.yaml")))
+        raise UserError(str(Problem("JOB", got, "one of them", "holdfast spec plan job.yaml")))
     if by not in ("tokens", "price"):
         raise UserError(str(Problem("--by", by, "tokens or price")))
 

@@ -1,4 +1,4 @@
-"""`holdfast preflight`: find what hangs or fails silently in a script and its job, unrun."""
+"""`holdfast spec preflight`: find what hangs or fails silently in a script and its job, unrun."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def preflight(
     One line for each finding: `FILE:LINE: error ID what: why; fix`. Exit code 1 with errors, 0
     without. A comment `# holdfast: ignore[ID]` silences a line.
 
-    Example: `holdfast preflight examples/script.yaml`
+    Example: `holdfast spec preflight examples/script.yaml`
     """
     asked = {"FILE": file, "--rules": rules or None, "--import": imported}
     given = [name for name, value in asked.items() if value is not None]
@@ -189,5 +189,5 @@ def _import(
     for drop in () if as_json else made.dropped:
         console.print(f"dropped {drop}", soft_wrap=True)
     if save is not None and not as_json:
-        fix = f"holdfast plan {save}"
+        fix = f"holdfast spec plan {save}"
         console.print(f"{save} written: {plural(len(made.dropped), 'field')} dropped; see {fix}")

@@ -1,4 +1,4 @@
-"""`holdfast stacks | profile`: look into the running workers of a job. They train on."""
+"""`holdfast debug stacks | profile`: look into the running workers of a job. They train on."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def stacks(
 
     The innermost call comes first. Ranks with the same stack share an entry. No process is paused.
 
-    Examples: `holdfast stacks my-job`, `holdfast stacks my-job --rank 0 --rank 7`
+    Examples: `holdfast debug stacks my-job`, `holdfast debug stacks my-job --rank 0 --rank 7`
     """
     answer = target.find(job).request("stacks", ranks=sorted(set(rank or ())), all=every)
     if as_json:
@@ -130,7 +130,7 @@ def profile(
 
     Training continues: py-spy never pauses the process.
 
-    Example: `holdfast profile my-job --seconds 10 -o rank0.svg`
+    Example: `holdfast debug profile my-job --seconds 10 -o rank0.svg`
     """
     import base64
     import zlib

@@ -1,4 +1,4 @@
-"""`holdfast validate | schema`: check a job without starting it, and what a job may contain."""
+"""`holdfast spec validate | schema`: check a job unstarted, and what a job may contain."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def schema(
 ) -> None:
     """Print the JSON schema of a TrainingJob, for editors and CI.
 
-    Example for the YAML language server: `holdfast schema -o trainingjob.schema.json`
+    Example for the YAML language server: `holdfast spec schema -o trainingjob.schema.json`
     """
     import json
 

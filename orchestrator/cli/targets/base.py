@@ -85,13 +85,11 @@ class Target(Protocol):
         """A name for the job of a run without a spec."""
         ...
 
-    def run(
-        self,
-        file: Path | None,
-        attach: str | None,
-        display: Display,
-        directory: Path | None = None,
-    ) -> RunResult:
-        """Start the job in `file`, or attach to an existing one, and show it until it ends.
-        `directory`: of the spec; None: that of `file`."""
+    def run(self, file: Path, display: Display, directory: Path | None = None) -> RunResult:
+        """Start the job in `file`, and show it until it ends. `directory`: of the spec; None: that
+        of `file`."""
+        ...
+
+    def attach(self, name: str, display: Display) -> RunResult:
+        """Show an existing job until it ends."""
         ...

@@ -89,7 +89,7 @@ class LocalTransport:
     def _gone(self, why: str) -> ControllerGone:
         return ControllerGone(
             f"job {self.name}: no controller answers ({why}). Its agents, if any, keep training "
-            f"for 15 minutes; take the job over with `holdfast run --attach {self.name}`"
+            f"for 15 minutes; take the job over with `holdfast attach {self.name}`"
         )
 
     def recorded(self) -> JobView:
@@ -110,7 +110,7 @@ class LocalTransport:
     def remark(self, view: JobView) -> str:
         from holdfast.orchestrator.backends.local import node_registry
 
-        attach = f"`holdfast run --attach {view.name}`"
+        attach = f"`holdfast attach {view.name}`"
         try:
             living = node_registry.living(self._directory.nodes_file)
         except HoldfastError as error:
@@ -137,7 +137,7 @@ class LocalTransport:
         job = self.job
         if job.spec.entrypoint.recipe is not None:
             got = f"job {self.name}, which runs a recipe"
-            raise UserError(str(Problem("--again", got, "one that runs code of yours")))
+            raise UserError(str(Problem("job", got, "one that runs code of yours")))
         work = files.resolve(Path(self._directory.spec_directory), job.spec.working_directory)
         if problems := list(entrypoint_checks.problems(job, work)):
             raise SpecError(problems)
@@ -272,34 +272,28 @@ class LocalTarget:
         used = {directory.name for directory in self._home.list()}
         return first_free(wanted, used)
 
-    def run(
-        self,
-        file: Path | None,
-        attach: str | None,
-        display: Display,
-        directory: Path | None = None,
-    ) -> RunResult:
-        from holdfast.orchestrator.hosts.local.service import attach_job, run_job
+    def run(self, file: Path, display: Display, directory: Path | None = None) -> RunResult:
+        from holdfast.orchestrator.hosts.local.service import run_job
 
-        if attach is not None:
-            found = self._home.find(attach)
-            transport = LocalTransport(found)
-            view = view_through(transport)
-            if view.state in TERMINAL and transport.has_ended():
-                return RunResult(view, exit_code(view))
-            with display, _lines(found.job(), found, display):
-                if view.controller_alive:
-                    return _watched(attach, transport, display)
-                done = attach_job(found, display.show, display.note)
-        else:
-            assert file is not None
-            job, notes = self._load(file, directory)
-            with display, _lines(job, self._home.directory(job.name), display):
-                for note in notes:
-                    display.note(note)
-                home = directory or file.absolute().parent
-                done = run_job(job, self._home, home, display.show, display.note)
-        return _result(done)
+        job, notes = self._load(file, directory)
+        with display, _lines(job, self._home.directory(job.name), display):
+            for note in notes:
+                display.note(note)
+            home = directory or file.absolute().parent
+            return _result(run_job(job, self._home, home, display.show, display.note))
+
+    def attach(self, name: str, display: Display) -> RunResult:
+        from holdfast.orchestrator.hosts.local.service import attach_job
+
+        found = self._home.find(name)
+        transport = LocalTransport(found)
+        view = view_through(transport)
+        if view.state in TERMINAL and transport.has_ended():
+            return RunResult(view, exit_code(view))
+        with display, _lines(found.job(), found, display):
+            if view.controller_alive:
+                return _watched(name, transport, display)
+            return _result(attach_job(found, display.show, display.note))
 
     def run_ended(self, name: str, display: Display) -> RunResult:
         from holdfast.orchestrator.hosts.local.service import attach_job
@@ -352,8 +346,7 @@ def _watched(name: str, transport: LocalTransport, display: Display) -> RunResul
         view = view_through(transport)
         if not view.controller_alive and view.state not in TERMINAL:
             raise HoldfastError(
-                f"job {name}: its controller has ended; `holdfast run --attach {name}` takes the "
-                f"job over"
+                f"job {name}: its controller has ended; `holdfast attach {name}` takes the job over"
             )
         return view
 

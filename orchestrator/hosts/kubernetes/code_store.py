@@ -62,7 +62,7 @@ class ClusterCodeStore:
         found = await self._cluster.find(CONFIG_MAPS, self._owner.namespace, name)
         if found is None:
             raise CodeMissing(
-                f"{where}: is not there; upload the code with `holdfast run --again "
+                f"{where}: is not there; upload the code with `holdfast again "
                 f"{self._owner.name} --kubernetes`"
             )
         if not code_parts.is_of_job(found, self._owner):

@@ -27,7 +27,7 @@ log = logging.getLogger("holdfast")
 
 
 def measurements(directory: JobDirectory) -> Sequence[Any]:
-    """The user's measurements of `holdfast plan --calibrate`."""
+    """The user's measurements of `holdfast spec plan --calibrate`."""
     read = part("measurements")
     return read(directory.home, log.warning) if read else ()
 
@@ -99,7 +99,7 @@ def _name_taken(home: Home, directory: JobDirectory) -> Problem:
             f"`holdfast delete {name} --keep-checkpoints DIRECTORY`)"
         )
     else:
-        fix = f"its controller is gone: take it over with `holdfast run --attach {name}`"
+        fix = f"its controller is gone: take it over with `holdfast attach {name}`"
     got = f"{name}, which exists in {home.path} and is {state}"
     return Problem(
         "metadata.name", got, "an unused name", f"{fix}, or choose another metadata.name"

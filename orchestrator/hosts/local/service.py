@@ -241,7 +241,7 @@ class LocalJobHost:
         if number := self._journal.num_pending:
             self._on_note(
                 f"{self._directory.journal}: the disk is full, so the last {number} records are "
-                f"lost: `holdfast status` and `holdfast events` show the job as it was before them"
+                f"lost: `holdfast status` and `debug events` show the job as it was before them"
             )
 
     async def _show_views(self) -> None:

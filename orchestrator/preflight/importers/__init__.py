@@ -82,7 +82,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 def _format(path: Path, document: Mapping[str, Any]) -> str:
     if document.get("kind") == KIND:
-        fix = f"holdfast preflight {path}"
+        fix = f"holdfast spec preflight {path}"
         raise UserError(str(Problem("--import", f"{path}, a TrainingJob already", FORMATS, fix)))
     for name, marks in (
         ("accelerate", accelerate.MARKS),
@@ -96,6 +96,6 @@ def _format(path: Path, document: Mapping[str, Any]) -> str:
 
 
 def _comments(path: Path, kind: str, dropped: list[Dropped]) -> str:
-    lines = [f"Imported from {path.name} ({kind}) by holdfast preflight --import."]
+    lines = [f"Imported from {path.name} ({kind}) by holdfast spec preflight --import."]
     lines += ["Dropped:"] * bool(dropped) + [f"  {drop}" for drop in dropped]
     return "".join(f"# {' '.join(line.splitlines())}\n" for line in lines)

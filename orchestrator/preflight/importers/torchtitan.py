@@ -31,7 +31,7 @@ REASONS = {
     "model.": "the recipe reads tokens, and has one architecture",
     "float8.": "torchao's default recipe is used",
     "quantize.": "torchao's default recipe is used",
-    "memory_estimation.": "`holdfast plan` estimates memory",
+    "memory_estimation.": "`holdfast spec plan` estimates memory",
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """What the planner predicted of the running mesh, for the view: it stands beside what is measured.
 
-The figures are those that `holdfast plan JOB` shows on such nodes, with the user's measurements of
+The figures are those that `spec plan JOB` shows on such nodes, with the user's measurements of
 `plan --calibrate` where the controller's host has them.
 """
 

@@ -89,7 +89,7 @@ class JobProjection:
         self.use_measurements(())
 
     def use_measurements(self, entries: Sequence[Any]) -> None:
-        """Predict with the user's measurements of `holdfast plan --calibrate`."""
+        """Predict with the user's measurements of `holdfast spec plan --calibrate`."""
         figures = part("planned figures")
         self._planned = figures and figures(self._job, entries)
 

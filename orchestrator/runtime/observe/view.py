@@ -55,7 +55,7 @@ class Incident(msgspec.Struct, kw_only=True):
     decision: str = ""
     """What was done and why, with the numbers."""
     rehearsal: bool = False
-    """The fault was injected with `holdfast chaos`."""
+    """The fault was injected with `holdfast debug`."""
     generation_before: int = 0
     generation_after: int | None = None
     world_size_before: int = 0

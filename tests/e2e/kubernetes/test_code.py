@@ -131,12 +131,12 @@ def test_the_directory_reaches_the_workers_and_an_edit_does_without_a_new_pod(
         uid = jobs.json("get", "trainingjob", "edited")["metadata"]["uid"]
         assert archive["metadata"]["ownerReferences"][0]["uid"] == uid, "deleted with the job"
 
-        same = holdfast("run", "--again", "edited", code / "job.yaml")
+        same = holdfast("again", "edited", code / "job.yaml")
         assert same.code == 2 and "runs already" in same.err
 
         for version in ("two", "three"):
             (code / "lib" / "version.py").write_text(f"VERSION = '{version}'\n")
-            done = holdfast("run", "--again", "edited", code / "job.yaml")
+            done = holdfast("again", "edited", code / "job.yaml")
             assert done.code == 0, done.err
             print(done.out)  # how long it took
             assert "runs the new code after" in done.out

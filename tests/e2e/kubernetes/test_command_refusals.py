@@ -66,7 +66,7 @@ def test_an_unknown_job_is_refused_with_the_names_of_existing_ones(
     assert alone.code == 2 and f"expected a job; namespace {jobs.namespace} has none" in alone.err
     assert f"no jobs in namespace {jobs.namespace}" in holdfast("status").err
     jobs.create(SCRIPT)
-    for words in (["status"], ["report"], ["events"], ["logs"], ["cancel"], ["delete"]):
+    for words in (["status"], ["debug", "events"], ["logs"], ["cancel"], ["delete"]):
         result = holdfast(*words, "nope")
         assert result.code == 2
         assert f"job: got nope; expected one of demo in namespace {jobs.namespace}" in result.err
@@ -114,8 +114,8 @@ def test_a_viewer_sees_jobs_and_gets_the_missing_right_otherwise(
         (["resize", "demo", "1"], "patch trainingjobs/scale"),
         (["run", file], "create trainingjobs"),
         (["logs", "demo"], "list pods"),
-        (["events", "demo"], "list events"),
-        (["chaos", "kill-worker", "demo"], "patch trainingjobs"),
+        (["debug", "events", "demo"], "list events"),
+        (["debug", "kill-worker", "demo"], "patch trainingjobs"),
     ):
         result = viewer(*words)
         assert result.code == 2, words
@@ -160,7 +160,7 @@ def test_kubectl_runs_the_plugin_with_kubectls_options(
     for words in (["status", "demo", "-n", jobs.namespace], ["-n", jobs.namespace, "status"]):
         assert run([*bare, *words]).startswith(("demo", "JOB"))
     namespace = ["-n", jobs.namespace]
-    assert run([*bare, "report", "demo", *namespace]).startswith("demo  pending")
+    assert run([*bare, "status", "demo", "--report", *namespace]).startswith("demo  pending")
     assert run([*bare, "events", "demo", *namespace]) == ""
     for verb, message in {
         "checkpoint list": "no committed checkpoint",
@@ -229,8 +229,8 @@ def test_watching_continues_after_the_token_has_expired(
     holdfast = HoldfastCli(jobs, plugin.kubeconfig)
     outputs = [tmp_path / "events", tmp_path / "run"]
     watching = [
-        holdfast.start(outputs[0], "events", "demo", "-f"),
-        holdfast.start(outputs[1], "run", "--attach", "demo"),
+        holdfast.start(outputs[0], "debug", "events", "demo", "-f"),
+        holdfast.start(outputs[1], "attach", "demo"),
     ]
     try:
         for output in outputs:

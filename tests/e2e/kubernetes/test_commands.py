@@ -62,18 +62,16 @@ def test_a_job_is_described_like_a_local_one(jobs: Kubectl, holdfast: HoldfastCl
     assert status.code == 0 and status.err == ""
     for part in ("demo  running", "42 of 100 steps", "HSDP: replicate 2 x shard 2", "step 41 in "):
         assert part in status.out
-    report = holdfast("report", "demo")
+    report = holdfast("status", "demo", "--report")
     for part in ("goodput 90.9%", "2 incidents", "worker 1 hangs", "decision: restart all 4 work"):
         assert part in report.out
     assert f"holdfast checkpoint export demo DIRECTORY --kubernetes -n {jobs.namespace}" in (
         report.out
     )
-    facts = [{**holdfast.json(verb, "demo"), "now_ns": 0} for verb in ("status", "report")]
-    assert facts[0] == facts[1]
     assert holdfast.json("status")[0]["num_incidents"] == 2
     assert holdfast("status").out.split("\n")[1].split()[:3] == ["demo", "running", "42/100"]
     write_status(jobs, trained(incidents=[], checkpoint_path="/shared/demo"))
-    text = holdfast("report", "demo").out
+    text = holdfast("status", "demo", "--report").out
     assert "where that path is mounted: holdfast checkpoint export PATH DIRECTORY" in text
 
 
@@ -82,14 +80,16 @@ def test_incidents_with_expired_events_are_shown_from_the_status(
 ) -> None:
     jobs.create(SCRIPT)
     write_status(jobs, trained())
-    text = holdfast("events", "demo").out.splitlines()
+    text = holdfast("debug", "events", "demo").out.splitlines()
     assert "status" in text[0] and "incident 1: worker 2 on node-1 was killed" in text[0]
     assert "next step after 0.67 s" in text[1]
     assert "Hang" in text[2] and text[2].endswith(
         "worker 1 hangs; restart all 4 workers from memory"
     )
     assert len(text) == 3, "no incident is shown twice"
-    lines = [json.loads(line) for line in holdfast("events", "demo", "--json").out.splitlines()]
+    lines = [
+        json.loads(line) for line in holdfast("debug", "events", "demo", "--json").out.splitlines()
+    ]
     assert [sorted(line) for line in lines] == [["at_ns", "incident"], ["at_ns", "event"]]
 
 
@@ -115,7 +115,7 @@ def test_a_finished_job_keeps_its_name_until_it_is_deleted(
     assert again.code == 2
     assert "metadata.name: got demo, which exists in namespace" in again.err
     assert "is failed; expected a name that is free; remove it with `holdfast delete" in again.err
-    watched = holdfast("run", "--attach", "demo")
+    watched = holdfast("attach", "demo")
     assert watched.code == 1 and "2 incidents" in watched.out
     ended = holdfast("resize", "demo", "1")
     assert ended.code == 2 and "job demo: has failed (" in ended.err
@@ -138,7 +138,7 @@ def test_ctrl_c_leaves_the_job_running_and_prints_how_to_reattach(
           last=output.read_text)  # fmt: skip
     command.send_signal(signal.SIGINT)
     assert command.wait(60) == 130
-    assert "job demo continues in the cluster. Watch it again with `holdfast run --attach" in (
+    assert "job demo continues in the cluster. Watch it again with `holdfast attach" in (
         output.read_text()
     )
     assert jobs.get("trainingjob", "demo") is not None
@@ -179,7 +179,7 @@ def test_another_job_of_the_same_name_is_not_touched(
 ) -> None:
     jobs.create({**SCRIPT, "spec": {**SCRIPT["spec"], "nodes": {"max": 7}}})
     result = holdfast("run", file)
-    assert result.code == 2 and "watch it with `holdfast run --attach demo" in result.err
+    assert result.code == 2 and "watch it with `holdfast attach demo" in result.err
     found = jobs.get("trainingjob", "demo")
     assert found is not None and found["spec"]["nodes"]["max"] == 7
 
@@ -197,7 +197,7 @@ def test_deleting_a_job_ends_commands_that_watch_it(
 def test_an_unanswered_fault_injection_is_withdrawn(jobs: Kubectl, holdfast: HoldfastCli) -> None:
     jobs.create(SCRIPT)
     write_status(jobs, trained())
-    result = holdfast("chaos", "kill-worker", "demo", "--rank", "1")
+    result = holdfast("debug", "kill-worker", "demo", "--rank", "1")
     assert result.code == 1
     assert "chaos: no operator accepted the request within 20 s, so it was withdrawn" in result.err
     found = jobs.get("trainingjob", "demo")
@@ -257,13 +257,13 @@ def test_every_request_reaches_the_operator_and_is_answered(
     until(lambda: len(holdfast.json("status", name)["nodes"]) == 2, "two pods", timeout_s=60)
     assert "joining" in holdfast("status", name).out
 
-    refused = holdfast("chaos", "kill-worker", name)
+    refused = holdfast("debug", "kill-worker", name)
     assert refused.code == 2 and "got pending, no workers; expected running workers" in refused.err
-    asked = holdfast("stacks", name)
+    asked = holdfast("debug", "stacks", name)
     assert asked.code == 2 and "expected one with a running pod" in asked.err
     saved = holdfast("checkpoint", "save", name)
     assert saved.code == 2 and "expected a running job" in saved.err
-    assert "Refused" in holdfast("events", name).out
+    assert "Refused" in holdfast("debug", "events", name).out
     asked = holdfast("resume", name)
     assert asked.code == 2 and "got pending; expected a suspended job" in asked.err
 

@@ -92,12 +92,12 @@ class Job:
         self.directory: JobDirectory = Home(self.home).directory(self.name)
         self.command: subprocess.Popen[bytes]
 
-    def run(self, *arguments: str) -> None:
-        """`holdfast run`; its output goes to a file, for failed tests."""
+    def run(self, *arguments: str, verb: str = "run") -> None:
+        """`holdfast run` or another verb; its output goes to a file, for failed tests."""
         words = arguments or (str(self.file),)
         with (self.place / "output.log").open("ab") as output:
             self.command = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.orchestrator.cli.main", "run", *words,
+                [sys.executable, "-m", "holdfast.orchestrator.cli.main", verb, *words,
                  "--home", str(self.home)],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=_environment(),
             )  # fmt: skip
@@ -115,7 +115,7 @@ class Job:
         self.command.stdout.close()
 
     def attach(self) -> None:
-        self.run("--attach", self.name)
+        self.run(self.name, verb="attach")
 
     def output(self) -> str:
         return (self.place / "output.log").read_text()

@@ -45,6 +45,7 @@ def test_a_renamed_job_continues_from_adopted_checkpoints(
         assert (view.state, view.step) == ("succeeded", last + 19), after.output()
         assert view.generation > 1, "a new generation, so that no checkpoint directory is reused"
         # What `run` prints of a short start depends on timing, so read the journal.
-        assert f"from storage after step {last}" in holdfast(after, "events", "after").stdout
+        events = holdfast(after, "debug", "events", "after").stdout
+        assert f"from storage after step {last}" in events
     finally:
         after.end()

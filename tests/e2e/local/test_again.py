@@ -1,4 +1,4 @@
-"""`holdfast run --again`: the edited script runs on the nodes that the job has, as the next
+"""`holdfast again`: the edited script runs on the nodes that the job has, as the next
 generation."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ for step in range(begin, 1_000_000):
 
 def again(found: Job, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "holdfast.orchestrator.cli.main", "run", "--again", found.name,
+        [sys.executable, "-m", "holdfast.orchestrator.cli.main", "again", found.name,
          *more, "--home", str(found.home)],
         capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
@@ -101,7 +101,7 @@ def test_a_job_that_has_ended_runs_again_from_its_checkpoint(found: Job, tmp_pat
 
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "helper.py").write_text("VERSION = 3\n")
-    found.run("--again", found.name)
+    found.run(found.name, verb="again")
     step = last.checkpoints[-1].step
     view = found.until(lambda view: view.state == "running" and view.step > step + 5)
     assert view.generation == 2, "that of the checkpoint was 1"

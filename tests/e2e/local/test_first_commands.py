@@ -154,7 +154,7 @@ def test_the_example_survives_what_the_readme_does_to_it() -> None:
     )
     lines = [line for line in commands("README.md") if line.startswith(".venv/bin/")]
     assert recipe is not None and [shlex.split(line)[1] for line in lines] == [
-        "chaos", "chaos", "chaos", "status", "status"
+        "debug", "debug", "debug", "status", "status"
     ]  # fmt: skip
     with subprocess.Popen(
         shlex.split(recipe[1]), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

@@ -70,4 +70,4 @@ def test_a_controller_that_ends_on_a_full_disk_says_what_the_journal_lacks(job: 
     job.running(incidents=0)
     fill(job)
     assert job.command.wait(timeout=120) == 0, job.output()
-    assert "records are lost: `holdfast status` and `holdfast events` show" in job.output()
+    assert "records are lost: `holdfast status` and `debug events` show" in job.output()

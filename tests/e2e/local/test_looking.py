@@ -64,7 +64,7 @@ def job_of(place: Path, name: str, script: str) -> Job:
 
 
 def profile(job: Job, *words: str) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-m", "holdfast.orchestrator.cli.main", "profile", job.name]
+    program = [sys.executable, "-m", "holdfast.orchestrator.cli.main", "debug", "profile", job.name]
     return subprocess.run(
         [*program, "--home", str(job.home), *words],
         capture_output=True, text=True, check=False, cwd=job.home.parent,

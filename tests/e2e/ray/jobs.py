@@ -85,8 +85,7 @@ class Job:
         """Replace the command, which has ended, by a new one that watches the job."""
         with self.output.open("ab") as output:
             self.command = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.orchestrator.cli.main", "run",
-                 "--attach", self.name,
+                [sys.executable, "-m", "holdfast.orchestrator.cli.main", "attach", self.name,
                  "--ray", self.cluster.address],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             )  # fmt: skip
@@ -137,7 +136,7 @@ class Job:
     def events_until(self, pattern: str) -> str:
         """The job's events up to a line that matches, from one command that follows them."""
         self.until(lambda view: True)  # the job has a record
-        follower = started("events", self.name, "-f", "--ray", self.cluster.address)
+        follower = started("debug", "events", self.name, "-f", "--ray", self.cluster.address)
         try:
             return says(follower, pattern)
         finally:

@@ -1,4 +1,4 @@
-"""`holdfast run --again` on Ray: edited code reaches the actors that the job has."""
+"""`holdfast again` on Ray: edited code reaches the actors that the job has."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_edited_code_runs_on_the_same_nodes(tmp_path: Path) -> None:
         first = before.generation  # 2 where the second node came late
         (tmp_path / "version.py").write_text("NUMBER = 2\n")
         where = ("--ray", job.cluster.address)
-        done = holdfast("run", "--again", "edited", str(job.file), *where)
+        done = holdfast("again", "edited", str(job.file), *where)
         assert done.returncode == 0, done.stderr
         print(done.stdout)  # how long it took
         assert "runs the new code after" in done.stdout

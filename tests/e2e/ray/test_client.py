@@ -97,7 +97,7 @@ def test_a_watcher_reports_a_lost_connection_and_the_job_goes_on(
         assert shown["state"] == "running" and shown["incidents"] == []
     finally:
         assert holdfast("cancel", name, "--ray", cluster).returncode == 0
-        assert holdfast("run", "--attach", name, "--ray", cluster).returncode == 1
+        assert holdfast("attach", name, "--ray", cluster).returncode == 1
         assert holdfast("delete", name, "--yes", "--ray", cluster).returncode == 0
 
 

@@ -179,7 +179,7 @@ def test_a_ray_node_that_is_asked_to_end_hands_over_before_and_costs_no_step(
     # After its hand-over the agent ends by itself or is killed by its release, whichever is first.
     give_up = time.monotonic() + BOUND_S
     while not re.search(
-        r"release node (node-\d) succeeded", events := job.ask("events", job.name).stdout
+        r"release node (node-\d) succeeded", events := job.ask("debug", "events", job.name).stdout
     ):
         assert time.monotonic() < give_up, events
 
@@ -199,7 +199,7 @@ def test_without_redis_only_checkpoints_outlive_the_cluster_and_a_new_one_resume
     kept = job.committed()
     with training(job.place, job.name, nodes=1) as new:
         new.trains(kept)
-        events = new.ask("events", job.name).stdout
+        events = new.ask("debug", "events", job.name).stdout
         assert f"from storage after step {kept}" in events, events
 
 

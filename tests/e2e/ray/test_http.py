@@ -66,7 +66,7 @@ def test_a_followed_log_is_shown_once_and_as_a_whole(websockets: bool, tmp_path:
 
 def test_a_job_is_watched_again_over_http_and_ending_the_watcher_does_not_end_it(job: Job) -> None:
     job.running()
-    watcher = started("run", "--attach", job.name, "--ray", job.cluster.dashboard)
+    watcher = started("attach", job.name, "--ray", job.cluster.dashboard)
     says(watcher, r"step \d+")
     watcher.send_signal(signal.SIGTERM)
     said, _ = watcher.communicate(timeout=BOUND_S)

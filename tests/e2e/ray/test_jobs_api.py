@@ -231,13 +231,6 @@ def test_the_name_of_a_job_that_has_ended_is_refused_by_the_driver(
     assert gone.returncode == 0, gone.stderr
 
 
-def test_run_over_http_is_refused_with_the_command_to_use(client: Any, tmp_path: Path) -> None:
-    file = tmp_path / "any.yaml"
-    file.write_text(yaml.safe_dump(spec("any", 12)))
-    done = holdfast("run", str(file), "--ray", cluster_rig.connected().dashboard)
-    assert done.returncode == 2 and "holdfast submit FILE" in done.stderr
-
-
 def test_the_example_runs_unchanged_and_rays_own_commands_work_on_it(client: Any) -> None:
     cluster = cluster_rig.connected()
     done = holdfast("submit", str(EXAMPLE), "--ray", cluster.dashboard)

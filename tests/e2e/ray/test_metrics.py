@@ -95,7 +95,7 @@ def test_the_grafana_dashboard_uses_only_metrics_that_a_job_exports(tmp_path: Pa
     )  # fmt: skip
     try:
         before = job.running().num_incidents
-        done = holdfast("chaos", "kill-worker", "pictured", "--ray", job.cluster.address)
+        done = holdfast("debug", "kill-worker", "pictured", "--ray", job.cluster.address)
         assert done.returncode == 0, done.stderr
         job.incident_after(before)
         job.until(lambda view: bool(view.checkpoints))

@@ -79,7 +79,7 @@ def test_starting_a_controller_again_reports_a_runtime_env_that_cannot_be_built(
 
     package = "gcs://_ray_pkg_0123456789abcdef.zip"
     record(msgspec.structs.replace(order(), runtime_env={"working_dir": package}))
-    done = holdfast("run", "--attach", NAME, "--ray", cluster.address)
+    done = holdfast("attach", NAME, "--ray", cluster.address)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert f"job {NAME}: no controller could be started" in done.stderr
     assert package in done.stderr

@@ -52,7 +52,7 @@ def test_a_job_runs_with_the_token_and_a_missing_one_is_named(
         time.sleep(0.5)
     shown = json.loads(asked("status", NAME, "--json", "--ray", cluster.dashboard))
     assert shown["state"] == "running"
-    assert "submitted" in asked("events", NAME, "--ray", cluster.dashboard)
+    assert "submitted" in asked("debug", "events", NAME, "--ray", cluster.dashboard)
     with monkeypatch.context() as patched:
         patched.delenv("RAY_AUTH_TOKEN")
         patched.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))

@@ -78,11 +78,11 @@ def test_checkpoints_are_saved_listed_verified_and_exported(
 
 def test_stacks_and_a_profile_come_from_the_nodes(job: Job, tmp_path: Path) -> None:
     job.running()
-    found = json.loads(ask(job, "stacks", NAME, "--json"))
+    found = json.loads(ask(job, "debug", "stacks", NAME, "--json"))
     ranks = sorted(rank for entry in found["stacks"] for rank in entry["ranks"])
     assert ranks == list(range(found["world_size"])), found
     flames = tmp_path / "flames.svg"
-    ask(job, "profile", NAME, "--seconds", "1", "--idle", "-o", str(flames))
+    ask(job, "debug", "profile", NAME, "--seconds", "1", "--idle", "-o", str(flames))
     assert "<svg" in flames.read_text()
 
 
@@ -99,7 +99,7 @@ def test_logs_are_followed_while_they_are_written(job: Job) -> None:
 
 def test_a_command_that_watches_shows_what_rank_0_prints(job: Job) -> None:
     job.running()
-    watcher = started("run", "--attach", NAME, "--logs", "--ray", job.cluster.address)
+    watcher = started("attach", NAME, "--logs", "--ray", job.cluster.address)
     try:
         says(watcher, r"\[rank 0\] step ")
     finally:
@@ -133,11 +133,11 @@ def test_reading_logs_of_other_machines_does_not_fill_rays_list_of_tasks(
 
 def test_ending_a_command_that_only_watches_does_not_end_the_job(job: Job) -> None:
     job.running()
-    watcher = started("run", "--attach", NAME, "--ray", job.cluster.address)
+    watcher = started("attach", NAME, "--ray", job.cluster.address)
     says(watcher, "step ")
     watcher.send_signal(signal.SIGTERM)
     said, _ = watcher.communicate(timeout=BOUND_S)
-    assert watcher.returncode == 130 and f"run --attach {NAME}" in said, said
+    assert watcher.returncode == 130 and f"attach {NAME}" in said, said
     step = job.view().step
     assert job.until(lambda view: view.step > step + 2).state == "running"
 
@@ -197,7 +197,7 @@ def test_over_http_a_running_job_is_shown_without_a_ray_job(job: Job) -> None:
     before = commands(job)
     shown = json.loads(ask(job, "status", NAME, "--json", address=dashboard))
     assert shown["step"] >= now_running.step and shown["job_id"] == now_running.job_id
-    assert "goodput" in ask(job, "report", NAME, address=dashboard)
+    assert "goodput" in ask(job, "status", NAME, "--report", address=dashboard)
     assert "parameters" in ask(job, "logs", NAME, "--rank", "0", address=dashboard)
     assert commands(job) <= before, "no Ray job was started"
 
@@ -227,17 +227,17 @@ def test_over_http_commands_that_need_a_terminal_or_a_local_directory_are_refuse
     dashboard = job.cluster.dashboard
     done = holdfast("delete", NAME, "--ray", dashboard)
     assert done.returncode == 2 and "--yes: got nothing" in done.stderr
-    done = holdfast("profile", NAME, "--ray", dashboard)
+    done = holdfast("debug", "profile", NAME, "--ray", dashboard)
     assert done.returncode == 2 and "which would write its file in the cluster" in done.stderr
-    done = holdfast("run", "--again", NAME, "--ray", dashboard)
-    assert done.returncode == 2 and f"{dashboard} with --again; expected auto" in done.stderr
+    done = holdfast("again", NAME, "--ray", dashboard)
+    assert done.returncode == 2 and f"{dashboard} with `again`; expected auto" in done.stderr
     done = holdfast("checkpoint", "export", NAME, "model", "--ray", dashboard)
     assert done.returncode == 2 and "DESTINATION: got model; expected an absolute" in done.stderr
 
 
 def test_over_http_a_fault_is_injected_into_an_existing_rank(job: Job) -> None:
     dashboard, before = job.cluster.dashboard, job.running().num_incidents
-    kill = ("chaos", "kill-worker", NAME, "--rank")
+    kill = ("debug", "kill-worker", NAME, "--rank")
     done = holdfast(*kill, "9", "--ray", dashboard)
     assert done.returncode == 2 and done.stdout == ""
     assert "rank: got 9; expected" in done.stderr
@@ -261,7 +261,7 @@ def test_over_http_a_request_has_the_name_of_the_user_who_typed_it(
     job.until(lambda view: view.state == "suspended")
     assert "asking for nodes" in ask(job, "resume", NAME, address=dashboard)
     job.running()
-    events = [json.loads(line) for line in ask(job, "events", NAME, "--json").splitlines()]
+    events = [json.loads(line) for line in ask(job, "debug", "events", NAME, "--json").splitlines()]
     asked = [one["event"]["by"] for one in events if one.get("event", {}).get("by")]
     assert asked[-4:] == ["ada; $(exit 1)[2J"] * 4
 
@@ -272,7 +272,7 @@ def test_events_are_followed_up_to_the_jobs_end_and_a_job_is_cancelled_over_http
     job = Job(tmp_path, "called-off", 1_000_000)
     try:
         job.until(lambda view: view.state in ("pending", "running"))
-        follower = started("events", job.name, "-f", "--ray", job.cluster.address)
+        follower = started("debug", "events", job.name, "-f", "--ray", job.cluster.address)
         says(follower, r"job [0-9a-f]+ submitted")
         done = ask(job, "cancel", job.name, address=job.cluster.dashboard)
         assert "stopping all workers" in done
@@ -290,10 +290,10 @@ def test_the_same_commands_work_through_a_ray_client(job: Job, tmp_path: Path) -
         command = functools.partial(ask, job, address=address)
         assert json.loads(command("status", NAME, "--json"))["name"] == NAME
         assert "parameters" in command("logs", NAME, "--rank", "0")
-        assert "launch" in command("events", NAME)
-        assert "goodput" in command("report", NAME)
+        assert "launch" in command("debug", "events", NAME)
+        assert "goodput" in command("status", NAME, "--report")
         before = job.running().num_incidents
-        assert "worker 1" in command("chaos", "kill-worker", NAME, "--rank", "1")
+        assert "worker 1" in command("debug", "kill-worker", NAME, "--rank", "1")
         assert job.incident_after(before).rehearsal
         job.running()
         step = json.loads(command("checkpoint", "save", NAME, "--json"))["step"]

@@ -113,8 +113,8 @@ def _the_secret_is_nowhere_to_be_seen(job: Job) -> None:
             private = path == job.file or stat.S_IMODE(path.stat().st_mode) == 0o600
             assert private, f"{path} can be read by others"
     assert keepers == {"job.yaml", "job.json", "00000001"}
-    for verb in ("events", "report"):
-        printed = holdfast(job, verb, job.name, "--json")
+    for verb in (["debug", "events"], ["status"]):
+        printed = holdfast(job, *verb, job.name, "--json")
         assert printed.returncode == 0 and SECRET not in printed.stdout + printed.stderr, verb
 
 

@@ -24,12 +24,13 @@ Holdfast = Callable[..., Result]
 def holdfast(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Holdfast:
-    """`holdfast("status", "--json")`, in an empty home."""
+    """`holdfast("spec plan", "--json")`, in an empty home."""
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
 
     def run(*arguments: str | Path) -> Result:
         with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
+            verb, rest = arguments[:1], arguments[1:]
+            main([*" ".join(map(str, verb)).split(), *map(str, rest)])
         code = ended.value.code
         assert isinstance(code, int)
         captured = capsys.readouterr()

@@ -65,7 +65,7 @@ LINES = [  # the last line of the spec, and a part of the message
 
 
 @pytest.mark.parametrize(("line", "message"), LINES, ids=[line[:40] for line, _ in LINES])
-@pytest.mark.parametrize("verb", ["validate", "plan", "run"])
+@pytest.mark.parametrize("verb", ["spec validate", "spec plan", "run"])
 def test_a_document_that_cannot_be_read_or_used_is_refused_with_its_place(
     verb: str, line: str, message: str, write: Write, holdfast: Holdfast
 ) -> None:
@@ -79,7 +79,7 @@ def test_a_document_that_cannot_be_read_or_used_is_refused_with_its_place(
 def test_a_document_that_cannot_be_read_is_reported_as_json_too(
     write: Write, holdfast: Holdfast
 ) -> None:
-    result = holdfast("validate", "--json", write(SCRIPT + "  env: {A: 1, A: 2}\n"))
+    result = holdfast("spec validate", "--json", write(SCRIPT + "  env: {A: 1, A: 2}\n"))
     assert result.code == 2
     assert json.loads(result.out)["problems"][0]["field"] == "line 7"
 
@@ -90,7 +90,7 @@ def test_aliases_that_expand_to_a_huge_document_are_refused(
     bomb = "a: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
     for n in range(1, 20):
         bomb += f"a{n}: &a{n} [{', '.join(10 * [f'*a{n - 1}'])}]\n"
-    result = holdfast("validate", write(bomb))
+    result = holdfast("spec validate", write(bomb))
     assert result.code == 2
     assert (
         f"the document: got more than {limits.MAX_DOCUMENT_BYTES} characters, aliases counted"
@@ -164,7 +164,7 @@ def test_no_duration_is_longer_than_a_clock_can_count(
     value: str, part: str, field: str, fix: str, write: Write, holdfast: Holdfast
 ) -> None:
     line = f"{part}: {{{field}: {value}}}" if part else f"{field}: {value}"
-    result = holdfast("validate", write(f"{SCRIPT}  {line}\n"))
+    result = holdfast("spec validate", write(f"{SCRIPT}  {line}\n"))
     assert result.code == 2
     expected = f"expected at most {limits.MAX_SECONDS} seconds (ten years)"
     assert f".{field}: got " in result.err and expected in result.err and fix in result.err
@@ -179,7 +179,7 @@ def test_the_longest_durations_are_nanoseconds_that_fit_64_bits() -> None:
 def test_the_fix_for_an_overlong_time_to_live_is_to_leave_it_out(
     write: Write, holdfast: Holdfast
 ) -> None:
-    result = holdfast("validate", write(SCRIPT + f"  ttlSecondsAfterFinished: {10**12}\n"))
+    result = holdfast("spec validate", write(SCRIPT + f"  ttlSecondsAfterFinished: {10**12}\n"))
     assert result.code == 2
     assert "expected at most 315360000 seconds (ten years); leave it out for no" in result.err
 
@@ -209,7 +209,7 @@ NAMES = [
 def test_invalid_names_and_paths_are_refused(
     text: str, message: str, write: Write, holdfast: Holdfast
 ) -> None:
-    result = holdfast("validate", write(text))
+    result = holdfast("spec validate", write(text))
     assert result.code == 2
     assert message in result.err
 

@@ -394,7 +394,7 @@ def test_a_mistake_in_the_spec_is_named_and_exits_with_2(
 ) -> None:
     path = write(text)
     before = sorted(p.name for p in path.parent.iterdir())
-    result = holdfast("validate", path)
+    result = holdfast("spec validate", path)
     assert result.code == 2
     for part in message:
         assert part in result.err
@@ -416,12 +416,12 @@ def test_run_makes_the_same_checks_and_leaves_nothing_behind(
 
 
 def test_all_mistakes_are_listed_not_only_the_first(write: Write, holdfast: Holdfast) -> None:
-    result = holdfast("validate", write(SCRIPT + "  nodes: {min: x}\n  workersPerNode: 0\n"))
+    result = holdfast("spec validate", write(SCRIPT + "  nodes: {min: x}\n  workersPerNode: 0\n"))
     assert "2 problems in the job spec" in result.err
 
 
 def test_mistakes_as_json(write: Write, holdfast: Holdfast) -> None:
-    result = holdfast("validate", "--json", write(SCRIPT + "  workersPerNode: 0\n"))
+    result = holdfast("spec validate", "--json", write(SCRIPT + "  workersPerNode: 0\n"))
     assert result.code == 2
     found = json.loads(result.out)
     assert found["valid"] is False
@@ -430,7 +430,7 @@ def test_mistakes_as_json(write: Write, holdfast: Holdfast) -> None:
 
 
 def test_a_spec_file_that_does_not_exist(tmp_path: Path, holdfast: Holdfast) -> None:
-    for verb in ("validate", "plan", "run"):
+    for verb in ("spec validate", "spec plan", "run"):
         result = holdfast(verb, tmp_path / "nope.yaml")
         assert result.code == 2
         assert "nope.yaml: cannot be read (No such file or directory)" in result.err
@@ -439,7 +439,7 @@ def test_a_spec_file_that_does_not_exist(tmp_path: Path, holdfast: Holdfast) -> 
 def test_a_spec_file_that_is_not_text(tmp_path: Path, holdfast: Holdfast) -> None:
     path = tmp_path / "job.yaml"
     path.write_bytes(b"\xff\xfe\x00")
-    result = holdfast("validate", path)
+    result = holdfast("spec validate", path)
     assert result.code == 2
     assert "cannot be read" in result.err
 
@@ -449,7 +449,7 @@ def test_files_without_permission_are_reported(write: Write, holdfast: Holdfast)
     path = write(SCRIPT + "  checkpoint: {path: locked}\n")
     (path.parent / "train.py").chmod(0)
     (path.parent / "locked").mkdir(mode=0o500)
-    result = holdfast("validate", path)
+    result = holdfast("spec validate", path)
     assert result.code == 2
     assert "spec.entrypoint.script" in result.err
     assert "spec.checkpoint.path" in result.err
@@ -459,11 +459,11 @@ def test_a_checkpoint_path_that_can_be_written_is_left_as_it_was(
     write: Write, holdfast: Holdfast
 ) -> None:
     path = write(SCRIPT + "  checkpoint: {path: new/place}\n")
-    assert holdfast("validate", path).code == 0
+    assert holdfast("spec validate", path).code == 0
     assert not (path.parent / "new").exists()
 
 
 def test_validate_describes_a_valid_spec(write: Write, holdfast: Holdfast) -> None:
-    result = holdfast("validate", write(SCRIPT + "  nodes: {max: 2}\n  workersPerNode: 2\n"))
+    result = holdfast("spec validate", write(SCRIPT + "  nodes: {max: 2}\n  workersPerNode: 2\n"))
     assert result.code == 0
     assert "2 nodes x 2 workers; with the session, HSDP: replicate 2 x shard 2" in result.out

@@ -21,7 +21,7 @@ def test_a_plan_for_more_nodes_than_the_maximum_is_that_of_a_resize(
     write: Write, holdfast: Holdfast
 ) -> None:
     file = write(SCRIPT + "  nodes: {max: 2}\n")
-    result = holdfast("plan", file, "--nodes", "4", "--json")
+    result = holdfast("spec plan", file, "--nodes", "4", "--json")
     assert result.code == 0
     made = json.loads(result.out)
     assert made["num_nodes"] == 4 and len(made["nodes"]) == 4
@@ -32,11 +32,11 @@ def test_a_plan_for_nodes_that_replica_groups_do_not_fill_names_valid_numbers(
     write: Write, holdfast: Holdfast
 ) -> None:
     file = write(SCRIPT + "  nodes: {min: 2, max: 2}\n  parallelism: {shard: 2}\n")
-    result = holdfast("plan", file, "--nodes", "5")
+    result = holdfast("spec plan", file, "--nodes", "5")
     assert result.code == 2
     assert "--nodes: got 5; expected whole replica groups at 1 workers per node" in result.err
     assert "use 4 or 6" in result.err
-    result = holdfast("plan", file, "--nodes", "100001")
+    result = holdfast("spec plan", file, "--nodes", "100001")
     assert result.code == 2 and "--nodes" in result.err
 
 

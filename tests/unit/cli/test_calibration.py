@@ -1,4 +1,4 @@
-"""The user's file of measurements, and `holdfast plan --calibrate`."""
+"""The user's file of measurements, and `holdfast spec plan --calibrate`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def time_of(result: Any) -> Any:
 def test_a_job_on_processors_has_a_step_time_without_a_measurement(
     write: Write, holdfast: Holdfast
 ) -> None:
-    time = time_of(holdfast("plan", write(JOB), "--json"))
+    time = time_of(holdfast("spec plan", write(JOB), "--json"))
     assert time["seconds"] > 0
     assert time["calibration"] is None
     assert "core" in time["device"]
@@ -72,15 +72,15 @@ def test_what_was_measured_holds_for_later_plans_and_is_named(
     write: Write, holdfast: Holdfast, measuring: list[list[str]]
 ) -> None:
     file = write(JOB)
-    cold = time_of(holdfast("plan", file, "--json"))["seconds"]
-    now = time_of(holdfast("plan", file, "--calibrate", "--json"))
+    cold = time_of(holdfast("spec plan", file, "--json"))["seconds"]
+    now = time_of(holdfast("spec plan", file, "--calibrate", "--json"))
     assert now["calibration"]["block"] > 1
     assert now["calibration"]["link"]["bandwidth"] == 5e8
     # Two blocks and the head as they were measured, and more.
     assert now["seconds"] > 2 * 0.002 + 0.001 > cold
-    assert time_of(holdfast("plan", file, "--json")) == now
+    assert time_of(holdfast("spec plan", file, "--json")) == now
     assert len(measuring) == 1
-    text = holdfast("plan", file).out
+    text = holdfast("spec plan", file).out
     assert f"calibrated on {now['calibration']['date']}: blocks x" in text
     assert "link 0.50 GB/s, 200 us" in text
 
@@ -88,7 +88,7 @@ def test_what_was_measured_holds_for_later_plans_and_is_named(
 def test_the_measuring_process_gets_the_workers_and_the_micro_batch_of_the_plan(
     write: Write, holdfast: Holdfast, measuring: list[list[str]]
 ) -> None:
-    assert holdfast("plan", write(JOB), "--calibrate").code == 0
+    assert holdfast("spec plan", write(JOB), "--calibrate").code == 0
     (command,) = measuring
     given = dict(itertools.pairwise(command))
     assert (given["--workers"], given["--micro-batch"], given["--steps"]) == ("2", "2", "20")
@@ -99,9 +99,9 @@ def test_measurements_are_kept_where_home_says(
     write: Write, holdfast: Holdfast, measuring: list[list[str]], tmp_path: Path
 ) -> None:
     home = tmp_path / "elsewhere"
-    assert holdfast("plan", write(JOB), "--calibrate", "--home", home).code == 0
+    assert holdfast("spec plan", write(JOB), "--calibrate", "--home", home).code == 0
     assert (home / FILE).is_file()
-    assert time_of(holdfast("plan", write(JOB), "--json"))["calibration"] is None
+    assert time_of(holdfast("spec plan", write(JOB), "--json"))["calibration"] is None
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_damaged_file_is_reported_once_and_the_plan_is_made_without_it(
         path.mkdir()  # cannot be read
     else:
         path.write_bytes(content)
-    result = holdfast("plan", write(JOB), "--json")
+    result = holdfast("spec plan", write(JOB), "--json")
     assert time_of(result)["calibration"] is None
     assert result.err.count("calibration: got") == 1
     assert str(path) in result.err and "delete the file" in result.err
@@ -135,12 +135,12 @@ def test_a_damaged_file_is_reported_once_and_the_plan_is_made_without_it(
 def test_a_factor_that_cannot_be_is_reported(
     factor: float, write: Write, holdfast: Holdfast, measuring: list[list[str]], tmp_path: Path
 ) -> None:
-    assert holdfast("plan", write(JOB), "--calibrate").code == 0
+    assert holdfast("spec plan", write(JOB), "--calibrate").code == 0
     path = tmp_path / "home" / FILE
     document = json.loads(path.read_text())
     document["entries"][0]["calibration"]["block"] = factor
     path.write_text(json.dumps(document))
-    result = holdfast("plan", write(JOB), "--json")
+    result = holdfast("spec plan", write(JOB), "--json")
     assert time_of(result)["calibration"] is None
     assert "is not between 0.01 and 1000" in result.err
 
@@ -152,7 +152,7 @@ def test_a_measurement_that_fails_is_one_message_and_exit_code_two(
         return subprocess.CompletedProcess(command, 1, "", "warning\nout of memory: 20 GiB\n")
 
     monkeypatch.setattr(calibration.subprocess, "run", run)  # type: ignore[attr-defined]
-    result = holdfast("plan", write(JOB), "--calibrate")
+    result = holdfast("spec plan", write(JOB), "--calibrate")
     assert (result.code, result.out) == (2, "")
     assert "--calibrate: got out of memory: 20 GiB" in result.err
     assert "microBatch" in result.err
@@ -168,14 +168,14 @@ def test_a_measurement_that_fails_is_one_message_and_exit_code_two(
 def test_only_a_job_on_this_machine_is_measured(
     arguments: tuple[str, ...], parts: tuple[str, ...], write: Write, holdfast: Holdfast
 ) -> None:
-    result = holdfast("plan", write(JOB), "--calibrate", *arguments)
+    result = holdfast("spec plan", write(JOB), "--calibrate", *arguments)
     assert (result.code, result.out) == (2, "")
     for part in parts:
         assert part in result.err
 
 
 def test_a_model_without_a_job_is_not_measured(holdfast: Holdfast) -> None:
-    result = holdfast("plan", "--model", "llama3-8b", "--devices", "8xH100-80", "--calibrate")
+    result = holdfast("spec plan", "--model", "llama3-8b", "--devices", "8xH100-80", "--calibrate")
     assert result.code == 2
     assert "--calibrate: got it with --model" in result.err
 
@@ -184,7 +184,7 @@ def test_a_script_is_not_measured(write: Write, holdfast: Holdfast) -> None:
     start = JOB.index("    recipe:")
     end = JOB.index("  nodes:")
     script = JOB[:start] + "    script: train.py\n" + JOB[end:]
-    result = holdfast("plan", write(script), "--calibrate")
+    result = holdfast("spec plan", write(script), "--calibrate")
     assert result.code == 2
     assert "--calibrate: got a script or a module" in result.err
 
@@ -193,7 +193,7 @@ def test_measurements_that_cannot_be_kept_are_a_message(
     write: Write, holdfast: Holdfast, measuring: list[list[str]], tmp_path: Path
 ) -> None:
     (tmp_path / "home").write_text("a file, where a directory must be")
-    result = holdfast("plan", write(JOB), "--calibrate")
+    result = holdfast("spec plan", write(JOB), "--calibrate")
     assert result.code == 2
     assert "a file that can be written" in result.err and "Traceback" not in result.err
 
@@ -210,6 +210,6 @@ def test_a_measuring_process_that_is_killed_is_explained(
         return subprocess.CompletedProcess(command, -9, "", "")
 
     monkeypatch.setattr(calibration.subprocess, "run", run)  # type: ignore[attr-defined]
-    result = holdfast("plan", write(JOB), "--calibrate")
+    result = holdfast("spec plan", write(JOB), "--calibrate")
     assert result.code == 2
     assert "signal 9" in result.err and "out of memory" in result.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +14,8 @@ import pytest
 from .conftest import Holdfast
 
 VERBS = [
-    "run", "status", "logs", "events", "report", "resize", "suspend", "resume", "cancel", "delete",
-    "validate", "plan", "schema",
+    "run", "attach", "again", "submit", "status", "logs", "resize", "suspend", "resume", "cancel",
+    "delete",
 ]  # fmt: skip
 HEAVY = ("pydantic", "msgspec", "yaml", "fsspec", "torch", "numpy", "psutil")
 
@@ -32,11 +33,13 @@ spec:
 def test_help_names_every_verb(holdfast: Holdfast) -> None:
     result = holdfast("--help")
     assert result.code == 0
-    for verb in [*VERBS, "chaos", "checkpoint"]:
-        assert f" {verb} " in result.out
+    names = re.findall(r"^│ ([a-z]+) ", result.out, re.MULTILINE)
+    assert names == [*VERBS, "checkpoint", "spec", "debug"] and len(names) <= 14
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    "verb", [*VERBS, "spec plan", "spec validate", "spec schema", "debug events", "debug stacks"]
+)
 def test_every_verb_has_help_of_its_own(verb: str, holdfast: Holdfast) -> None:
     result = holdfast(verb, "--help")
     assert result.code == 0
@@ -61,11 +64,13 @@ def test_help_imports_nothing_heavy() -> None:
         (["status", "--nope"], "No such option: --nope"),
         (["status", "--watch"], "--watch: got it without JOB"),
         (["run"], "FILE: got nothing"),
-        (["run", "x.yaml", "--attach", "demo"], "expected only one of them"),
+        (["run", "--attach", "demo"], "No such option: --attach. Arguments of a script come after"),
+        (["run", "--again", "demo"], "Write `holdfast again`."),
+        (["plan", "x.yaml"], "No such command 'plan'. Write `holdfast spec plan`."),
         (["status", "nope"], "job: got nope; expected a job"),
-        (["report", "../x"], "job: got ../x; expected a job"),
-        (["run", "--attach", "nope"], "job: got nope; expected a job"),
-        (["chaos", "kill-worker", "nope"], "job: got nope"),
+        (["status", "../x"], "job: got ../x; expected a job"),
+        (["attach", "nope"], "job: got nope; expected a job"),
+        (["debug", "kill-worker", "nope"], "job: got nope"),
         (["checkpoint", "list", "nope"], "job: got nope"),
         (["checkpoint", "list", "./nope"], "JOB_OR_PATH: got ./nope; expected a directory"),
     ],
@@ -96,11 +101,11 @@ def test_the_plan_is_the_same_in_text_and_json(
     write: Callable[[str], Path], holdfast: Holdfast
 ) -> None:
     path = write(JOB)
-    text = holdfast("plan", path, "--explain", "--environment")
+    text = holdfast("spec plan", path, "--explain", "--environment")
     assert text.code == 0
     for part in ("HSDP on 2 nodes", "8 P / S", "MASTER_ADDR", "all-reduce of gradients", "why: "):
         assert part in text.out
-    plan = json.loads(holdfast("plan", "--json", path).out)
+    plan = json.loads(holdfast("spec plan", "--json", path).out)
     assert plan["mesh"]["replicate"] == 2
     assert plan["strategy"] == "HSDP"
     assert plan["why"] in text.out
@@ -110,10 +115,10 @@ def test_the_plan_is_the_same_in_text_and_json(
 def test_a_plan_for_fewer_nodes_and_a_known_device(
     write: Callable[[str], Path], holdfast: Holdfast
 ) -> None:
-    result = holdfast("plan", write(JOB), "--nodes", "1", "--device-memory", "8Gi")
+    result = holdfast("spec plan", write(JOB), "--nodes", "1", "--device-memory", "8Gi")
     assert "DDP on 1 node" in result.out
     assert "of 8.0 GiB" in result.out
-    result = holdfast("plan", write(JOB), "--nodes", "1", "--device-memory", "64Mi")
+    result = holdfast("spec plan", write(JOB), "--nodes", "1", "--device-memory", "64Mi")
     assert "FSDP on 1 node" in result.out
 
 
@@ -121,36 +126,33 @@ def test_a_plan_for_too_few_nodes_says_how_many_it_takes(
     write: Callable[[str], Path], holdfast: Holdfast
 ) -> None:
     path = write(JOB.replace("{max: 2}", "{min: 2, max: 2}"))
-    result = holdfast("plan", path, "--nodes", "1")
+    result = holdfast("spec plan", path, "--nodes", "1")
     assert result.code == 2
     assert "--nodes: got 1; expected 2 to 2 nodes" in result.err
 
 
-def test_a_device_memory_without_meaning(write: Callable[[str], Path], holdfast: Holdfast) -> None:
-    result = holdfast("plan", write(JOB), "--device-memory", "lots")
+@pytest.mark.parametrize("option", ["--device-memory", "--host-memory"])
+def test_a_memory_without_meaning(
+    option: str, write: Callable[[str], Path], holdfast: Holdfast
+) -> None:
+    result = holdfast("spec plan", write(JOB), option, "lots")
     assert result.code == 2
-    assert "--device-memory: got lots; expected a quantity such as 2, 500m or 4Gi" in result.err
-
-
-def test_a_main_memory_without_meaning(write: Callable[[str], Path], holdfast: Holdfast) -> None:
-    result = holdfast("plan", write(JOB), "--host-memory", "lots")
-    assert result.code == 2
-    assert "--host-memory: got lots; expected a quantity such as 2, 500m or 4Gi" in result.err
+    assert f"{option}: got lots; expected a quantity such as 2, 500m or 4Gi" in result.err
 
 
 def test_the_schema_is_valid_json_and_closed(holdfast: Holdfast, tmp_path: Path) -> None:
-    schema = json.loads(holdfast("schema").out)
+    schema = json.loads(holdfast("spec schema").out)
     assert schema["properties"]["kind"]["const"] == "TrainingJob"
     assert schema["additionalProperties"] is False
     path = tmp_path / "schema.json"
-    assert holdfast("schema", "-o", path).code == 0
+    assert holdfast("spec schema", "-o", path).code == 0
     assert json.loads(path.read_text()) == schema
 
 
 def test_the_crd_is_printed_and_is_not_the_reference_page(holdfast: Holdfast) -> None:
-    text = holdfast("schema", "--crd").out
+    text = holdfast("spec schema", "--crd").out
     assert "kind: CustomResourceDefinition" in text and "trainingjobs.holdfast.dev" in text
-    both = holdfast("schema", "--crd", "--markdown")
+    both = holdfast("spec schema", "--crd", "--markdown")
     assert both.code == 2
     assert "--markdown: got --markdown and --crd; expected only one of them" in both.err
 

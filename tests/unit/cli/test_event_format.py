@@ -1,4 +1,4 @@
-"""`holdfast events`: events in words, and the events of a job whose journal was compacted."""
+"""`holdfast debug events`: events in words, and the events of a job whose journal was compacted."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def test_events_begin_with_the_number_of_events_no_longer_kept(
     tmp_path: Path, holdfast: Holdfast
 ) -> None:
     long_job(tmp_path, keep_files=2)
-    done = holdfast("events", "tale", "--home", tmp_path)
+    done = holdfast("debug", "events", "tale", "--home", tmp_path)
     first, *rest = done.out.splitlines()
     assert "older events no longer kept; the job was" in first
     assert len(rest) > 10 and "job job-1 submitted" not in done.out
     assert "action" not in " ".join(line for line in rest if "succeeded" in line)
-    done = holdfast("events", "tale", "--home", tmp_path, "--json")
+    done = holdfast("debug", "events", "tale", "--home", tmp_path, "--json")
     documents = [json.loads(line) for line in done.out.splitlines()]
     assert documents[0]["facts_not_kept"] > 10 and "event" in documents[1]
 
@@ -83,7 +83,7 @@ def test_events_that_are_kept_are_printed_from_the_beginning(
     tmp_path: Path, holdfast: Holdfast
 ) -> None:
     _directory, transcript = long_job(tmp_path, keep_files=50)
-    done = holdfast("events", "tale", "--home", tmp_path, "--json")
+    done = holdfast("debug", "events", "tale", "--home", tmp_path, "--json")
     documents = [json.loads(line) for line in done.out.splitlines()]
     assert len(documents) == len(transcript.journal)
     assert documents[0]["event"]["type"] == "job-submitted"

@@ -250,7 +250,7 @@ def test_a_job_that_is_too_big_for_this_machine_is_not_started(
     result = holdfast("run", path)
     assert result.code == 2
     assert "spec.nodes.max: got 100000" in result.err and "on this machine" in result.err
-    assert holdfast("validate", path).code == 0, "it may be meant for another one"
+    assert holdfast("spec validate", path).code == 0, "it may be meant for another one"
 
 
 VERBS = {
@@ -258,10 +258,10 @@ VERBS = {
     "suspend done": "suspend",
     "resume done": "resume",
     "resize done 1": "resize",
-    "chaos kill-worker done": "break",
-    "chaos kill-node done": "break",
-    "stacks done": "look at",
-    "profile done": "profile",
+    "debug kill-worker done": "break",
+    "debug kill-node done": "break",
+    "debug stacks done": "look at",
+    "debug profile done": "profile",
     "checkpoint save done": "save",
     "checkpoint save done --wait": "save",
 }
@@ -286,11 +286,11 @@ def test_attaching_to_a_job_that_has_ended_prints_its_report_and_changes_nothing
     directory = ended_job(tmp_path / "home", "done")
     before = files.live(directory.journal).read_bytes()
     for _ in range(2):
-        result = holdfast("run", "--attach", "done")
+        result = holdfast("attach", "done")
         assert result.code == 1 and result.out.startswith("done  cancelled\n")
-        assert result.out == holdfast("report", "done").out
+        assert result.out == holdfast("status", "done", "--report").out
     assert files.live(directory.journal).read_bytes() == before
-    assert json.loads(holdfast("run", "--attach", "done", "--json").out)["controller_restarts"] == 0
+    assert json.loads(holdfast("attach", "done", "--json").out)["controller_restarts"] == 0
 
 
 def test_nodes_that_a_killed_controller_has_not_released_can_still_be_controlled(
@@ -301,7 +301,7 @@ def test_nodes_that_a_killed_controller_has_not_released_can_still_be_controlled
     assert agent is not None
     save(directory.nodes_file, LocalNodeRegistry(agents={"node-0": agent}))
     result = holdfast("cancel", "done")
-    assert result.code == 1 and "take the job over with `holdfast run --attach done`" in result.err
+    assert result.code == 1 and "take the job over with `holdfast attach done`" in result.err
 
 
 def test_a_job_that_reports_no_step_has_a_dash_in_the_list(

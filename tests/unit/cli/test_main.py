@@ -60,7 +60,7 @@ def test_json_has_every_character_whatever_the_encoding_of_the_output() -> None:
         assert json.loads(done.stdout.decode(encoding)) == ["caf\u00e9 \U0001f600"]
 
 
-@pytest.mark.parametrize("words", ["--version", "checkpoint --help", "schema", ""])
+@pytest.mark.parametrize("words", ["--version", "checkpoint --help", "spec schema", ""])
 def test_output_that_a_full_disk_does_not_take_is_reported(words: str) -> None:
     command = [sys.executable, "-m", "holdfast.orchestrator.cli.main", *words.split()]
     with Path("/dev/full").open("w") as full:

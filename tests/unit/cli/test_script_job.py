@@ -334,8 +334,8 @@ def test_an_interpreter_compiles_the_script_itself(
         "apiVersion: holdfast.dev/v1alpha1\nkind: TrainingJob\nmetadata: {name: demo}\n"
         f"spec: {{entrypoint: {{script: broken.py, python: {sys.executable}}}}}\n"
     )
-    result = holdfast("validate", spec)
+    result = holdfast("spec validate", spec)
     assert result.code == 2 and "got broken.py (line 1: " in result.err
     assert f"Python {sys.version_info.major}.{sys.version_info.minor} compiles" in result.err
     spec.write_text(spec.read_text().replace("broken.py", "train.py"))
-    assert holdfast("validate", spec).code == 0
+    assert holdfast("spec validate", spec).code == 0

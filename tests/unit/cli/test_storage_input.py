@@ -32,7 +32,7 @@ spec:
 def test_memory_urls_are_refused_because_processes_do_not_share_them(
     holdfast: Holdfast, write: Write
 ) -> None:
-    result = holdfast("validate", write(SPEC + "  checkpoint: {path: memory://x}\n"))
+    result = holdfast("spec validate", write(SPEC + "  checkpoint: {path: memory://x}\n"))
     assert result.code == 2
     assert "spec.checkpoint.path: got memory://x; expected a directory or the URL" in result.err
     assert "a job has many" in result.err
@@ -40,7 +40,7 @@ def test_memory_urls_are_refused_because_processes_do_not_share_them(
 
 def test_a_password_in_a_path_is_refused_and_not_repeated(holdfast: Holdfast, write: Write) -> None:
     path = "sftp://me:swordfish@host/x"
-    result = holdfast("validate", write(SPEC + f"  checkpoint: {{path: {path}}}\n"))
+    result = holdfast("spec validate", write(SPEC + f"  checkpoint: {{path: {path}}}\n"))
     assert result.code == 2
     assert "spec.checkpoint.path: got sftp://... with a password in it" in result.err
     assert "swordfish" not in result.out + result.err
@@ -69,14 +69,14 @@ def test_a_file_url_is_a_directory_relative_to_the_spec_like_any_other(tmp_path:
 def test_the_plan_shows_settings_but_no_secrets(holdfast: Holdfast, write: Write) -> None:
     env = "  env: {AWS_ENDPOINT_URL: 'http://store', AWS_SECRET_ACCESS_KEY: swordfish}\n"
     for more in (("--environment",), ("--json",)):
-        result = holdfast("plan", write(SPEC + env), *more)
+        result = holdfast("spec plan", write(SPEC + env), *more)
         assert result.code == 0
         assert "http://store" in result.out and "AWS_SECRET_ACCESS_KEY" in result.out
         assert "swordfish" not in result.out
 
 
 def test_a_secret_of_a_wrong_type_is_not_repeated(holdfast: Holdfast, write: Write) -> None:
-    result = holdfast("validate", write(SPEC + "  env: {MY_TOKEN: [123456789]}\n"))
+    result = holdfast("spec validate", write(SPEC + "  env: {MY_TOKEN: [123456789]}\n"))
     assert result.code == 2
     assert "spec.env.MY_TOKEN: got (hidden)" in result.err
     assert "123456789" not in result.out + result.err

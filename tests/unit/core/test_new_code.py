@@ -1,4 +1,4 @@
-"""A new generation with edited code (`holdfast run --again`)."""
+"""A new generation with edited code (`holdfast again`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan that `holdfast plan` shows."""
+"""The plan that `holdfast spec plan` shows."""
 
 from __future__ import annotations
 

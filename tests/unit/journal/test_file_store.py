@@ -61,7 +61,7 @@ def held(directory: Path, **options: int) -> tuple[int, list[int]]:
 
 
 class Follower:
-    """A reader that prints what `holdfast events -f` does."""
+    """A reader that prints what `holdfast debug events -f` does."""
 
     def __init__(self, directory: Path) -> None:
         self.store, self.after, self.num_records = FileStore(directory), "", 0

@@ -1,6 +1,6 @@
 """Prints the Events and the pod logs of a job in a cluster.
 
-A cluster keeps Events for an hour, so `holdfast events` also prints the incidents of the status
+A cluster keeps Events for an hour, so `debug events` also prints the incidents of the status
 whose Events are gone. A pod's log holds the lines of its workers, each after its rank and
 generation, and those of its agent; it is deleted with the pod.
 """

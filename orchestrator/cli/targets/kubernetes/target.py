@@ -9,6 +9,7 @@ not change another user's job. An existing object with the same spec is watched 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,28 +108,36 @@ class KubernetesTarget:
         return first_free(wanted, used)
 
     # -- run -----------------------------------------------------------------------------------
-    def run(
+    def run(self, file: Path, display: Display, directory: Path | None = None) -> RunResult:
+        home = directory or file.absolute().parent
+        job, code = job_code.with_code(load_job(file), home, str(file))
+
+        async def create(cluster: KubeClient, namespace: str) -> Document:
+            return await self._create(cluster, namespace, job, code, display)
+
+        return self._watched(job.name, create, display, only_new=False)
+
+    def attach(self, name: str, display: Display) -> RunResult:
+        async def get(cluster: KubeClient, namespace: str) -> Document:
+            return await _get(cluster, namespace, name, self._session)
+
+        return self._watched(name, get, display, only_new=True)
+
+    def _watched(
         self,
-        file: Path | None,
-        attach: str | None,
+        name: str,
+        begin: Callable[[KubeClient, str], Awaitable[Document]],
         display: Display,
-        directory: Path | None = None,
+        *,
+        only_new: bool,
     ) -> RunResult:
         from .output import LinesOfRank0
 
-        job = code = None
-        if file is not None:
-            home = directory or file.absolute().parent
-            job, code = job_code.with_code(load_job(file), home, str(file))
-        name = job.name if job is not None else str(attach)
         lines = LinesOfRank0(self._session, display)
-        watcher = _Watcher(self._session, display, lines, only_new=job is None)
+        watcher = _Watcher(self._session, display, lines, only_new=only_new)
 
         async def act(cluster: KubeClient, namespace: str) -> JobView:
-            if job is not None:
-                document = await self._create(cluster, namespace, job, code, display)
-            else:
-                document = await _get(cluster, namespace, name, self._session)
+            document = await begin(cluster, namespace)
             watcher.started = True
             return await watcher.watch(cluster, document)
 
@@ -139,7 +148,7 @@ class KubernetesTarget:
                 if watcher.started:
                     display.note(
                         f"Ctrl-C: job {name} continues in the cluster. Watch it again with "
-                        f"{self._session.hint('run', '--attach', name)}; end it with "
+                        f"{self._session.hint('attach', name)}; end it with "
                         f"{self._session.hint('cancel', name)}"
                     )
                 return RunResult(None, 130)
@@ -206,8 +215,8 @@ class KubernetesTarget:
             fix = f"remove it with {self._session.hint('delete', name)}"
         else:
             fix = (
-                f"watch it with {self._session.hint('run', '--attach', name)}, give it edited code "
-                f"with {self._session.hint('run', '--again', name)}, change its spec with "
+                f"watch it with {self._session.hint('attach', name)}, give it edited code "
+                f"with {self._session.hint('again', name)}, change its spec with "
                 f"{self._session.kubectl_hint('apply', '-f', 'FILE')}"
             )
         return Problem(

@@ -30,7 +30,7 @@ from ..remote_job import LogSelector, RemoteJob
 from ..tempdir import scratch
 from .jobs_api import forward
 
-COMMANDS = ("status", "report", "logs")
+COMMANDS = ("status", "logs")
 POLL_S = 0.2
 """Between two looks for a view."""
 MAX_LOGS = 32
@@ -106,13 +106,10 @@ class DashboardTarget:
     def free_name(self, wanted: str) -> str:
         raise AssertionError("`run` does not work with a dashboard's address")
 
-    def run(
-        self,
-        file: Path | None,
-        attach: str | None,
-        display: Display,
-        directory: Path | None = None,
-    ) -> RunResult:
+    def run(self, file: Path, display: Display, directory: Path | None = None) -> RunResult:
+        self._inside()
+
+    def attach(self, name: str, display: Display) -> RunResult:
         self._inside()
 
 

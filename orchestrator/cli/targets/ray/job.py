@@ -103,7 +103,7 @@ class RayTransport:
         return view
 
     def remark(self, view: JobView) -> str:
-        attach = self.command("run", "--attach", self.name)
+        attach = self.command("attach", self.name)
         return (
             f"No controller answers: this is the state of the journal. Training continues, "
             f"{without_controller(self.job)}; `{attach}` starts one."
@@ -173,7 +173,7 @@ class RayTransport:
             return f"job {self.name}: its controller did not start ({error}); {cancel}"
         return (
             f"job {self.name}: its controller was removed from the cluster ({error}); training "
-            f"continues; `{self.command('run', '--attach', self.name)}` starts another, {cancel}"
+            f"continues; `{self.command('attach', self.name)}` starts another, {cancel}"
         )
 
     # -- events and logs -----------------------------------------------------------------------

@@ -146,7 +146,7 @@ def forward(address: str, why: str = "") -> int:
     inner = [word for word in words if word != address and not word.startswith("--ray")]
     command = f"{PROGRAM} {shlex.join([*inner, '--ray', 'auto'])}"
     follows = bool({"-f", "--follow"} & set(inner)) or (
-        inner[:1] == ["run"] and "--json" not in inner
+        inner[:1] == ["attach"] and "--json" not in inner
     )
     api = jobs_api.JobsApi(address)
     shown = {"job_name": shlex.join(["holdfast", *inner])}
@@ -196,15 +196,15 @@ def split_output(output: str) -> tuple[str, str]:
 def _expect_possible(words: list[str], address: str) -> None:
     """Raises UserError for commands that need this machine's terminal or working directory."""
     problem = None
-    if words[:1] == ["run"] and any(word.startswith("--again") for word in words):
-        got, expected = f"{address} with --again", "auto or HOST:PORT of the cluster"
+    if words[:1] == ["again"]:
+        got, expected = f"{address} with `again`", "auto or HOST:PORT of the cluster"
         fix = f"or submit it again with `holdfast submit FILE --ray {address}`"
         problem = Problem("--ray", got, expected, fix)
-    elif words[:1] == ["run"] and not any(word.startswith("--attach") for word in words):
+    elif words[:1] == ["run"]:
         expected = "auto or HOST:PORT, from inside the cluster's network"
         fix = f"holdfast submit FILE --ray {address} --follow"
         problem = Problem("--ray", f"{address} with `run`", expected, fix)
-    elif words[:1] == ["profile"]:
+    elif words[:2] == ["debug", "profile"]:
         got = f"{address} with `profile`, which would write its file in the cluster"
         problem = Problem("--ray", got, "auto or HOST:PORT, on a Ray node")
     elif _confirms(words) and not {"--yes", "-y"} & set(words):

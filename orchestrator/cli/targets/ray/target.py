@@ -102,43 +102,36 @@ class RayTarget:
         return f"{wanted}-{secrets.token_hex(2)}"
 
     # -- run -----------------------------------------------------------------------------------
-    def run(
-        self,
-        file: Path | None,
-        attach: str | None,
-        display: Display,
-        directory: Path | None = None,
-    ) -> RunResult:
-        if file is not None:
-            # Read before the fork and before connecting: Ray deletes the job's working_dir with its
-            # first driver, and several Ray nodes of one machine replace it one after the other.
-            home, text = directory or file.absolute().parent, read_job_file(file)
-            # Nothing else before the fork: libraries of storage start threads, which it would lose.
-            job_id, num_killed = (
-                secrets.token_hex(8),
-                fork_driver() if cluster.submission_id() else 0,
-            )
-            if num_killed:
-                os.chdir("/")
-                job = parse_job(text, str(file))  # checked by the first driver
-            else:
-                job = self._checked(text, file, home)
-            name = job.name
-            cluster.connect(self._address, metadata(job))
-            if num_killed and self._created(name, job_id):
-                self._revive(self.transport(name), display)
-            else:
-                self._start(job, home, job_id, display)
+    def run(self, file: Path, display: Display, directory: Path | None = None) -> RunResult:
+        # Read before the fork and before connecting: Ray deletes the job's working_dir with its
+        # first driver, and several Ray nodes of one machine replace it one after the other.
+        home, text = directory or file.absolute().parent, read_job_file(file)
+        # Nothing else before the fork: libraries of storage start threads, which it would lose.
+        is_driver = bool(cluster.submission_id())
+        job_id, num_killed = secrets.token_hex(8), fork_driver() if is_driver else 0
+        if num_killed:
+            os.chdir("/")
+            job = parse_job(text, str(file))  # checked by the first driver
         else:
-            assert attach is not None
-            name = attach
-            self._revive(self.transport(attach), display)
+            job = self._checked(text, file, home)
+        cluster.connect(self._address, metadata(job))
+        if num_killed and self._created(job.name, job_id):
+            self._revive(self.transport(job.name), display)
+        else:
+            self._start(job, home, job_id, display)
+        return self._watched(job.name, display, is_driver=is_driver)
+
+    def attach(self, name: str, display: Display) -> RunResult:
+        self._revive(self.transport(name), display)
+        return self._watched(name, display, is_driver=False)
+
+    def _watched(self, name: str, display: Display, *, is_driver: bool) -> RunResult:
         transport = self.transport(name)
 
         def stop() -> None:
             # `ray job stop` is meant for the job that the Ray job has submitted. Elsewhere SIGTERM
             # ends a command that only watches.
-            if attach is not None or not cluster.submission_id():
+            if not is_driver:
                 raise KeyboardInterrupt
             transport.perform("cancel", {"by": "SIGTERM"})
 
@@ -149,7 +142,7 @@ class RayTarget:
             except KeyboardInterrupt:
                 display.note(
                     f"Job {name} continues in the cluster. Watch it again with "
-                    f"`{self.command('run', '--attach', name)}`; end it with "
+                    f"`{self.command('attach', name)}`; end it with "
                     f"`{self.command('cancel', name)}`"
                 )
                 return RunResult(None, 130)
@@ -230,7 +223,7 @@ class RayTarget:
         if state in TERMINAL:
             fix = f"remove it with `{self.command('delete', job.name)}`"
         else:
-            fix = f"watch it with `{self.command('run', '--attach', job.name)}`"
+            fix = f"watch it with `{self.command('attach', job.name)}`"
         got = f"{job.name}, which exists in this Ray cluster and is {state}"
         return Problem(
             "metadata.name", got, "a name that is free", f"{fix}, or choose another metadata.name"

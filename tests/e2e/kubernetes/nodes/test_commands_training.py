@@ -62,7 +62,7 @@ def test_run_reports_a_job_to_its_end(holdfast: HoldfastCli, tmp_path: Path) -> 
     text = (tmp_path / "run").read_text()
     assert "short  succeeded after" in text
     assert "12 of 12 steps, loss " in text and "no incidents" in text
-    events = holdfast("events", "short", "-f").out
+    events = holdfast("debug", "events", "short", "-f").out
     assert "Succeeded" in events, "and following a job that has ended comes to an end"
     assert holdfast.json("checkpoint", "list", "short")[0]["step"] == 11
     assert holdfast("delete", "short", "--yes").code == 0
@@ -78,14 +78,14 @@ def test_a_job_is_watched_disturbed_inspected_and_cancelled(
     written(tmp_path / "run", "[rank 0] step ")
     assert "[rank 1]" not in (tmp_path / "run").read_text()
     again, before = tmp_path / "again", status["step"]
-    watching = holdfast.start(again, "run", "--attach", "broken", "--logs")
+    watching = holdfast.start(again, "attach", "broken", "--logs")
     written(again, "[rank 0] step ")
     watching.send_signal(signal.SIGINT)
     assert watching.wait(BOUND_S) == 130
     shown = re.findall(r"\[rank 0\] step\s+(\d+)", again.read_text())
     assert int(shown[0]) >= before, "lines from before are not shown"
 
-    done = holdfast("chaos", "kill-worker", "broken", "--rank", "3")
+    done = holdfast("debug", "kill-worker", "broken", "--rank", "3")
     assert done.code == 0, done.err
     assert re.match(r"job broken: kill-worker: worker 3 on broken-\w{5}\n", done.out)
     status = seen(
@@ -94,15 +94,15 @@ def test_a_job_is_watched_disturbed_inspected_and_cancelled(
     )  # fmt: skip
     assert status["incidents"][0]["rehearsal"] and status["incidents"][0]["culprit_rank"] == 3
     written(tmp_path / "run", "incident 1 resolved: next step after ")
-    assert "incident 1" in holdfast("events", "broken").out
-    asked = holdfast.json("stacks", "broken")
+    assert "incident 1" in holdfast("debug", "events", "broken").out
+    asked = holdfast.json("debug", "stacks", "broken")
     assert sorted(rank for one in asked["stacks"] for rank in one["ranks"]) == [0, 1, 2, 3], asked
 
     broke = holdfast("logs", "broken", "--failed")
     assert broke.code == 0 and broke.out and "[rank" not in broke.out, broke.err
     assert re.search(r"generation \d+: ", broke.err)
 
-    wrong = holdfast("chaos", "kill-worker", "broken", "--rank", "9")
+    wrong = holdfast("debug", "kill-worker", "broken", "--rank", "9")
     assert wrong.code == 2 and "rank: got 9; expected 0 to 3" in wrong.err
     saved = holdfast("checkpoint", "save", "broken")
     assert saved.code == 0 and "goes to storage" in saved.out

@@ -1,4 +1,4 @@
-"""`holdfast plan`: of a model without a job, of a job on named devices, and what it writes."""
+"""`holdfast spec plan`: of a model without a job, of a job on named devices, and what it writes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ CONFIG = {
 def test_a_wrong_option_has_one_message_and_exit_code_two(
     arguments: tuple[str, ...], parts: tuple[str, ...], holdfast: Holdfast
 ) -> None:
-    result = holdfast("plan", *arguments)
+    result = holdfast("spec plan", *arguments)
     assert result.code == 2
     assert result.out == ""
     for part in parts:
@@ -87,11 +87,11 @@ def test_a_wrong_option_has_one_message_and_exit_code_two(
 
 
 def test_a_model_and_a_job_at_once_are_refused(write: Write, holdfast: Holdfast) -> None:
-    result = holdfast("plan", write(SEVENTY), *MODEL)
+    result = holdfast("spec plan", write(SEVENTY), *MODEL)
     assert result.code == 2
     assert "got a job and --model; expected one of them" in result.err
     for option, value in (("--sequence", "10"), ("--batch", "10"), ("--save", "job.yaml")):
-        result = holdfast("plan", write(SEVENTY), option, value)
+        result = holdfast("spec plan", write(SEVENTY), option, value)
         assert result.code == 2
         assert f"{option}: got {value} with a job" in result.err
 
@@ -102,7 +102,7 @@ def test_a_configuration_that_lacks_a_field_names_it(
 ) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({name: at for name, at in CONFIG.items() if name != lacking}))
-    result = holdfast("plan", "--model", path, "--devices", "8xH100-80")
+    result = holdfast("spec plan", "--model", path, "--devices", "8xH100-80")
     assert result.code == 2
     assert lacking in result.err
 
@@ -113,7 +113,7 @@ def test_a_configuration_that_is_not_json_is_refused(
 ) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
-    result = holdfast("plan", "--model", path, "--devices", "8xH100-80")
+    result = holdfast("spec plan", "--model", path, "--devices", "8xH100-80")
     assert result.code == 2
     assert "--model: got" in result.err and "expected JSON" in result.err
 
@@ -122,7 +122,7 @@ def test_a_configuration_of_hugging_face_is_planned(tmp_path: Path, holdfast: Ho
     (tmp_path / "tiny").mkdir()
     path = tmp_path / "tiny" / "config.json"
     path.write_text(json.dumps(CONFIG))
-    result = holdfast("plan", "--model", path, "--devices", "8xH100-80", "--json")
+    result = holdfast("spec plan", "--model", path, "--devices", "8xH100-80", "--json")
     assert result.code == 0
     made = json.loads(result.out)
     assert made["parameters"] == 1_100_048_384  # TinyLlama's
@@ -132,7 +132,7 @@ def test_a_configuration_of_hugging_face_is_planned(tmp_path: Path, holdfast: Ho
 def test_a_catalogue_with_a_wrong_unit_names_the_field(tmp_path: Path, holdfast: Holdfast) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("devices:\n  H100-80:\n    memory_bandwidth: 3350GiB\n")
-    result = holdfast("plan", *MODEL, "--catalogue", path)
+    result = holdfast("spec plan", *MODEL, "--catalogue", path)
     assert result.code == 2
     assert "devices.H100-80.memory_bandwidth" in result.err and "3350GiB" in result.err
     assert "mine.yaml" in result.err
@@ -145,7 +145,7 @@ def test_a_catalogue_of_the_user_changes_the_plan(tmp_path: Path, holdfast: Hold
         "    memory: 40GiB\n"
     )
     (usual, mine) = (
-        json.loads(holdfast("plan", *MODEL, "--json", *more).out)
+        json.loads(holdfast("spec plan", *MODEL, "--json", *more).out)
         for more in ((), ("--catalogue", str(path)))
     )
     assert mine["device_memory_bytes"] == 40 * 2**30 < usual["device_memory_bytes"]
@@ -154,7 +154,8 @@ def test_a_catalogue_of_the_user_changes_the_plan(tmp_path: Path, holdfast: Hold
 
 
 def test_the_plan_of_a_model_is_the_same_in_text_and_json(holdfast: Holdfast) -> None:
-    text, made = holdfast("plan", *MODEL), json.loads(holdfast("plan", *MODEL, "--json").out)
+    text = holdfast("spec plan", *MODEL)
+    made = json.loads(holdfast("spec plan", *MODEL, "--json").out)
     assert text.code == 0
     assert text.out.startswith(made["verdict"])
     assert made["fits"] is True
@@ -176,8 +177,8 @@ def test_the_plan_of_a_model_is_the_same_in_text_and_json(holdfast: Holdfast) ->
 
 
 def test_explain_shows_formula_and_source_of_every_figure(holdfast: Holdfast) -> None:
-    made = json.loads(holdfast("plan", *MODEL, "--json").out)["estimate"]
-    result = holdfast("plan", *MODEL, "--explain")
+    made = json.loads(holdfast("spec plan", *MODEL, "--json").out)["estimate"]
+    result = holdfast("spec plan", *MODEL, "--explain")
     assert result.code == 0
     shown = " ".join(result.out.split())
     for row in (*made["memory"], *made["traffic"], *made["time"]["rows"]):
@@ -187,7 +188,7 @@ def test_explain_shows_formula_and_source_of_every_figure(holdfast: Holdfast) ->
 
 def test_devices_are_compared_by_price(holdfast: Holdfast) -> None:
     more = ("--devices", "8xMI300X", "--by", "price", "--json")
-    made = json.loads(holdfast("plan", *MODEL, *more).out)
+    made = json.loads(holdfast("spec plan", *MODEL, *more).out)
     assert {one["device"] for one in made["alternatives"]} == {"H100-80", "MI300X"}
     prices = [one["dollars_per_billion_tokens"] for one in made["alternatives"]]
     assert made["chosen"]["device"] == "MI300X"
@@ -195,7 +196,7 @@ def test_devices_are_compared_by_price(holdfast: Holdfast) -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused_with_its_states(holdfast: Holdfast) -> None:
-    result = holdfast("plan", "--model", "llama3-405b", "--devices", "2xH100-80")
+    result = holdfast("spec plan", "--model", "llama3-405b", "--devices", "2xH100-80")
     assert result.code == 2
     assert result.out.startswith("does not fit: llama3-405b")
     assert "its states take" in result.out
@@ -205,11 +206,11 @@ def test_the_saved_job_is_valid_and_is_the_one_that_was_planned(
     tmp_path: Path, holdfast: Holdfast
 ) -> None:
     path = tmp_path / "job.yaml"
-    result = holdfast("plan", *MODEL, "--save", path, "--json")
+    result = holdfast("spec plan", *MODEL, "--save", path, "--json")
     assert result.code == 0
-    assert holdfast("validate", path).code == 0
+    assert holdfast("spec validate", path).code == 0
     made = json.loads(result.out)
-    again = json.loads(holdfast("plan", path, "--devices", "8xH100-80", "--json").out)
+    again = json.loads(holdfast("spec plan", path, "--devices", "8xH100-80", "--json").out)
     assert again["mesh"] == made["chosen"]["mesh"]
     for figure in ("micro_batch", "num_micro_batches", "peak_bytes", "flops_per_step"):
         assert again["estimate"][figure] == made["estimate"][figure], figure
@@ -222,14 +223,14 @@ def test_a_model_that_the_recipe_does_not_have_cannot_be_saved(
     tmp_path: Path, holdfast: Holdfast
 ) -> None:
     path = tmp_path / "job.yaml"
-    result = holdfast("plan", "--model", "gpt3-13b", "--devices", "8xH100-80", "--save", path)
+    result = holdfast("spec plan", "--model", "gpt3-13b", "--devices", "8xH100-80", "--save", path)
     assert result.code == 2
     assert "--save: got gpt3-13b" in result.err and "RMSNorm" in result.err
     assert not path.exists()
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, holdfast: Holdfast) -> None:
-    result = holdfast("plan", *MODEL, "--save", tmp_path / "absent" / "file")
+    result = holdfast("spec plan", *MODEL, "--save", tmp_path / "absent" / "file")
     assert result.code == 2
     assert f"--save: got {tmp_path}" in result.err
 
@@ -238,11 +239,12 @@ def test_a_job_that_does_not_fit_has_three_ways_and_exit_code_two(
     write: Write, holdfast: Holdfast
 ) -> None:
     file = write(SEVENTY)
-    result = holdfast("plan", file, "--devices", "8xH100-80")
+    result = holdfast("spec plan", file, "--devices", "8xH100-80")
     assert result.code == 2
     assert result.out.startswith("llama: does not fit: ")
     assert result.out.count("\nfits with ") == 3
-    made: dict[str, Any] = json.loads(holdfast("plan", file, "--devices", "8xH100", "--json").out)
+    result = holdfast("spec plan", file, "--devices", "8xH100", "--json")
+    made: dict[str, Any] = json.loads(result.out)
     assert made["fits"] is False and len(made["ways"]) == 3
     for way in made["ways"]:
         assert way["num_bytes"] <= 0.8 * made["device_memory_bytes"]
@@ -254,7 +256,7 @@ def test_a_job_on_cpus_whose_states_no_machine_holds_is_refused(
 ) -> None:
     """1.1 TB of states."""
     file = write(SEVENTY.replace("gpu: 1", "gpu: 0"))
-    planned = holdfast("plan", file)
+    planned = holdfast("spec plan", file)
     assert planned.code == 2
     assert planned.out.startswith("llama: does not fit: the states of a worker alone")
     started = holdfast("run", file)
@@ -264,14 +266,14 @@ def test_a_job_on_cpus_whose_states_no_machine_holds_is_refused(
 
 def test_a_job_on_named_devices_is_timed(write: Write, holdfast: Holdfast) -> None:
     file = write(SEVENTY.replace("nodes: {max: 1}", "nodes: {max: 16}"))
-    result = holdfast("plan", file, "--devices", "128xH100-80", "--json")
+    result = holdfast("spec plan", file, "--devices", "128xH100-80", "--json")
     made = json.loads(result.out)
     assert made["num_nodes"] == 16
     assert made["estimate"]["time"]["device"] == "H100-80"
-    result = holdfast("plan", file, "--devices", "12xH100-80")
+    result = holdfast("spec plan", file, "--devices", "12xH100-80")
     assert result.code == 2
     assert "--devices: got 12xH100-80; expected whole nodes of 8 workers x 1 GPU" in result.err
-    result = holdfast("plan", file, "--devices", "8xH100-80", "--devices", "8xH200")
+    result = holdfast("spec plan", file, "--devices", "8xH100-80", "--devices", "8xH200")
     assert result.code == 2
     assert "2 kinds with a job" in result.err
 
@@ -282,26 +284,26 @@ def test_a_job_is_ranked_beside_the_strategies_of_its_devices(
     full = "  parallelism: {shard: world, activationCheckpointing: {full: {}}}\n"
     file = write(SEVENTY.replace("nodes: {max: 1}", "nodes: {max: 8}") + full)
     devices = ("--devices", "64xH100-80")
-    made = json.loads(holdfast("plan", file, *devices, "--json").out)["strategies"]
+    made = json.loads(holdfast("spec plan", file, *devices, "--json").out)["strategies"]
     of_job = made["alternatives"][made["of_job"]]
     assert (of_job["strategy"], of_job["mesh"]["shard"]) == ("FSDP", 64)
     rates = [one["tokens_per_s"] for one in made["alternatives"]]
     assert made["of_job"] > 0 and rates[0] > of_job["tokens_per_s"]
     assert "slower: " in of_job["why"]
     assert "DDP" in {one["strategy"] for one in made["lost"]}
-    text = holdfast("plan", file, *devices).out
+    text = holdfast("spec plan", file, *devices).out
     assert "Strategies that fit, best first" in text and "FSDP, this job" in text
-    cheapest = json.loads(holdfast("plan", file, *devices, "--by", "price", "--json").out)
+    cheapest = json.loads(holdfast("spec plan", file, *devices, "--by", "price", "--json").out)
     prices = [one["dollars_per_billion_tokens"] for one in cheapest["strategies"]["alternatives"]]
     assert prices[0] <= min(prices) * 1.1
     assert "dearer per token" in cheapest["strategies"]["alternatives"][1]["why"]
 
 
 def test_a_job_is_not_ranked_by_a_price_that_is_not_known(write: Write, holdfast: Holdfast) -> None:
-    result = holdfast("plan", write(SEVENTY), "--by", "price")
+    result = holdfast("spec plan", write(SEVENTY), "--by", "price")
     assert result.code == 2
     assert "--by: got price of devices not known; expected devices with a price" in result.err
-    result = holdfast("plan", write(SEVENTY), "--devices", "8xV100-32", "--by", "price")
+    result = holdfast("spec plan", write(SEVENTY), "--devices", "8xV100-32", "--by", "price")
     assert result.code == 2
     assert "--by: got price, and V100-32 has none" in result.err
 
@@ -338,14 +340,14 @@ def test_offload_is_planned_with_the_main_memory_of_a_node(
 ) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(OFFLOADED)
-    result = holdfast("plan", path, "--devices", "8xH100-80", *more)
+    result = holdfast("spec plan", path, "--devices", "8xH100-80", *more)
     assert result.code == (0 if fits else 2), result.out
     assert said in " ".join(result.out.split())
 
 
 def test_a_model_is_offloaded_only_into_main_memory_that_holds_it(holdfast: Holdfast) -> None:
-    big = ("plan", "--model", "llama3-8b", "--devices", "1xRTX-4090", "--json")
-    few = ("plan", "--model", "llama3-70b", "--devices", "8xH100-80", "--json")
+    big = ("spec plan", "--model", "llama3-8b", "--devices", "1xRTX-4090", "--json")
+    few = ("spec plan", "--model", "llama3-70b", "--devices", "8xH100-80", "--json")
     assert json.loads(holdfast(*big).out)["offload_memory"] == ""
     roomy = json.loads(holdfast(*few, "--host-memory", "4Ti").out)
     tight = json.loads(holdfast(*few, "--host-memory", "256Gi").out)

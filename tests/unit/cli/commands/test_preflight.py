@@ -1,4 +1,4 @@
-"""`holdfast preflight`: lines, JSON, exit codes, and the options of --import."""
+"""`holdfast spec preflight`: lines, JSON, exit codes, and the options of --import."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_finding_is_a_line_with_file_number_and_rule(place: Path, holdfast: Holdfast) -> None:
     (place / "train.py").write_text(HANGS)
-    result = holdfast("preflight", "train.py")
+    result = holdfast("spec preflight", "train.py")
     assert result.code == 1
     assert result.out.startswith("train.py:4: error HANG101 dist.barrier() under dist.get_rank()")
     assert result.out.count("\n") == 1
@@ -44,7 +44,7 @@ def test_a_job_is_checked_with_its_script(place: Path, holdfast: Holdfast) -> No
     (place / "train.py").write_text("import helpers\n")
     (place / "helpers.py").write_text(HANGS)
     (place / "job.yaml").write_text(JOB)
-    result = holdfast("preflight", "job.yaml", "--json")
+    result = holdfast("spec preflight", "job.yaml", "--json")
     found = json.loads(result.out)
     assert result.code == 1 and (found["errors"], found["warnings"]) == (1, 2)
     assert [(f["file"], f["line"], f["rule"]) for f in found["findings"]] == [
@@ -54,7 +54,7 @@ def test_a_job_is_checked_with_its_script(place: Path, holdfast: Holdfast) -> No
 
 def test_warnings_alone_end_with_exit_code_0(place: Path, holdfast: Holdfast) -> None:
     (place / "train.py").write_text("import os\nos.environ['NCCL_TIMEOUT'] = '1'\n")
-    result = holdfast("preflight", "train.py")
+    result = holdfast("spec preflight", "train.py")
     assert result.code == 0 and "warning ENV501 NCCL_TIMEOUT: neither torch nor NCCL" in result.out
 
 
@@ -63,28 +63,28 @@ def test_the_old_launcher_of_torch_is_a_warning(place: Path, holdfast: Holdfast)
     text = JOB.partition("  entrypoint")[0]
     line = "python -m torch.distributed.launch plain.py"
     (place / "job.yaml").write_text(f"{text}  entrypoint: {{command: {line}}}\n")
-    result = holdfast("preflight", "job.yaml")
+    result = holdfast("spec preflight", "job.yaml")
     assert result.code == 0 and "job.yaml:6: warning ENV503" in result.out
 
 
 def test_the_code_of_an_installed_module_is_not_read(place: Path, holdfast: Holdfast) -> None:
     text = JOB.partition("  entrypoint")[0]
     (place / "job.yaml").write_text(text + "  entrypoint: {module: json.tool}\n")
-    result = holdfast("preflight", "job.yaml")
+    result = holdfast("spec preflight", "job.yaml")
     assert result.code == 0 and "its code was not read" in result.err
 
 
 def test_the_rules_are_listed_with_their_sources(holdfast: Holdfast) -> None:
-    listed = holdfast("preflight", "--rules").out
+    listed = holdfast("spec preflight", "--rules").out
     assert "FSDP203 (error): " in listed and "    source: " in listed
-    rules = json.loads(holdfast("preflight", "--rules", "--json").out)
+    rules = json.loads(holdfast("spec preflight", "--rules", "--json").out)
     assert {"id", "severity", "finds", "why", "fix", "source"} == set(rules[0])
 
 
 def test_the_examples_have_no_error(holdfast: Holdfast) -> None:
     examples = Path(__file__).parents[4] / "examples"
     for job in sorted(examples.glob("*.yaml")):
-        assert holdfast("preflight", job).code == 0, job
+        assert holdfast("spec preflight", job).code == 0, job
 
 
 def test_an_import_prints_the_job_and_names_what_it_dropped(
@@ -92,14 +92,14 @@ def test_an_import_prints_the_job_and_names_what_it_dropped(
 ) -> None:
     config = {"train_batch_size": 16, "steps_per_print": 10, "zero_optimization": {"stage": 3}}
     (place / "ds.json").write_text(json.dumps(config))
-    given = ("preflight", "--import", "ds.json", "--nodes", "2", "--workers", "2")
+    given = ("spec preflight", "--import", "ds.json", "--nodes", "2", "--workers", "2")
     result = holdfast(*given)
     assert result.code == 0 and "shard: world" in result.out
     assert "dropped steps_per_print (10): " in result.err
     saved = holdfast(*given, "--save", "job.yaml")
     assert saved.code == 0 and saved.out == "" and "job.yaml written" in saved.err
     assert (place / "job.yaml").read_text() == result.out
-    assert holdfast("validate", "job.yaml").code == 0
+    assert holdfast("spec validate", "job.yaml").code == 0
     assert json.loads(holdfast(*given, "--json").out)["format"] == "DeepSpeed"
 
 
@@ -135,6 +135,6 @@ def test_a_mistake_of_the_user_is_one_message_and_exit_code_2(
     (place / "other.json").write_text('{"hello": 1}')
     (place / "ds.json").write_text('{"train_batch_size": 16}')
     (place / "job.yaml").write_text(JOB)
-    result = holdfast("preflight", *arguments)
+    result = holdfast("spec preflight", *arguments)
     assert result.code == 2 and message in result.err
     assert "Traceback" not in result.err

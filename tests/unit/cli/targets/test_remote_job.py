@@ -86,7 +86,7 @@ def test_no_controller_says_how_to_take_the_job_over(directory: JobDirectory) ->
     with pytest.raises(ControllerGone) as raised:
         ask(directory, "suspend")
     assert raised.value.exit_code == 1
-    assert "holdfast run --attach demo" in str(raised.value)
+    assert "holdfast attach demo" in str(raised.value)
 
 
 @pytest.mark.parametrize("answer", [b"", b"\xff\xff\xff\xff", b"\0\0\0\1x"])
@@ -121,7 +121,7 @@ def test_without_a_controller_a_remark_says_whether_training_goes_on(
         (line,) = RemoteJob(LocalTransport(directory)).remarks(
             JobView(name="demo", state="running", controller_alive=False)
         )
-        assert "`holdfast run --attach demo`" in line
+        assert "`holdfast attach demo`" in line
         return line
 
     here = identify(os.getpid())

@@ -116,7 +116,7 @@ def on_processors(**facts: object) -> tuple[core.Transcript, JobProjection]:
 def figures_of_plan(
     transcript: core.Transcript, entries: tuple[CalibrationEntry, ...] = ()
 ) -> tuple[Hardware, float, int]:
-    """(hardware, seconds of a step, bytes) as `holdfast plan` computes them on such a node."""
+    """(hardware, seconds of a step, bytes) as `holdfast spec plan` computes them on such a node."""
     state = transcript.state
     facts = next(iter(state.nodes.values())).facts
     hardware = hardware_of(load_catalogue(), state.job, facts, len(state.members))

@@ -157,7 +157,7 @@ def test_the_list_of_all_jobs_and_what_reads_storage_run_in_the_cluster(tmp_path
     with pytest.raises(typer.Exit):
         target(tmp_path, os.getpid(), ran).views()
     assert ran == [ADDRESS]
-    assert can_look(["status", "a"]) and can_look(["report", "a", "--json"])
+    assert can_look(["status", "a"]) and can_look(["logs", "a"])
     assert not any(can_look([verb, "a"]) for verb in ("cancel", "checkpoint", "stacks", "events"))
     assert not can_look([])
 
