@@ -14,7 +14,6 @@ PARTS = {
     "command operator": f"{_CLI}.commands.operator:register",
     "command plan": f"{_CLI}.commands.plan:register",
     "command preflight": f"{_CLI}.commands.preflight:register",
-    "command submit": f"{_CLI}.commands.submit:register",
     "fix": f"{_HERE}.explorer.advice:fix",
     "measurements": f"{_HERE}.catalogue.measurements:read",
     "planned figures": f"{_HERE}.runtime.observe.planned:PlannedFigures",

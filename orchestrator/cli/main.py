@@ -96,8 +96,6 @@ def _group(name: str, panel: str, *registers: Callable[[typer.Typer, str], None]
 
 
 run.register(app, "Run")
-if submit := part("command submit"):
-    submit(app, "Run")
 inspect.register(app, "Look")
 control.register(app, "Change")
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel="More")

@@ -86,10 +86,11 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
 """Options that choose the target -> type and default."""
 
 
-def with_target(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the options that choose the target in place of the parameter `target`."""
+def with_target(command: Callable[..., None], **fixed: Any) -> Callable[..., None]:
+    """The command with the options that choose the target in place of the parameter `target`, and
+    without the parameters that are fixed."""
     hints = get_type_hints(command, include_extras=True)
-    own = inspect.signature(command).parameters.values()
+    own = [p for p in inspect.signature(command).parameters.values() if p.name not in fixed]
     parameters = [p.replace(annotation=hints[p.name]) for p in own if p.name != "target"]
     for name, (annotation, default) in _OPTIONS.items():
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -99,7 +100,7 @@ def with_target(command: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         target = choose(**{name: given.pop(name) for name in _OPTIONS})
         with target.guard():
-            command(target=target, **given)
+            command(target=target, **given, **fixed)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}

@@ -285,11 +285,11 @@ def spec_file(
     show: Callable[[str], None],
     *,
     uploads: bool = False,
-) -> Iterator[Path]:
-    """A file with the spec of a run, for as long as the command runs; its directory is the current
-    one. With `save` it stays, where its directory is, unless the job is refused. `uploads`: the
-    directory goes to a cluster. `show` gets the text for the user. Raises UserError and
-    SpecError."""
+) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """(A file with the spec of a run, a function that shows it to the user), for as long as the
+    command runs; its directory is the current one. With `save` it stays, where its directory is,
+    unless the job is refused. `uploads`: the directory goes to a cluster. `show` prints a text.
+    Raises UserError and SpecError."""
     from ..api.v1alpha1.job import redacted_document
     from .targets.tempdir import scratch
 
@@ -300,15 +300,15 @@ def spec_file(
         if save is not None:
             work = os.path.relpath(Path.cwd().resolve(), save.absolute().parent.resolve())
             with _saved(run, save, run.document(name, work), show, uploads):
-                yield save
+                yield save, lambda: None
             return
         document = run.document(name)
-        show(text_of(redacted_document(document, run.program.env)).rstrip())
-        show("this is the job as a spec; --save job.yaml keeps it")
+        shown = text_of(redacted_document(document, run.program.env)).rstrip()
+        hint = "this is the job as a spec; --save job.yaml keeps it"
         with scratch("holdfast-run-") as place:
             file = place / f"{name}.yaml"
             file.write_text(text_of(document), encoding="utf-8")
-            yield file
+            yield file, lambda: show(f"{shown}\n{hint}")
     except SpecError as error:
         raise SpecError(error.problems, run.source) from None
 

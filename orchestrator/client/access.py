@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from ..cli.targets.local import LocalTarget
+from ..cli.targets.local import LocalTarget, LocalTransport, attended_view
+from ..cli.targets.remote_job import view_through
 from ..core.transitions import TERMINAL
-from ..errors import HoldfastError
 from ..runtime.job_directory import Home
 from ..runtime.observe.view import JobView
 from .commands import Commands, failure
@@ -32,10 +32,9 @@ _VIEW_LINE = re.compile(r"^\d\d:\d\d:\d\d  ", re.MULTILINE)
 class ClusterAccess(Commands):
     """Jobs of a cluster. They run there without this machine."""
 
-    def __init__(self, *options: str, start_with: Sequence[str], what: str) -> None:
-        """`start_with`: the command that starts a job and then shows it."""
+    def __init__(self, *options: str, what: str) -> None:
         super().__init__(options)
-        self._start_with, self.what = tuple(start_with), what
+        self.what = what
 
     def free_name(self, wanted: str) -> str:
         return f"{wanted}-{secrets.token_hex(2)}"
@@ -44,7 +43,7 @@ class ClusterAccess(Commands):
         """Start the job in a file; returns when it exists. `output`: a new file for what the
         command prints. Raises UserError for what the target refuses."""
         with output.open("wb") as stream:
-            child = self.begin([*self._start_with, str(file)], stream, subprocess.STDOUT)
+            child = self.begin(["run", str(file)], stream, subprocess.STDOUT)
         try:
             _until(lambda: child.poll() is not None or _shows_a_view(output))
         finally:
@@ -76,29 +75,13 @@ class LocalAccess(Commands):
     def __init__(self, home: Home) -> None:
         super().__init__(("--home", str(home.path)))
         self._home, self._target = home, LocalTarget(home.path)
-        self._controllers: list[subprocess.Popen[str]] = []
 
     def free_name(self, wanted: str) -> str:
         return self._target.free_name(wanted)
 
     def start(self, file: Path, name: str, output: Path) -> None:
-        """Start it; on a cluster, too, and then the controller writes to `output`."""
-        self._controllers = [one for one in self._controllers if one.poll() is None]
-        with output.open("wb") as stream:
-            child = self.begin(["run", str(file), "--json"], stream, subprocess.STDOUT)
-        self._controllers.append(child)
-        directory = self._home.directory(name)
-
-        def has_started() -> bool:
-            return (directory.controller() or {}).get("pid") == child.pid
-
-        try:
-            _until(lambda: child.poll() is not None or has_started())
-        except BaseException:
-            child.terminate()  # the user waits no longer: it cancels the job
-            raise
-        if child.poll() not in (None, 0) and not _has_report(output):
-            raise failure(child.returncode, output)
+        """Start it. Nothing is written to `output`: the controller prints into the job's logs."""
+        self.run("submit", str(file), "--json")
 
     def view(self, name: str) -> JobView:
         return self._target.find(name).view()
@@ -114,18 +97,13 @@ class LocalAccess(Commands):
         """The last view, when the controller has ended too. Raises TimeoutError, and HoldfastError
         when there is no controller."""
         directory = self._home.find(name)
-        job = self._target.find(name)
+        transport = LocalTransport(directory)
 
         def has_ended() -> bool:
-            if directory.controller_alive():
-                return False
-            view = job.view()
-            if view.state not in TERMINAL:
-                raise HoldfastError(f"job {name}: {' '.join(job.remarks(view))}")
-            return True
+            return not directory.controller_alive() and attended_view(transport).state in TERMINAL
 
         _until(has_ended, timeout_s)
-        return job.view()
+        return view_through(transport)
 
 
 Access = LocalAccess | ClusterAccess
@@ -148,11 +126,6 @@ def _until(condition: Callable[[], bool], timeout_s: float | None = None) -> Non
 
 def _shows_a_view(output: Path) -> bool:
     return _VIEW_LINE.search(_text(output)) is not None
-
-
-def _has_report(output: Path) -> bool:
-    """Whether a command with --json has printed the report of a job that has ended."""
-    return re.search(r"^\{$", _text(output), re.MULTILINE) is not None
 
 
 def _text(path: Path) -> str:

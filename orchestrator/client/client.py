@@ -65,12 +65,10 @@ class Client:
         if kubernetes:
             words = [f"--{field}={value}" for field, value in chosen.items() if value is not None]
             where = f"Kubernetes, namespace {namespace}" if namespace else "Kubernetes"
-            self._access = ClusterAccess("--kubernetes", *words, start_with=["run"], what=where)
+            self._access = ClusterAccess("--kubernetes", *words, what=where)
         elif ray is not None:
             address = ray_address(ray)
-            self._access = ClusterAccess(
-                f"--ray={address}", start_with=["submit", "--follow"], what=f"Ray, {address}"
-            )
+            self._access = ClusterAccess(f"--ray={address}", what=f"Ray, {address}")
         else:
             self._access = LocalAccess(self._home)
 

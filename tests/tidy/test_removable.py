@@ -40,8 +40,8 @@ PARTS = {
     ),
     "ray": (
         "orchestrator/backends/ray", "orchestrator/hosts/ray", f"{CLI}/targets/ray",
-        "orchestrator/journal/gcs_store.py", f"{COMMANDS}/submit.py",
-        "orchestrator/client/ray_trainer.py", "holdfast/ray.py",
+        "orchestrator/journal/gcs_store.py", "orchestrator/client/ray_trainer.py",
+        "holdfast/ray.py",
     ),
 }  # fmt: skip
 """Part -> its files, and those that are declared to need it."""
@@ -71,7 +71,7 @@ from holdfast.orchestrator.cli.main import app
 for words in (["--help"], ["run", "--help"], ["spec", "--help"]):
     app(words, prog_name="holdfast", standalone_mode=False)
 """
-COMMAND = {"preflight": "preflight  ", "explorer": "plan  ", "ray": "submit"}
+COMMAND = {"preflight": "preflight  ", "explorer": "plan  "}
 
 
 def modules(place: Path, *tops: str) -> dict[str, Path]:

@@ -72,12 +72,6 @@ def append(parts: Iterable[FilePart], offsets: dict[str, int], target: Path) -> 
     return some
 
 
-def on_no_node(path: str) -> bool:
-    """Whether every Ray node that answers lacks this file."""
-    answers = _on_ray_nodes(ray_nodes.alive_nodes(), os.path.isfile, path)
-    return bool(answers) and not any(answers)
-
-
 def _on_ray_nodes(nodes: Iterable[str], function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `function` returns on each of these Ray nodes, of those that answer."""
     import ray

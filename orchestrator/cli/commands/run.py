@@ -1,4 +1,4 @@
-"""`holdfast run | attach | again`: start a job and watch it, watch one that runs, edit its code."""
+"""`holdfast run | submit | attach | again`: start a job, watch it, restart it with edited code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from ..script_job import (
     PythonOption,
     ResumeOption,
     SaveOption,
-    ScriptRun,
     WordsArgument,
     WorkersOption,
     asked,
@@ -30,7 +29,7 @@ from ..script_job import (
 
 if TYPE_CHECKING:
     from ..display import Display
-    from ..targets.base import RunResult
+    from ..targets.base import Launch, RunResult
 
 RunArgument = Annotated[
     Path | None,
@@ -40,6 +39,13 @@ RunArgument = Annotated[
         "comes after --.",
     ),
 ]
+RuntimeEnvOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--runtime-env", metavar="FILE",
+        help="With --ray http://HEAD:8265: Ray's runtime_env in YAML: pip, env_vars, ...",
+    ),
+]  # fmt: skip
 LinesOption = Annotated[
     bool | None,
     typer.Option(
@@ -50,19 +56,49 @@ LinesOption = Annotated[
 ]
 ReportOption = Annotated[
     bool,
-    typer.Option("--json", help="Print nothing while the job runs, then the report as JSON."),
+    typer.Option("--json", help="Print only JSON: the report at the end; submit: the name."),
 ]
 AGAIN_S = 120.0
 """A first step of the new code is waited for so long. The job does not depend on it."""
 AGAIN_LOOK_S = 0.1
 
 
+RUN = """Train, show the progress until the job ends, then print the report.
+
+    Exit code: 0 if the job succeeds, 1 if it fails or is cancelled, 2 for invalid usage or an
+    invalid job spec, 130 after Ctrl-C.
+
+    On this machine Ctrl-C cancels the job. If its controller is killed, another one starts; if this
+    whole command is killed, the agents keep training for spec.recovery.controllerAbsenceSeconds
+    (15 minutes), and `holdfast attach` takes the job over. With --kubernetes or --ray the job runs
+    in the cluster, with a copy of the spec's directory: Ctrl-C leaves it running, and `holdfast
+    attach` watches it again.
+
+    A script needs no spec: run prints the spec that it makes of the options; --save writes it.
+
+    Examples: `holdfast run examples/stdlib-bytes.yaml`,
+    `holdfast run train.py --nodes 2 --workers 2 -- --lr 3e-4`,
+    `holdfast run -- torchrun --nproc_per_node 2 train.py`
+    """
+SUBMIT = """Start a job as `holdfast run` does, and return: `holdfast attach` watches it.
+
+    On this machine a process in the background runs its controller.
+
+    Examples: `holdfast submit examples/stdlib-bytes.yaml --kubernetes`,
+    `holdfast submit train.py --nodes 2 --workers 2 --ray http://HEAD:8265 -- --lr 3e-4`
+    """
+
+
 def register(app: typer.Typer, panel: str) -> None:
-    for command in (run, attach, again):
+    app.command("run", help=RUN, rich_help_panel=panel)(with_target(start, returns=False))
+    app.command("submit", help=SUBMIT, rich_help_panel=panel)(
+        with_target(start, returns=True, lines=None)
+    )
+    for command in (attach, again):
         app.command(rich_help_panel=panel)(with_target(command))
 
 
-def run(
+def start(
     file: RunArgument = None,
     words: WordsArgument = None,
     nodes: NodesOption = None,
@@ -73,70 +109,57 @@ def run(
     python: PythonOption = None,
     resume_args: ResumeOption = None,
     save: SaveOption = None,
+    runtime_env: RuntimeEnvOption = None,
     lines: LinesOption = None,
     as_json: ReportOption = False,
     *,
+    returns: bool,
     target: Target,
 ) -> None:
-    """Train on this machine, show the progress until the job ends, then print the report.
+    """`holdfast run`, and `submit`, which `returns` once the job exists."""
+    from ..targets.base import Launch, RunsEnded
 
-    Exit code: 0 if the job succeeds, 1 if it fails or is cancelled, 2 for invalid usage or an
-    invalid job spec, 130 after Ctrl-C. If this process dies, the agents keep training for
-    spec.recovery.controllerAbsenceSeconds (15 minutes), and `holdfast attach` takes the job over.
-
-    With --kubernetes or --ray the job runs in a cluster without this process: Ctrl-C leaves it
-    running, and `holdfast attach` watches it again.
-
-    A script needs no spec: run prints the spec that it makes of the options; --save writes it.
-
-    Examples: `holdfast run examples/stdlib-bytes.yaml`,
-    `holdfast run train.py --nodes 2 --workers 2 -- --lr 3e-4`,
-    `holdfast run -- torchrun --nproc_per_node 2 train.py`
-    """
-    wanted = asked(
-        file, words, save,
-        nodes=nodes, workers=workers, gpus=gpus, name=name, env=env, python=python,
-        resume_args=resume_args,
-    )  # fmt: skip
-    if wanted is not None:
-        raise typer.Exit(_run_script(wanted, save, target, as_json, lines))
-    if file is None:
-        raise UserError("FILE: got nothing; expected a TrainingJob in YAML, or a script")
-    raise typer.Exit(_shown(target, as_json, lines, lambda shown: target.run(file, shown)))
-
-
-def attach(
-    job: JobArgument,
-    lines: LinesOption = None,
-    as_json: ReportOption = False,
-    *,
-    target: Target,
-) -> None:
-    """Watch a job until it ends, then print the report, with the exit code of `holdfast run`.
-
-    On this machine attach takes a job over whose controller died. Ctrl-C leaves a job running that
-    another process controls.
-
-    Example: `holdfast attach my-job`
-    """
-    raise typer.Exit(_shown(target, as_json, lines, lambda display: target.attach(job, display)))
-
-
-def _run_script(
-    wanted: ScriptRun, save: Path | None, target: Target, as_json: bool, lines: bool | None
-) -> int:
-    """Make the spec, and run it. The exit code."""
-    from ..targets.base import RunsEnded, Uploads
+    def begin(launch: Launch) -> int:
+        if returns:
+            return _submit(target, launch, as_json)
+        return _shown(target, as_json, lines, lambda display: target.run(launch, display))
 
     def show(text: str) -> None:
         with ignoring_closed_output():
             (stderr() if as_json else stdout()).print(text, markup=False, soft_wrap=True)
 
-    uploads = isinstance(target, Uploads)
-    wanted = replace(wanted, is_local=isinstance(target, RunsEnded))
-    with spec_file(wanted, save, target.free_name, show, uploads=uploads) as made:
-        directory = Path.cwd() if save is None else None
-        return _shown(target, as_json, lines, lambda shown: target.run(made, shown, directory))
+    script = asked(
+        file, words, save,
+        nodes=nodes, workers=workers, gpus=gpus, name=name, env=env, python=python,
+        resume_args=resume_args,
+    )  # fmt: skip
+    if runtime_env is not None and not target.takes_runtime_env:
+        problem = Problem("--runtime-env", str(runtime_env), "it with --ray http://HEAD:8265")
+        raise UserError(str(problem))
+    if script is None and file is None:
+        raise UserError("FILE: got nothing; expected a TrainingJob in YAML, or a script")
+    if script is None:
+        assert file is not None
+        raise typer.Exit(begin(Launch(file, file.absolute().parent, None, runtime_env)))
+    local = isinstance(target, RunsEnded)
+    script = replace(script, is_local=local)
+    with spec_file(script, save, target.free_name, show, uploads=not local) as (made, shown):
+        directory = Path.cwd() if save is None else save.absolute().parent
+        raise typer.Exit(begin(Launch(made, directory, script, runtime_env, shown)))
+
+
+def _submit(target: Target, launch: Launch, as_json: bool) -> int:
+    """Start a job without showing it. The exit code."""
+    from ..display import SilentDisplay
+
+    done = target.submit(launch, SilentDisplay(stderr()))
+    if as_json:
+        print_json(done)
+        return 0
+    where = f" as Ray job {done['ray_job']}" if "ray_job" in done else ""
+    hint = target.command("attach", done["job"])
+    typer.echo(f"job {done['job']}: submitted{where}; watch it with `{hint}`")
+    return 0
 
 
 def _shown(
@@ -159,6 +182,23 @@ def _shown(
                 can_read = target.can_read(done.view.checkpoint_path)
                 print_report(console, done.view, command=target.command, can_read=can_read)
     return done.exit_code
+
+
+def attach(
+    job: JobArgument,
+    lines: LinesOption = None,
+    as_json: ReportOption = False,
+    *,
+    target: Target,
+) -> None:
+    """Watch a job until it ends, then print the report, with the exit code of `holdfast run`.
+
+    On this machine attach takes a job over whose controller died. Ctrl-C leaves a job running that
+    another process controls.
+
+    Example: `holdfast attach my-job`
+    """
+    raise typer.Exit(_shown(target, as_json, lines, lambda display: target.attach(job, display)))
 
 
 def again(

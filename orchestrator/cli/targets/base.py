@@ -6,7 +6,7 @@ Every method raises HoldfastError, and UserError for what a target cannot do at 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..display import Display
+from ..script_job import ScriptRun
 from .remote_job import RemoteJob
 
 
@@ -23,6 +24,21 @@ class RunResult(NamedTuple):
     view: JobView | None
     """None: the job goes on without this process, so there is nothing to report."""
     exit_code: int
+
+
+class Launch(NamedTuple):
+    """A job to start."""
+
+    file: Path
+    """Its spec."""
+    directory: Path
+    """The spec's, which is uploaded to a cluster."""
+    script: ScriptRun | None = None
+    """What the spec was made from, where the user has written none."""
+    runtime_env: Path | None = None
+    """Ray's, in YAML; only for a target with `takes_runtime_env`."""
+    show: Callable[[], None] = lambda: None
+    """Prints the spec, once the job is accepted."""
 
 
 def exit_code(view: JobView) -> int:
@@ -46,15 +62,10 @@ class RunsEnded(Protocol):
         ...
 
 
-@runtime_checkable
-class Uploads(Protocol):
-    """A target to which `run` uploads the directory of the spec."""
-
-    uploads_code: bool
-
-
 class Target(Protocol):
     """Where jobs live: this machine, a Kubernetes cluster or a Ray cluster."""
+
+    takes_runtime_env: bool
 
     def find(self, name: str) -> RemoteJob:
         """Raises UserError that lists the existing jobs."""
@@ -85,9 +96,12 @@ class Target(Protocol):
         """A name for the job of a run without a spec."""
         ...
 
-    def run(self, file: Path, display: Display, directory: Path | None = None) -> RunResult:
-        """Start the job in `file`, and show it until it ends. `directory`: of the spec; None: that
-        of `file`."""
+    def run(self, launch: Launch, display: Display) -> RunResult:
+        """Start a job, and show it until it ends."""
+        ...
+
+    def submit(self, launch: Launch, display: Display) -> dict[str, str]:
+        """Start a job, and leave it to itself: {"job": its name}, and what else names it."""
         ...
 
     def attach(self, name: str, display: Display) -> RunResult:

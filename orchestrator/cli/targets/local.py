@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import Damaged, HoldfastError, Problem, SpecError, UserError
+from holdfast.orchestrator.protocol import python_command
 from holdfast.orchestrator.protocol.manifest import Manifest
 from holdfast.orchestrator.protocol.messages import (
     BadFrame,
@@ -26,7 +28,7 @@ from holdfast.orchestrator.runtime.observe.view import JobView
 from ..display import Display, watch_job
 from ..output import plural, stderr, without_controller
 from ..report import local_command
-from .base import RunResult, exit_code, first_free
+from .base import Launch, RunResult, exit_code, first_free
 from .remote_job import (
     ControllerGone,
     LogSelector,
@@ -35,14 +37,20 @@ from .remote_job import (
     extra_s,
     view_through,
 )
+from .supervisor import accept_stop, supervise
 
 if TYPE_CHECKING:
     from holdfast.orchestrator.api.v1alpha1 import TrainingJob
-    from holdfast.orchestrator.hosts.local.service import FinishedRun
 
     from ..code_files import Code
 
 
+PROGRAM = "holdfast.orchestrator.cli.main"
+OUTPUT = "command.log"
+"""File among a job's logs: what the background process of `holdfast submit` prints."""
+START_POLL_S = 0.1
+REPLACEMENT_S = 10.0
+"""A supervised controller that was killed has a successor by then."""
 TIMEOUT_S = 15.0
 """The controller answers from memory: it accepts a resize or a suspend without awaiting it."""
 
@@ -241,6 +249,8 @@ class LocalTransport:
 
 
 class LocalTarget:
+    takes_runtime_env = False
+
     def __init__(self, home: Path | None) -> None:
         self._home = Home(home)
 
@@ -272,34 +282,81 @@ class LocalTarget:
         used = {directory.name for directory in self._home.list()}
         return first_free(wanted, used)
 
-    def run(self, file: Path, display: Display, directory: Path | None = None) -> RunResult:
-        from holdfast.orchestrator.hosts.local.service import run_job
+    def run(self, launch: Launch, display: Display) -> RunResult:
+        directory, notes = self._create(launch)
+        return self._controlled(directory, display, notes, is_new=True)
 
-        job, notes = self._load(file, directory)
-        with display, _lines(job, self._home.directory(job.name), display):
-            for note in notes:
-                display.note(note)
-            home = directory or file.absolute().parent
-            return _result(run_job(job, self._home, home, display.show, display.note))
+    def submit(self, launch: Launch, display: Display) -> dict[str, str]:
+        """`holdfast attach` in the background is the job's controller."""
+        directory, notes = self._create(launch)
+        for note in notes:
+            display.note(note)
+        output = directory.logs / OUTPUT
+        output.parent.mkdir(exist_ok=True)
+        with output.open("wb") as stream:
+            child = subprocess.Popen(
+                [*python_command.start(PROGRAM), "attach", directory.name, "--json",
+                 "--home", str(self._home.path)],
+                stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+        while directory.controller() is None and child.poll() is None:
+            time.sleep(START_POLL_S)
+        if child.poll() is not None and not directory.journal.exists():
+            text = output.read_text(encoding="utf-8", errors="replace")
+            directory.remove()
+            raise HoldfastError(text.rpartition("error: ")[2].strip())
+        return {"job": directory.name}
 
     def attach(self, name: str, display: Display) -> RunResult:
-        from holdfast.orchestrator.hosts.local.service import attach_job
-
         found = self._home.find(name)
         transport = LocalTransport(found)
+        if not found.journal.exists() and not any((found.path / "checkpoints").glob("*")):
+            return self._controlled(found, display)  # `submit` has created it
         view = view_through(transport)
         if view.state in TERMINAL and transport.has_ended():
             return RunResult(view, exit_code(view))
-        with display, _lines(found.job(), found, display):
-            if view.controller_alive:
+        if view.controller_alive:
+            with display, _lines(found.job(), found, display):
                 return _watched(name, transport, display)
-            return _result(attach_job(found, display.show, display.note))
+        return self._controlled(found, display)
+
+    def _create(self, launch: Launch) -> tuple[JobDirectory, list[str]]:
+        from holdfast.orchestrator.hosts.local.job_records import create_job
+
+        job, notes = self._load(launch.file, launch.directory)
+        directory = create_job(self._home, job, launch.directory)
+        launch.show()
+        return directory, notes
+
+    def _controlled(
+        self,
+        directory: JobDirectory,
+        display: Display,
+        notes: Sequence[str] = (),
+        *,
+        is_new: bool = False,
+    ) -> RunResult:
+        """Be the controller of a job until it ends, in a child process: a killed one is replaced,
+        and the next one takes the job over."""
+        if supervise("controller"):
+            accept_stop()
+            is_new = False
+            transport = LocalTransport(directory)
+            view = view_through(transport)
+            if view.state in TERMINAL and transport.has_ended():
+                return RunResult(view, exit_code(view))
+        from holdfast.orchestrator.hosts.local.service import run_job
+
+        with display, _lines(directory.job(), directory, display):
+            for note in notes:
+                display.note(note)
+            done = run_job(directory, display.show, display.note, is_new=is_new)
+        return RunResult(done.view, 130 if done.interrupted else exit_code(done.view))
 
     def run_ended(self, name: str, display: Display) -> RunResult:
-        from holdfast.orchestrator.hosts.local.service import attach_job
-
         directory = self._home.find(name)
-        transport, job = LocalTransport(directory), directory.job()
+        transport = LocalTransport(directory)
         transport.check_code()
         view = view_through(transport)
         begin = "the beginning: it has no checkpoint"
@@ -307,14 +364,13 @@ class LocalTarget:
             begin = f"its checkpoint of step {view.checkpoints[-1].step}"
         with directory.locked():
             place = directory.set_aside()
-        with display, _lines(job, directory, display):
-            display.note(
-                f"job {name}: {view.state} before; it runs again with the code as it is now, from "
-                f"{begin}; journal and logs of before are in {place}"
-            )
-            return _result(attach_job(directory, display.show, display.note))
+        note = (
+            f"job {name}: {view.state} before; it runs again with the code as it is now, from "
+            f"{begin}; journal and logs of before are in {place}"
+        )
+        return self._controlled(directory, display, [note])
 
-    def _load(self, file: Path, directory: Path | None) -> tuple[TrainingJob, list[str]]:
+    def _load(self, file: Path, directory: Path) -> tuple[TrainingJob, list[str]]:
         """The job in a file with its number of GPUs, after expired jobs made room for it; and notes
         for the user. Raises UserError."""
         from holdfast.orchestrator.api.v1alpha1.remarks import remarks
@@ -338,30 +394,31 @@ class LocalTarget:
         return job, [*filter(None, [why]), *remarks(job)]
 
 
-def _watched(name: str, transport: LocalTransport, display: Display) -> RunResult:
-    """Show a job whose controller another process is. Raises HoldfastError when that ends before
-    the job."""
-
-    def read() -> JobView:
+def attended_view(transport: LocalTransport) -> JobView:
+    """The view of a job that has ended, or has a controller: a killed one is replaced soon. Raises
+    HoldfastError where it is not."""
+    give_up = time.monotonic() + REPLACEMENT_S
+    while True:
         view = view_through(transport)
-        if not view.controller_alive and view.state not in TERMINAL:
-            raise HoldfastError(
-                f"job {name}: its controller has ended; `holdfast attach {name}` takes the job over"
-            )
-        return view
+        if view.controller_alive or view.state in TERMINAL:
+            return view
+        if time.monotonic() > give_up:
+            break
+        time.sleep(START_POLL_S)
+    name = transport.name
+    raise HoldfastError(
+        f"job {name}: its controller has ended; `holdfast attach {name}` takes the job over"
+    )
 
+
+def _watched(name: str, transport: LocalTransport, display: Display) -> RunResult:
+    """Show a job whose controller another process is."""
     try:
-        view = watch_job(read, display)
+        view = watch_job(lambda: attended_view(transport), display)
     except KeyboardInterrupt:
         display.note(f"job {name} goes on; `holdfast cancel {name}` ends it")
         return RunResult(None, 130)
     return RunResult(view, exit_code(view))
-
-
-def _result(done: FinishedRun) -> RunResult:
-    if done.interrupted:
-        return RunResult(done.view, 130)
-    return RunResult(done.view, exit_code(done.view))
 
 
 def _lines(

@@ -36,13 +36,13 @@ from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
 )
 from holdfast.orchestrator.runtime.checkpoint_store.options import job_environment, own_options
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
-from holdfast.orchestrator.runtime.job_directory import Home, JobDirectory
+from holdfast.orchestrator.runtime.job_directory import JobDirectory
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime
 from holdfast.orchestrator.runtime.observe import incident_traces
 from holdfast.orchestrator.runtime.observe.prometheus import MetricsServer
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from .job_records import create_job, measurements
+from .job_records import measurements
 
 T = TypeVar("T")
 
@@ -69,39 +69,27 @@ class FinishedRun(NamedTuple):
 
 
 def run_job(
-    job: TrainingJob,
-    home: Home,
-    spec_directory: Path,
-    on_view: Callable[[JobView], None] | None = None,
-    on_note: Callable[[str], None] | None = None,
-) -> FinishedRun:
-    """Create a job and run it to its end.
-
-    `on_view` is called from this thread a few times a second while the job changes; `on_note` gets
-    single sentences for the user. Raises UserError when the job cannot be started; then nothing is
-    left behind.
-    """
-    directory = create_job(home, job, spec_directory)
-    try:
-        with directory.locked():
-            return _run(directory, job, on_view, on_note)
-    except BaseException:
-        # If the job never started, delete it: its name is free again and nothing runs.
-        if not directory.journal.exists():
-            with suppress(HoldfastError):
-                directory.remove()
-        raise
-
-
-def attach_job(
     directory: JobDirectory,
     on_view: Callable[[JobView], None] | None = None,
     on_note: Callable[[str], None] | None = None,
+    *,
+    is_new: bool = False,
 ) -> FinishedRun:
-    """Take over an existing job whose controller is gone, or which was set aside, and run it to its
-    end, as `run_job`."""
-    with directory.locked():
-        return _run(directory, directory.job(), on_view, on_note)
+    """Run a job to its end that was just created, was set aside, or lost its controller.
+
+    `on_view` is called from this thread a few times a second while the job changes; `on_note` gets
+    single sentences for the user. Raises UserError when the job cannot be started; nothing is left
+    of a new one then.
+    """
+    try:
+        with directory.locked():
+            return _run(directory, directory.job(), on_view, on_note)
+    except BaseException:
+        # If the job never started, delete it: its name is free again and nothing runs.
+        if is_new and not directory.journal.exists():
+            with suppress(HoldfastError):
+                directory.remove()
+        raise
 
 
 def _run(

@@ -145,8 +145,9 @@ class Job:
         waited = 0.0
         while waited < BOUND_S:
             place = self.directory.controller()
-            if place is not None and place["pid"] == self.command.pid:
-                return place
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if place and psutil.Process(place["pid"]).ppid() == self.command.pid:
+                    return place
             try:
                 self.command.wait(0.05)
             except subprocess.TimeoutExpired:
@@ -154,6 +155,10 @@ class Job:
             else:
                 raise AssertionError(f"the command has ended:\n{self.output()[-3000:]}")
         raise AssertionError("the controller does not listen")
+
+    @property
+    def controller_pid(self) -> int:
+        return int(self._controller()["pid"])
 
     def request(self, verb: str, **arguments: Any) -> Reply:
         place = self._controller()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -121,12 +122,29 @@ def test_a_second_interrupt_kills_workers_that_ignore_sigterm(make: Make, tmp_pa
     assert_nothing_is_left(job)
 
 
+def test_a_killed_controller_is_replaced_and_the_job_ends_as_without_it(make: Make) -> None:
+    job = make(spec("replaced", steps=150))
+    job.run()
+    before = job.running(incidents=0)
+    workers, controller = job.worker_pids(), job.controller_pid
+    job.kill(controller)
+    while job.controller_pid == controller:
+        time.sleep(0.05)
+    after = job.until(lambda v: v.controller_restarts == 1 and v.step > before.step)
+    assert job.worker_pids() == workers and after.generation == before.generation
+    assert not after.incidents
+    view = job.wait()
+    assert (view.state, view.step, job.command.returncode) == ("succeeded", 149, 0)
+    assert "the controller was killed (SIGKILL); training continues" in job.output()
+    assert_nothing_is_left(job)
+
+
 def test_a_job_whose_node_launcher_was_lost_trains_on_and_leaves_nothing(make: Make) -> None:
     job = make(spec("host", steps=1_000_000))
     job.run()
     view = job.running(incidents=0)
     agents = {job.agent_pid(node.name) for node in view.nodes}
-    (launcher,) = [one for one in job.processes() if one.ppid() == job.command.pid]
+    (launcher,) = [one for one in job.processes() if one.ppid() == job.controller_pid]
     assert launcher.pid not in agents
     launcher.kill()
     after = job.until(lambda v: v.step > view.step + 5)

@@ -29,7 +29,6 @@ NOT_RUN = {
     ".venv/bin/holdfast ": "needs the job of `make run`; test_the_example_survives runs it",
     "helm install ": "needs a cluster; tests/e2e/kubernetes/test_chart.py installs the chart",
     "kubectl ": "needs a cluster; tests/e2e/kubernetes/test_commands.py applies jobs",
-    "holdfast submit ": "needs a Ray cluster; tests/e2e/ray/test_jobs_api.py submits jobs",
     "curl ": "needs the server of a Kubeflow trainer; tests/unit/runtime has its page",
 }
 """Beginning of a command -> why it is not run here. tests/unit/cli/test_printed_commands.py parses

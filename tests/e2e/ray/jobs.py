@@ -192,7 +192,7 @@ class Submitted(Job):
     """A job that is submitted through the Jobs API."""
 
     def _words(self) -> list[str]:
-        return ["submit", str(self.file), "--ray", self.cluster.dashboard, "--follow"]
+        return ["run", str(self.file), "--ray", self.cluster.dashboard]
 
     def info(self) -> Any:
         """Its entry in Ray's Jobs API."""

@@ -101,7 +101,7 @@ def test_a_runtime_env_that_the_cluster_cannot_build_is_reported_in_rays_words(
     package = "gcs://_ray_pkg_0123456789abcdef.zip"
     env.write_text(yaml.safe_dump({"py_modules": [package]}))
     done = holdfast(
-        "submit", str(file), "--ray", dashboard, "--runtime-env", str(env), "--follow",
+        "run", str(file), "--ray", dashboard, "--runtime-env", str(env),
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "could not build the job's runtime env, nothing was started" in done.stderr

@@ -68,15 +68,6 @@ def test_a_recipe_runs_to_its_end_and_is_watched_meanwhile(address: str, tmp_pat
     assert gone.returncode == 0, gone.stderr
 
 
-def test_a_job_is_submitted_through_a_ray_client(address: str, tmp_path: Path) -> None:
-    file = written(tmp_path, "handed-in-outside")
-    done = holdfast("submit", str(file), "--follow", "--ray", address)
-    assert done.returncode == 0, done.stderr
-    assert "12 of 12 steps" in done.stdout
-    gone = holdfast("delete", "handed-in-outside", "--yes", "--ray", address)
-    assert gone.returncode == 0, gone.stderr
-
-
 def test_a_watcher_reports_a_lost_connection_and_the_job_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,15 +92,14 @@ def test_a_watcher_reports_a_lost_connection_and_the_job_goes_on(
         assert holdfast("delete", name, "--yes", "--ray", cluster).returncode == 0
 
 
-def test_a_script_that_is_on_no_node_is_refused_with_the_command_that_uploads_it(
+def test_a_script_that_only_the_machine_of_the_command_has_is_uploaded(
     address: str, tmp_path: Path
 ) -> None:
-    """The directory exists on this machine only."""
-    mine, file = tmp_path / "mine", written(tmp_path, "elsewhere", **SCRIPT)
-    done = run_alone(mine, file, address)
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert f"train.py ({mine}/in/train.py is on no Ray node of the cluster)" in done.stderr
-    assert "`holdfast submit FILE --ray http://HEAD:8265`" in done.stderr
+    for way, where in (("client", address), ("head", cluster_rig.connected().address)):
+        name = f"script-{way}"
+        done = run_alone(tmp_path / way, written(tmp_path, name, **SCRIPT), where)
+        assert done.returncode == 0 and "uploaded: 2 files" in done.stdout, done.stderr
+        assert holdfast("delete", name, "--yes", "--ray", where).returncode == 0
 
 
 def test_a_recipe_runs_where_no_node_has_the_directory_of_its_spec(
@@ -122,18 +112,6 @@ def test_a_recipe_runs_where_no_node_has_the_directory_of_its_spec(
         assert done.returncode == 0, done.stdout + done.stderr
         assert "12 of 12 steps" in done.stdout
         assert holdfast("delete", name, "--yes", "--ray", where).returncode == 0
-
-
-def test_a_script_that_only_the_machine_of_the_command_has_is_named(tmp_path: Path) -> None:
-    """One machine of the cluster has it: a command there cannot know that the others lack it."""
-    where, name = cluster_rig.connected().address, "script-here-only"
-    mine = tmp_path / "mine"
-    done = run_alone(mine, written(tmp_path, name, **SCRIPT), where)
-    said = done.stdout + done.stderr
-    assert done.returncode == 1 and "Traceback" not in said, said
-    assert f"spec.entrypoint.script: got train.py ({mine}/in: No such file" in said
-    assert "`holdfast submit`" in said and "[Errno" not in said
-    assert holdfast("delete", name, "--yes", "--ray", where).returncode == 0
 
 
 def test_a_checkpoint_path_that_means_another_place_in_the_cluster_is_refused(

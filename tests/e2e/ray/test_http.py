@@ -54,7 +54,7 @@ def test_a_followed_log_is_shown_once_and_as_a_whole(websockets: bool, tmp_path:
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(spec(name, 12, checkpoint={"path": str(tmp_path / "here")})))
     with Relay(cluster.dashboard, websockets=websockets) as relay:
-        done = holdfast("submit", str(file), "--follow", "--ray", relay.url)
+        done = holdfast("run", str(file), "--ray", relay.url)
     assert done.returncode == 0, done.stderr
     client = JobSubmissionClient(cluster.dashboard)
     (found,) = [one for one in client.list_jobs() if (one.metadata or {}).get("job_name") == name]

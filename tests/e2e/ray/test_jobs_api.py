@@ -49,14 +49,12 @@ def until(client: Any, name: str, statuses: tuple[str, ...]) -> Any:
 
 
 def submit(
-    tmp_path: Path, name: str, steps: int, *words: str, address: str = "", **changes: Any
+    tmp_path: Path, name: str, steps: int, *words: str, verb: str = "submit", **changes: Any
 ) -> Any:
     file = tmp_path / f"{name}.yaml"
     changes = {"checkpoint": {"path": str(tmp_path / name)}} | changes
     file.write_text(yaml.safe_dump(spec(name, steps, **changes)))
-    return holdfast(
-        "submit", str(file), "--ray", address or cluster_rig.connected().dashboard, *words
-    )
+    return holdfast(verb, str(file), "--ray", cluster_rig.connected().dashboard, *words)
 
 
 def test_a_submitted_job_is_listed_by_ray_with_its_metadata_and_trains_to_its_end(
@@ -90,8 +88,8 @@ def test_secrets_of_a_submitted_script_stay_here_or_are_not_shown(
     monkeypatch.chdir(tmp_path)
     address, value = cluster_rig.connected().dashboard, "a-value-that-is-shown-nowhere"
     done = holdfast(
-        "submit", "train.py", "--name", "no-secrets", "--env", f"HF_TOKEN={value}", "--gpus", "0",
-        "--follow", "--ray", address,
+        "run", "train.py", "--name", "no-secrets", "--env", f"HF_TOKEN={value}", "--gpus", "0",
+        "--ray", address,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "HF_TOKEN: (hidden)" in done.stdout and value not in done.stdout
@@ -108,16 +106,21 @@ def test_secrets_of_a_submitted_script_stay_here_or_are_not_shown(
     assert gone.returncode == 0, gone.stderr
 
 
-def test_inside_the_cluster_auto_is_the_address(
-    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_inside_the_cluster_auto_is_the_address_and_code_is_uploaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(
-        "RAY_ADDRESS", cluster_rig.connected().address
-    )  # as Ray sets it for its jobs
-    done = submit(tmp_path, "from-inside", 12, "--follow", address="auto")
-    assert done.returncode == 0 and "12 of 12 steps" in done.stdout, done.stderr + done.stdout
-    (mine,) = [one for one in client.list_jobs() if "from-inside" in (one.submission_id or "")]
-    assert mine.status == "SUCCEEDED"
+    monkeypatch.setenv("RAY_ADDRESS", cluster_rig.connected().address)  # as Ray does for its jobs
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/train.py").write_text("import os; print(os.listdir(), os.getcwd())")
+    monkeypatch.chdir(tmp_path / "code")
+    words = ("train.py", "--name", "from-inside", "--gpus", "0", "--ray", "auto")
+    done = holdfast("submit", *words)
+    assert done.returncode == 0 and "job from-inside: submitted; watch it" in done.stdout
+    assert "uploaded: 1 files" in done.stderr
+    assert holdfast("attach", "from-inside", "--ray").returncode == 0
+    printed = holdfast("logs", "from-inside", "--ray").stdout
+    assert "train.py" in printed and str(tmp_path) not in printed
+    assert holdfast("delete", "from-inside", "--yes", "--ray").returncode == 0
 
 
 def test_stopping_the_ray_job_cancels_the_training_job(client: Any, tmp_path: Path) -> None:
@@ -197,7 +200,7 @@ def test_an_invalid_runtime_env_is_refused_and_nothing_is_started(
 ) -> None:
     broken = tmp_path / "env.yaml"
     broken.write_text("py_modules: ['/no/such/directory']\n")
-    done = submit(tmp_path, "no-env", 12, "--runtime-env", str(broken), "--follow")
+    done = submit(tmp_path, "no-env", 12, "--runtime-env", str(broken), verb="run")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "--runtime-env: got" in done.stderr and "/no/such/directory" in done.stderr
     from holdfast.orchestrator.backends.ray import kv
@@ -221,9 +224,9 @@ def test_the_name_of_a_job_that_has_ended_is_refused_by_the_driver(
     client: Any, tmp_path: Path
 ) -> None:
     """No Ray job runs for it, but the cluster still has the record."""
-    first = submit(tmp_path, "once", 12, "--follow")
+    first = submit(tmp_path, "once", 12, verb="run")
     assert first.returncode == 0, first.stdout + first.stderr
-    again = submit(tmp_path, "once", 12, "--follow")
+    again = submit(tmp_path, "once", 12, verb="run")
     assert again.returncode == 2 and "Traceback" not in again.stdout + again.stderr
     taken = "metadata.name: got once, which exists in this Ray cluster and is succeeded"
     assert taken in again.stdout, again.stderr

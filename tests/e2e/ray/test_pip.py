@@ -31,7 +31,7 @@ def test_a_pip_environment_that_cannot_be_made_is_reported_in_pips_words(tmp_pat
     cluster = HeadedCluster(nodes=0, dashboard=True, python=small / "bin" / "python")
     try:
         done = holdfast(
-            "submit", str(file), "--ray", cluster.dashboard, "--runtime-env", str(env), "--follow",
+            "run", str(file), "--ray", cluster.dashboard, "--runtime-env", str(env),
         )  # fmt: skip
     finally:
         cluster.close()

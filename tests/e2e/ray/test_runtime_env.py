@@ -96,7 +96,7 @@ def test_a_spec_is_found_anywhere_in_the_users_working_dir(tmp_path: Path) -> No
     file.write_text(yaml.safe_dump(spec("own-dir", 12, checkpoint=tier)))
     env.write_text(yaml.safe_dump({"working_dir": str(tmp_path / "work")}))
     done = holdfast(
-        "submit", str(file), "--ray", cluster.dashboard, "--runtime-env", str(env), "--follow",
+        "run", str(file), "--ray", cluster.dashboard, "--runtime-env", str(env),
     )  # fmt: skip
     assert done.returncode == 0 and "12 of 12 steps" in done.stdout, done.stderr + done.stdout
     gone = holdfast("delete", "own-dir", "--yes", "--ray", cluster.address)

@@ -14,7 +14,7 @@ import pytest
 from .conftest import Holdfast
 
 VERBS = [
-    "run", "attach", "again", "submit", "status", "logs", "resize", "suspend", "resume", "cancel",
+    "run", "submit", "attach", "again", "status", "logs", "resize", "suspend", "resume", "cancel",
     "delete",
 ]  # fmt: skip
 HEAVY = ("pydantic", "msgspec", "yaml", "fsspec", "torch", "numpy", "psutil")

@@ -37,7 +37,7 @@ from holdfast.orchestrator.kube.errors import (
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from ..base import RunResult, exit_code, first_free
+from ..base import Launch, RunResult, exit_code, first_free
 from ..remote_job import RemoteJob
 from . import code_upload
 from .job import KubernetesTransport, pods_of
@@ -47,6 +47,7 @@ from .session import ClusterSession, follow_job
 if TYPE_CHECKING:
     from .output import LinesOfRank0
 
+Begin = Callable[[KubeClient, str], Awaitable[Document]]
 NAMESPACES = Resource("", "v1", "namespaces", namespaced=False)
 OPERATOR_CHECK_INTERVAL_S = 5.0
 LAST_LINES_S = 6.0
@@ -56,7 +57,7 @@ LAST_LINES_S = 6.0
 class KubernetesTarget:
     """One namespace of a cluster."""
 
-    uploads_code = True
+    takes_runtime_env = False
 
     def __init__(
         self,
@@ -108,14 +109,27 @@ class KubernetesTarget:
         return first_free(wanted, used)
 
     # -- run -----------------------------------------------------------------------------------
-    def run(self, file: Path, display: Display, directory: Path | None = None) -> RunResult:
-        home = directory or file.absolute().parent
-        job, code = job_code.with_code(load_job(file), home, str(file))
+    def run(self, launch: Launch, display: Display) -> RunResult:
+        name, create = self._creation(launch, display)
+        return self._watched(name, create, display, only_new=False)
+
+    def submit(self, launch: Launch, display: Display) -> dict[str, str]:
+        name, create = self._creation(launch, display)
+        self._session.run(create)
+        return {"job": name}
+
+    def _creation(self, launch: Launch, display: Display) -> tuple[str, Begin]:
+        """The name of a job, and what creates it. Raises UserError and SpecError."""
+        file = launch.file
+        job, code = job_code.with_code(load_job(file), launch.directory, str(file))
+        if problems := template_problems(job):
+            raise SpecError(problems)
+        launch.show()
 
         async def create(cluster: KubeClient, namespace: str) -> Document:
             return await self._create(cluster, namespace, job, code, display)
 
-        return self._watched(job.name, create, display, only_new=False)
+        return job.name, create
 
     def attach(self, name: str, display: Display) -> RunResult:
         async def get(cluster: KubeClient, namespace: str) -> Document:
@@ -126,7 +140,7 @@ class KubernetesTarget:
     def _watched(
         self,
         name: str,
-        begin: Callable[[KubeClient, str], Awaitable[Document]],
+        begin: Begin,
         display: Display,
         *,
         only_new: bool,
@@ -163,8 +177,6 @@ class KubernetesTarget:
         display: Display,
     ) -> Document:
         """The object of a new job, or of one with the same spec. Raises UserError."""
-        if problems := template_problems(job):
-            raise SpecError(problems)
         body = job_to_mapping(job)
         namespace = self._namespace(namespace, job)
         body["metadata"]["namespace"] = namespace

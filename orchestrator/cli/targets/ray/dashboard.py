@@ -4,6 +4,7 @@ Ray's log directory. Every other command, and one that finds nothing there, runs
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -25,12 +26,12 @@ from holdfast.orchestrator.runtime.control_api import view_body
 from holdfast.orchestrator.runtime.job_directory import JobDirectory
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from ..base import RunResult
+from ..base import Launch, RunResult
 from ..remote_job import LogSelector, RemoteJob
 from ..tempdir import scratch
-from .jobs_api import forward
+from .jobs_api import follow, forward, submit
 
-COMMANDS = ("status", "logs")
+COMMANDS = ("status", "logs", "run", "submit")
 POLL_S = 0.2
 """Between two looks for a view."""
 MAX_LOGS = 32
@@ -46,6 +47,8 @@ START_S = 3.0
 
 class DashboardTarget:
     """One cluster, by the address of its dashboard."""
+
+    takes_runtime_env = True
 
     def __init__(
         self,
@@ -104,10 +107,23 @@ class DashboardTarget:
         return nullcontext()
 
     def free_name(self, wanted: str) -> str:
-        raise AssertionError("`run` does not work with a dashboard's address")
+        return f"{wanted}-{secrets.token_hex(2)}"
 
-    def run(self, file: Path, display: Display, directory: Path | None = None) -> RunResult:
-        self._inside()
+    def run(self, launch: Launch, display: Display) -> RunResult:
+        submitted = submit(launch, self._address, display.note)
+        try:
+            return RunResult(None, follow(submitted))
+        except KeyboardInterrupt:
+            display.note(
+                f"Job {submitted.job} continues in the cluster. Watch it again with "
+                f"`{self.command('attach', submitted.job)}`"
+            )
+            return RunResult(None, 130)
+
+    def submit(self, launch: Launch, display: Display) -> dict[str, str]:
+        submitted = submit(launch, self._address, display.note)
+        display.note(f"its log: `ray job logs -f {submitted.ray_job} --address {self._address}`")
+        return {"job": submitted.job, "ray_job": submitted.ray_job}
 
     def attach(self, name: str, display: Display) -> RunResult:
         self._inside()

@@ -1,5 +1,5 @@
-"""Commands for a Ray cluster that is only reached through its dashboard's address: `submit` hands a
-job in, and every other command runs once more inside the cluster, as a short Ray job."""
+"""Commands for a Ray cluster that is only reached through its dashboard's address: `run` and
+`submit` hand a job in; every other command runs again in the cluster, as a short Ray job."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping, parse_job
-from holdfast.orchestrator.api.v1alpha1.job import redacted_document
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, parse_job
 from holdfast.orchestrator.api.v1alpha1.load import read_job_file
 from holdfast.orchestrator.api.v1alpha1.remarks import remarks
 from holdfast.orchestrator.backends.ray import jobs_api
-from holdfast.orchestrator.cli import code_files, job_code, script_job
+from holdfast.orchestrator.cli import code_files, job_code
 from holdfast.orchestrator.cli.job_checks import check_submission
 from holdfast.orchestrator.cli.launch_sizes import not_taken_along
-from holdfast.orchestrator.cli.script_job import ScriptRun
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 
+from ..base import Launch
 from ..remote_job import BY, requester
 from ..tempdir import on_sigterm, scratch
 from . import working_dir
@@ -40,68 +39,52 @@ class Submitted(NamedTuple):
     ray_job: str
     job: str
     """metadata.name, which all other commands take."""
-    exit_code: int | None
-    """Exit code of the Ray job; None: it was not followed."""
-    remarks: list[str]
-    """What the user should know about the spec."""
+    api: jobs_api.JobsApi
 
 
-def submit(
-    file: Path,
-    address: str,
-    runtime_env: Path | None,
-    show: Callable[[str], None] = print,
-    *,
-    attach: bool,
-    without_spec: ScriptRun | None = None,
-) -> Submitted:
-    """Submit a job: the spec in `file`, or a run without one, of which `show` gets the spec. It is
-    uploaded with the code; in a working_dir of the user's own it is made in the cluster."""
-    wanted = _runtime_env(runtime_env)
+def submit(launch: Launch, address: str, note: Callable[[str], None]) -> Submitted:
+    """Submit a job with the code of its directory. In a working_dir of the user's own the spec of a
+    script is made in the cluster. `note` gets what the user should know."""
+    wanted, file, script = _runtime_env(launch.runtime_env), launch.file, launch.script
     own = wanted.get("working_dir")
-    if without_spec is None:
-        text = read_job_file(file)
-        job, directory = parse_job(text, str(file)), file.absolute().parent
-    else:
-        title = without_spec.name or f"{without_spec.title()}-{secrets.token_hex(2)}"
-        document, directory = without_spec.document(title), Path.cwd()
-        text, job = script_job.text_of(document), job_from_mapping(document, str(file))
-        shown = redacted_document(document, without_spec.program.env)
-        show(script_job.text_of(shown).rstrip())
-        if own and (names := without_spec.env.keys() | without_spec.hidden_variables()):
-            got = f"{', '.join(sorted(names))} with a working_dir in --runtime-env"
-            expected = "it without: Ray's dashboard would show the values"
-            raise UserError(str(Problem("--env", got, expected, "write env_vars in that file")))
-    check_submission(job, directory, str(file), ships=not own)
+    text = read_job_file(file)
+    job = parse_job(text, str(file if script is None else script.file))
+    if own and script is not None and (names := script.env.keys() | script.hidden_variables()):
+        got = f"{', '.join(sorted(names))} with a working_dir in --runtime-env"
+        expected = "it without: Ray's dashboard would show the values"
+        raise UserError(str(Problem("--env", got, expected, "write env_vars in that file")))
+    check_submission(job, launch.directory, str(file), ships=not own)
     with scratch("holdfast-submit-") as place:
-        if own and (without_spec is None or without_spec.is_script):
-            name = _name_in(own, file)
-        elif own:
-            name = str(file)
+        if own and (script is None or script.is_script):
+            name = _name_in(own, file if script is None else script.file)
+        elif own and script is not None:
+            name = str(script.file)
         else:
-            name = file.name if without_spec is None else MADE.format(job.name)
+            name = file.name if script is None else MADE.format(job.name)
             archive = place / "code.zip"
-            _pack(job, archive, (name, text), directory, wanted.get("excludes") or ())
+            excludes = wanted.get("excludes") or ()
+            _pack(job, archive, (name, text), launch.directory, excludes)
             wanted["working_dir"] = str(archive)
+        launch.show()
         api = jobs_api.JobsApi(address)
         if (running := api.running(OWNER, job.name)) is not None:
             got = f"{job.name}, which Ray job {running} is running"
             fix = f"end it with `ray job stop {running}`, or choose another metadata.name"
             raise UserError(str(Problem("metadata.name", got, "a name that is free", fix)))
         entrypoint = f"{PROGRAM} run {shlex.quote(name)} --ray auto"
-        if own and without_spec is not None:
-            options = shlex.join([*without_spec.options(job.name), "--ray", "auto"])
-            words = shlex.join([name, *without_spec.words])
-            entrypoint = f"{PROGRAM} run {options} -- {words}"
-        name = f"holdfast-{job.name}-{secrets.token_hex(3)}"
-        submitted = api.submit(name, entrypoint, wanted, metadata(job))
-    if not attach:
-        return Submitted(submitted, job.name, None, [*remarks(job), *not_taken_along(job)])
-    try:
-        outcome = api.follow(submitted, _write)
-    except KeyboardInterrupt:
-        return Submitted(submitted, job.name, 130, [])
-    return Submitted(submitted, job.name, _code(outcome), [])
+        if own and script is not None:
+            options = shlex.join([*script.options(job.name), "--ray", "auto"])
+            entrypoint = f"{PROGRAM} run {options} -- {shlex.join([name, *script.words])}"
+        ray_job = f"holdfast-{job.name}-{secrets.token_hex(3)}"
+        ray_job = api.submit(ray_job, entrypoint, wanted, metadata(job))
+    for text in (*remarks(job), *not_taken_along(job)):
+        note(text)
+    return Submitted(ray_job, job.name, api)
+
+
+def follow(submitted: Submitted) -> int:
+    """Print the output of a job until it ends; its exit code."""
+    return _code(submitted.api.follow(submitted.ray_job, _write))
 
 
 def _pack(
@@ -198,12 +181,8 @@ def _expect_possible(words: list[str], address: str) -> None:
     problem = None
     if words[:1] == ["again"]:
         got, expected = f"{address} with `again`", "auto or HOST:PORT of the cluster"
-        fix = f"or submit it again with `holdfast submit FILE --ray {address}`"
+        fix = f"or run it again with `holdfast run FILE --ray {address}`"
         problem = Problem("--ray", got, expected, fix)
-    elif words[:1] == ["run"]:
-        expected = "auto or HOST:PORT, from inside the cluster's network"
-        fix = f"holdfast submit FILE --ray {address} --follow"
-        problem = Problem("--ray", f"{address} with `run`", expected, fix)
     elif words[:2] == ["debug", "profile"]:
         got = f"{address} with `profile`, which would write its file in the cluster"
         problem = Problem("--ray", got, "auto or HOST:PORT, on a Ray node")

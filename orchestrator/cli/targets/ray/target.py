@@ -18,7 +18,9 @@ from holdfast.orchestrator.api.v1alpha1 import (
 )
 from holdfast.orchestrator.api.v1alpha1.load import read_job_file
 from holdfast.orchestrator.api.v1alpha1.remarks import remarks
-from holdfast.orchestrator.backends.ray import actors, cluster, kv, names, ray_nodes, remote_files
+from holdfast.orchestrator.backends.ray import actors, cluster, kv, names, ray_nodes
+from holdfast.orchestrator.cli import job_code
+from holdfast.orchestrator.cli.code_files import Code
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.job_checks import check, check_submission
 from holdfast.orchestrator.cli.output import stderr
@@ -26,22 +28,24 @@ from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.hosts.ray import actor
 from holdfast.orchestrator.hosts.ray.actor import ControllerOrder
+from holdfast.orchestrator.hosts.ray.code_store import KeyValueCodeStore
 from holdfast.orchestrator.hosts.ray.host import RayHost
 from holdfast.orchestrator.planner.gpus import resolve
-from holdfast.orchestrator.protocol import files
 from holdfast.orchestrator.protocol.certificate import make_keys
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from ..base import RunResult, exit_code
+from ..base import Launch, RunResult, exit_code
 from ..remote_job import RemoteJob, view_through
+from ..supervisor import accept_stop, supervise
 from ..tempdir import on_sigterm
-from .driver import accept_stop, fork_driver
 from .job import RayTransport
 from .jobs_api import metadata
 
 
 class RayTarget:
     """One cluster. Connects at the first call."""
+
+    takes_runtime_env = False
 
     def __init__(self, address: str, *, answer_s: float = actors.ANSWER_S) -> None:
         """`answer_s`: how long to wait for a controller's answer."""
@@ -102,24 +106,12 @@ class RayTarget:
         return f"{wanted}-{secrets.token_hex(2)}"
 
     # -- run -----------------------------------------------------------------------------------
-    def run(self, file: Path, display: Display, directory: Path | None = None) -> RunResult:
-        # Read before the fork and before connecting: Ray deletes the job's working_dir with its
-        # first driver, and several Ray nodes of one machine replace it one after the other.
-        home, text = directory or file.absolute().parent, read_job_file(file)
-        # Nothing else before the fork: libraries of storage start threads, which it would lose.
+    def run(self, launch: Launch, display: Display) -> RunResult:
         is_driver = bool(cluster.submission_id())
-        job_id, num_killed = secrets.token_hex(8), fork_driver() if is_driver else 0
-        if num_killed:
-            os.chdir("/")
-            job = parse_job(text, str(file))  # checked by the first driver
-        else:
-            job = self._checked(text, file, home)
-        cluster.connect(self._address, metadata(job))
-        if num_killed and self._created(job.name, job_id):
-            self._revive(self.transport(job.name), display)
-        else:
-            self._start(job, home, job_id, display)
-        return self._watched(job.name, display, is_driver=is_driver)
+        return self._watched(self._start(launch, display), display, is_driver=is_driver)
+
+    def submit(self, launch: Launch, display: Display) -> dict[str, str]:
+        return {"job": self._start(launch, display)}
 
     def attach(self, name: str, display: Display) -> RunResult:
         self._revive(self.transport(name), display)
@@ -148,16 +140,33 @@ class RayTarget:
                 return RunResult(None, 130)
         return RunResult(view, exit_code(view))
 
-    def _start(self, job: TrainingJob, directory: Path, job_id: str, display: Display) -> None:
-        """Raises UserError for a script that no node has, or a name that is taken."""
-        if self._outside:
-            _expect_script(job, directory)
+    def _start(self, launch: Launch, display: Display) -> str:
+        """Create a job; its name. Raises UserError when that is taken."""
+        # Read before the fork and before connecting: Ray deletes the job's working_dir with its
+        # first driver, and several Ray nodes of one machine replace it one after the other.
+        text, job_id, is_driver = (
+            read_job_file(launch.file), secrets.token_hex(8), bool(cluster.submission_id()),
+        )  # fmt: skip
+        # Nothing else before the fork: libraries of storage start threads, which it would lose.
+        num_killed, code = supervise("driver of this job") if is_driver else 0, None
+        if num_killed:
+            os.chdir("/")
+            job = parse_job(text, str(launch.file))  # checked by the first driver
+        else:
+            job, code = self._checked(text, launch, is_driver=is_driver)
+            launch.show()
+        cluster.connect(self._address, metadata(job))
+        if num_killed and self._created(job.name, job_id):
+            self._revive(self.transport(job.name), display)
+            return job.name
         for expired in self.expire(kv.jobs()):
             stderr().print(f"job {expired}: deleted, its ttlSecondsAfterFinished is over")
         job, why = resolve(job, ray_nodes.gpus_found(job))
-        self._create(job, directory, job_id)
-        for note in filter(None, (why, *remarks(job))):
+        self._create(job, code, launch.directory, job_id)
+        uploaded = job_code.describe(code) if code is not None else ""
+        for note in filter(None, (uploaded, why, *remarks(job))):
             display.note(note)
+        return job.name
 
     def _created(self, name: str, job_id: str) -> bool:
         """Whether an earlier driver of this Ray job created the job before it was killed."""
@@ -180,16 +189,23 @@ class RayTarget:
         """Whether this machine is outside the cluster."""
         return self._address.startswith(cluster.CLIENT)
 
-    def _checked(self, text: str, file: Path, directory: Path) -> TrainingJob:
-        """Raises SpecError, also for what cannot work on the machine that will run it."""
-        job = parse_job(text, str(file))
-        if self._outside:
-            check_submission(job, directory, str(file), ships=False)
-        else:
-            check(job, directory, source=str(file))
-        return job
+    def _checked(
+        self, text: str, launch: Launch, *, is_driver: bool
+    ) -> tuple[TrainingJob, Code | None]:
+        """The job, and the code to upload: a Ray job's is already there. Raises SpecError, also for
+        what cannot work on the machine that will run it."""
+        job, code, source = parse_job(text, str(launch.file)), None, str(launch.file)
+        if not is_driver:
+            job, code = job_code.with_code(job, launch.directory, source)
+        if not self._outside:
+            check(job, launch.directory, source=source)
+        elif code is None:
+            check_submission(job, launch.directory, source, ships=False)
+        return job, code
 
-    def _create(self, job: TrainingJob, spec_directory: Path, job_id: str) -> None:
+    def _create(
+        self, job: TrainingJob, code: Code | None, spec_directory: Path, job_id: str
+    ) -> None:
         """Raises UserError when the name is taken."""
         store = kv.JobKeyValueStore(job.name)
         made = make_keys(names.tls(job_id))
@@ -209,6 +225,8 @@ class RayTarget:
         if not store.create(kv.RECORD, msgspec.msgpack.encode(order)):
             raise UserError(str(self._taken(self.transport(job.name))))
         store.delete(*old)
+        if code is not None:
+            KeyValueCodeStore(store).upload(code.name, code.archive)
         try:
             actor.create(order, RayHost)
         # Ray's own errors: an actor of that name without a record, a head that was just lost.
@@ -236,18 +254,3 @@ class RayTarget:
         display.note(f"job {job.name}: had no controller; starting one")
         with suppress(ValueError):  # another command was faster
             actor.create(job.order, RayHost, job.order.runtime_env)
-
-
-def _expect_script(job: TrainingJob, directory: Path) -> None:
-    """Raises UserError when no Ray node has the script at its path here. A node that lacks it while
-    others have it fails at its start."""
-    script = job.spec.entrypoint.program.script
-    if script is None:
-        return
-    path = str(files.resolve(directory, job.spec.working_directory, script).resolve())
-    if remote_files.on_no_node(path):
-        got = f"{script} ({path} is on no Ray node of the cluster)"
-        fix = "`holdfast submit FILE --ray http://HEAD:8265` uploads the files beside FILE"
-        field = job.spec.entrypoint.script_field
-        problem = Problem(field, got, "a file that the nodes have", fix)
-        raise UserError(str(problem))

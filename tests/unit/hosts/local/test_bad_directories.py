@@ -20,7 +20,7 @@ def test_a_metrics_port_in_use_is_a_user_error_that_leaves_nothing(tmp_path: Pat
         port = taken.getsockname()[1]
         job = make_job(metrics={"port": port})
         with pytest.raises(UserError, match=rf"spec.metrics.port: got {port}, which is in use"):
-            run_job(job, Home(tmp_path / "home"), tmp_path)
+            run_job(Home(tmp_path / "home").create(job, tmp_path), is_new=True)
     assert list((tmp_path / "home/jobs").iterdir()) == []
 
 

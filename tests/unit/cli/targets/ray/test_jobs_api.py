@@ -15,6 +15,7 @@ import pytest
 from holdfast.orchestrator.api.v1alpha1 import parse_job
 from holdfast.orchestrator.cli import script_job
 from holdfast.orchestrator.cli.options import complete
+from holdfast.orchestrator.cli.targets.base import Launch
 from holdfast.orchestrator.cli.targets.ray import jobs_api
 from holdfast.orchestrator.cli.targets.ray.jobs_api import PROGRAM, shell_command, split_output
 from holdfast.orchestrator.cli.targets.remote_job import BY, MAX_BY_CHARS, requester
@@ -115,13 +116,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def submit(run: script_job.ScriptRun | None, env: Path | None = None) -> jobs_api.Submitted:
+    assert run is not None
+    with script_job.spec_file(run, None, lambda name: f"{name}-1", print) as (file, show):
+        return jobs_api.submit(Launch(file, Path.cwd(), run, env, show), "auto", print)
+
+
 def test_a_script_without_a_spec_is_uploaded_with_the_spec_that_is_made(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / ".env").write_text("HF_TOKEN=abc")
     file = Path("train.py")
     run = script_job.asked(file, ["--lr", "1 2"], nodes=2, env=["A=b c", "HF_TOKEN=def"])
-    done = jobs_api.submit(file, "auto", None, attach=False, without_spec=run)
+    done = submit(run)
     ((entrypoint, runtime_env, metadata),) = FakeApi.submitted
     words = shlex.split(entrypoint.removeprefix(f"{PROGRAM} "))
     assert words == ["run", f".holdfast-job-{done.job}.yaml", "--ray", "auto"]
@@ -135,14 +142,14 @@ def test_a_script_without_a_spec_is_uploaded_with_the_spec_that_is_made(
     assert not [text for text in (entrypoint, str(runtime_env), str(metadata)) if "def" in text]
     (here / "train.py").write_text("def f(:")
     with pytest.raises(SpecError, match=r"got train\.py \(line 1: "):
-        jobs_api.submit(file, "auto", None, attach=False, without_spec=run)
+        submit(run)
 
 
 def test_in_a_working_dir_of_the_users_own_the_spec_is_made_of_the_same_options(here: Path) -> None:
     env, file = here / "env.yaml", Path("train.py")
     env.write_text(f"working_dir: {here}\n")
     run = script_job.asked(file, ["--lr", "1 2"], nodes=2)
-    done = jobs_api.submit(file, "auto", env, attach=False, without_spec=run)
+    done = submit(run, env)
     ((entrypoint, runtime_env, _metadata),) = FakeApi.submitted
     assert runtime_env == {"working_dir": str(here)}
     words = shlex.split(entrypoint.removeprefix(f"{PROGRAM} "))
@@ -151,7 +158,7 @@ def test_in_a_working_dir_of_the_users_own_the_spec_is_made_of_the_same_options(
     assert complete(words) == words
     run = script_job.asked(file, [], env=["A=1"])
     with pytest.raises(UserError, match="--env: got A with a working_dir in --runtime-env"):
-        jobs_api.submit(file, "auto", env, attach=False, without_spec=run)
+        submit(run, env)
 
 
 def test_what_a_runtime_env_excludes_is_not_uploaded(here: Path) -> None:
@@ -163,11 +170,11 @@ def test_what_a_runtime_env_excludes_is_not_uploaded(here: Path) -> None:
     (here / "big.bin").touch()
     (here / ".gitignore").write_text("*.yaml\n")  # the spec goes along all the same
     env.write_text("excludes: ['*.bin']\n")
-    jobs_api.submit(spec, "auto", env, attach=False)
+    jobs_api.submit(Launch(spec, here, None, env), "auto", print)
     assert FakeApi.files.keys() == {"job.yaml", "train.py", ".gitignore"}
     env.write_text("excludes: all\n")
     with pytest.raises(UserError, match="got excludes: all; expected a list"):
-        jobs_api.submit(spec, "auto", env, attach=False)
+        jobs_api.submit(Launch(spec, here, None, env), "auto", print)
     (here / ".gitignore").write_text("train.py\n")
     with pytest.raises(UserError, match=r"got train\.py, which is not uploaded"):
-        jobs_api.submit(spec, "auto", None, attach=False)
+        jobs_api.submit(Launch(spec, here, None, None), "auto", print)

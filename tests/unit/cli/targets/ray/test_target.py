@@ -136,5 +136,5 @@ def test_submit_prints_the_command_to_go_on_with(
     monkeypatch.setattr(jobs_api, "JobsApi", Api)
     result = holdfast("submit", write(RECIPE), "--ray", "http://head:8265")
     assert result.code == 0, result.err
-    assert "watch it with `holdfast status demo --ray http://head:8265`" in result.out
-    assert "--address http://head:8265`" in result.out
+    assert "watch it with `holdfast attach demo --ray http://head:8265`" in result.out
+    assert "--address http://head:8265`" in result.err

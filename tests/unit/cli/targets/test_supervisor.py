@@ -11,8 +11,8 @@ import pytest
 
 PROGRAM = """
 import os, signal, sys, time
-from holdfast.orchestrator.cli.targets.ray.driver import fork_driver
-num_killed = fork_driver(pause_s=0.0, max_early=3)
+from holdfast.orchestrator.cli.targets.supervisor import supervise
+num_killed = supervise("driver", pause_s=0.0, max_early=3)
 assert "ray" not in sys.modules
 print("driver", num_killed, flush=True)
 """
@@ -31,7 +31,7 @@ def test_a_killed_driver_is_replaced_and_the_exit_code_is_that_of_the_last() -> 
     process = start(f"if not num_killed: {KILL}sys.exit(7)\n")
     stdout, stderr = process.communicate()
     assert process.returncode == 7 and stdout == "driver 0\ndriver 1\n"
-    assert "was killed (SIGKILL); training continues, and another driver attaches" in stderr
+    assert "was killed (SIGKILL); training continues, and another one starts" in stderr
 
 
 @pytest.mark.parametrize("code", [0, 1, 2])
@@ -44,7 +44,7 @@ def test_drivers_that_are_all_killed_early_end_the_ray_job() -> None:
     process = start(KILL)
     stdout, stderr = process.communicate()
     assert process.returncode == 128 + signal.SIGKILL
-    assert stdout == "driver 0\ndriver 1\ndriver 2\n" and "this Ray job ends" in stderr
+    assert stdout == "driver 0\ndriver 1\ndriver 2\n" and "this command ends" in stderr
 
 
 def test_a_ray_job_that_is_stopped_gets_no_other_driver() -> None:
@@ -64,7 +64,7 @@ def test_a_stop_while_another_driver_starts_is_handled_once_it_can_cancel_the_jo
     process = start(
         f"if not num_killed: {KILL}"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "from holdfast.orchestrator.cli.targets.ray.driver import accept_stop\n"
+        "from holdfast.orchestrator.cli.targets.supervisor import accept_stop\n"
         "from holdfast.orchestrator.cli.targets.tempdir import on_sigterm\n"
         "with on_sigterm(lambda: sys.exit(1)): accept_stop(); print('not here')\n"
     )
