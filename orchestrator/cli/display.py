@@ -17,7 +17,7 @@ from rich.text import Text
 from ..core.transitions import TERMINAL
 from ..runtime.observe.view import JobView
 from .output import clock, count, plural
-from .render import incident_title, is_open, live, outcome
+from .render import incident_title, is_open, live, outcome, steps
 
 PROGRESS_INTERVAL_S = 5.0
 REFRESH_PER_SECOND = 4
@@ -181,12 +181,11 @@ class LineDisplay(SilentDisplay):
 
 
 def progress_line(view: JobView) -> str:
-    total = f" ({view.step + 1} of {view.total_steps})" if view.total_steps else ""
-    parts = [f"step {view.step}{total}"]
+    parts = [steps(view)]
     if view.loss is not None:
         parts.append(f"loss {view.loss:.4f}")
     if view.tokens_per_s:
         parts.append(f"{count(view.tokens_per_s)} tokens/s")
     if view.memory_step >= 0:
-        parts.append(f"step {view.memory_step} in memory")
+        parts.append(f"{view.memory_step + 1} in memory")
     return ", ".join(parts)

@@ -121,7 +121,7 @@ def choose(
         if kubernetes:
             raise UserError(str(Problem("--ray", "--ray and --kubernetes", "only one of them")))
         address = ray_address(ray)
-        return provided("target ray", "ray", f"--ray {address}", address)
+        return provided("target ray", "ray", f"--ray {address}", address, ctx.info_name)
     if kubernetes or ctx.obj == PLUGIN:
         source = ctx.get_parameter_source("home")
         if source is not None and source.name == "COMMANDLINE":

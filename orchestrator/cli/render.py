@@ -14,6 +14,7 @@ from ..runtime.observe.view import Incident, JobView, NodeView
 from .output import clock, columns, count, duration, plural, size, sparkline, state_text
 
 TIME_CAUSES = {
+    "queued": ("blue", "before the first launch; not counted in shares"),
     "productive": ("green", "new training steps"),
     "starting": ("cyan", "first launch to first step"),
     "recovering": ("red", "from a failure to the next step"),
@@ -51,15 +52,22 @@ def header(view: JobView) -> Text:
     return text
 
 
+def steps(view: JobView) -> str:
+    """How many steps are done; the same count everywhere. A checkpoint is named by its last step,
+    counted from 0 as the script does."""
+    if view.total_steps:
+        return f"{view.step + 1} of {view.total_steps} steps"
+    return plural(view.step + 1, "step") if view.step >= 0 else ""
+
+
 def _progress(view: JobView) -> Iterator[RenderableType]:
     if not view.total_steps:
         return
-    done = view.step + 1
     grid = Table.grid(padding=(0, 1))
-    bar = ProgressBar(total=view.total_steps, completed=done, width=BAR_WIDTH)
-    left_s = (view.total_steps - done) * view.step_s
+    bar = ProgressBar(total=view.total_steps, completed=view.step + 1, width=BAR_WIDTH)
+    left_s = (view.total_steps - view.step - 1) * view.step_s
     left = f", {duration(left_s)} left" if left_s > 0 and view.state == "running" else ""
-    grid.add_row(bar, f"{done} of {view.total_steps} steps{left}")
+    grid.add_row(bar, f"{steps(view)}{left}")
     yield grid
 
 
@@ -176,16 +184,17 @@ def checkpoints(view: JobView) -> str:
     """The newest one in each tier, or the script's own."""
     if view.own_checkpoint is not None:
         return view.own_checkpoint or "none seen of the script"
-    memory = f"step {view.memory_step} in memory" if view.memory_step >= 0 else "none in memory"
+    done = plural(view.memory_step + 1, "step")
+    memory = f"{done} in memory" if view.memory_step >= 0 else "none in memory"
     if not view.checkpoints:
         return f"{memory}, none in storage"
     last = view.checkpoints[-1]
-    return f"{memory}, step {last.step} in storage ({size(last.num_bytes)})"
+    return f"{memory}, {last.step + 1} in storage ({size(last.num_bytes)})"
 
 
 def copies(view: JobView) -> str:
     """Copies of the buddy tier."""
-    return f"step {view.copied_step}" + (f"; {view.copies}" if view.copies else "")
+    return plural(view.copied_step + 1, "step") + (f"; {view.copies}" if view.copies else "")
 
 
 def storage_problem(view: JobView) -> str:
@@ -259,14 +268,14 @@ def outcome(incident: Incident, *, ended: bool = False) -> str:
 
 def ledger(view: JobView) -> Table:
     """Where the time went: one labelled bar per cause, readable without colours."""
-    total = sum(view.ledger.values()) or 1.0
+    total = sum(view.ledger.values()) - view.ledger.get("queued", 0.0) or 1.0
     grid = Table.grid(padding=(0, 2))
     for name, (colour, meaning) in TIME_CAUSES.items():
         seconds = view.ledger.get(name, 0.0)
         if seconds <= 0:
             continue
-        share = seconds / total
-        bar = Text("█" * max(1, round(share * BAR_WIDTH)), style=colour)
-        cells = (name, bar, duration(seconds), f"{share:.1%}")
+        share = 0.0 if name == "queued" else seconds / total
+        bar = Text("█" * max(share > 0, round(share * BAR_WIDTH)), style=colour)
+        cells = (name, bar, duration(seconds), f"{share:.1%}" if share else "")
         grid.add_row(*cells, Text(meaning, style="dim"))
     return grid

@@ -11,7 +11,16 @@ from rich.text import Text
 from ..core.transitions import TERMINAL
 from ..runtime.observe.view import Incident, JobView
 from .output import clock, date, duration, plural, size, state_text
-from .render import goodput, ledger, outcome, planned, restarts, storage_problem, throughput
+from .render import (
+    goodput,
+    ledger,
+    outcome,
+    planned,
+    restarts,
+    steps,
+    storage_problem,
+    throughput,
+)
 
 PHASES = ("detect", "stop", "place", "launch", "first-step")
 
@@ -96,12 +105,9 @@ def _summary(view: JobView) -> Iterator[str]:
         yield view.reason
     if view.submitted_ns:
         yield f"submitted {date(view.submitted_ns)}, job id {view.job_id}"
-    steps = f"{view.step + 1} of {view.total_steps} steps" if view.total_steps else ""
-    if not steps and view.step >= 0:
-        steps = plural(view.step + 1, "step")
     loss = f"loss {view.loss:.4f}" if view.loss is not None else ""
     pace = f"{view.step_s:.3f} s per step" if view.step_s else ""
-    if line := ", ".join(part for part in (steps, loss, *throughput(view), pace) if part):
+    if line := ", ".join(part for part in (steps(view), loss, *throughput(view), pace) if part):
         yield line
     if view.world_size:
         mesh = f", {view.strategy}: {view.mesh}" if view.mesh else ""

@@ -304,7 +304,7 @@ def spec_file(
             return
         document = run.document(name)
         shown = text_of(redacted_document(document, run.program.env)).rstrip()
-        hint = "this is the job as a spec; --save job.yaml keeps it"
+        hint = "# this is the job as a spec; --save job.yaml keeps it"
         with scratch("holdfast-run-") as place:
             file = place / f"{name}.yaml"
             file.write_text(text_of(document), encoding="utf-8")

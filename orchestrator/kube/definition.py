@@ -23,7 +23,5 @@ def definition() -> dict[str, Any]:
 
 def definition_text() -> str:
     """The definition with a header line that names its source."""
-    head = (
-        "# Generated from orchestrator/api/v1alpha1 by `holdfast spec schema --crd`; do not edit.\n"
-    )
+    head = "# Generated from api/v1alpha1 by `holdfast spec schema --crd`; do not edit.\n"
     return head + yaml_text(definition())

@@ -19,7 +19,7 @@ EndpointOption = Annotated[
     str,
     typer.Option(
         "--agent-endpoint",
-        metavar="HOST:PORT[,HOST:PORT...]",
+        metavar="HOST:PORT",
         help="Where agents reach this operator: usually the name of its headless Service.",
     ),
 ]
@@ -28,13 +28,10 @@ NamespacesOption = Annotated[
     typer.Option("--namespace", "-n", help="Namespace of jobs; may be repeated. Default: all."),
 ]
 ListenOption = Annotated[
-    str, typer.Option("--listen", metavar="[ADDRESS:]PORT", help="Where agents connect.")
+    str, typer.Option("--listen", metavar="[HOST:]PORT", help="Where agents connect.")
 ]
 MetricsPortOption = Annotated[
-    int,
-    typer.Option(
-        "--metrics-port", min=0, max=65535, help="Port of /healthz, /readyz and /metrics."
-    ),
+    str, typer.Option("--metrics-port", metavar="PORT", help="Of /healthz, /readyz and /metrics.")
 ]
 MetricsAddressOption = Annotated[
     str, typer.Option("--metrics-address", help="Address of --metrics-port. Default: all.")
@@ -56,7 +53,7 @@ RootOption = Annotated[
     str,
     typer.Option(
         "--checkpoint-root",
-        metavar="DIRECTORY_OR_URL",
+        metavar="PATH",
         help="Checkpoints of jobs without spec.checkpoint.path go to NAMESPACE/NAME below it.",
     ),
 ]
@@ -101,7 +98,10 @@ LeaseNameOption = Annotated[
     str, typer.Option("--lease-name", help="Name of the Lease; its holder leads.")
 ]
 LeaseOption = Annotated[
-    float, typer.Option("--lease-seconds", min=1, help="A dead leader is replaced after this time.")
+    float,
+    typer.Option(
+        "--lease-seconds", min=1, metavar="S", help="A dead leader is replaced after this time."
+    ),
 ]
 IdentityOption = Annotated[
     str, typer.Option("--identity", help="Holder of the Lease.", show_default="host name")
@@ -114,18 +114,22 @@ GangWaitOption = Annotated[
     typer.Option(
         "--gang-wait-seconds",
         min=0,
+        metavar="S",
         help="An incomplete job releases its nodes after this time to a job that comes first.",
     ),
 ]
 GangHoldOption = Annotated[
     float,
-    typer.Option("--gang-hold-seconds", min=0, help="... to other workloads after this time."),
+    typer.Option(
+        "--gang-hold-seconds", min=0, metavar="S", help="... to other workloads after this time."
+    ),
 ]
 ProvisioningOption = Annotated[
     float,
     typer.Option(
         "--provisioning-seconds",
         min=0,
+        metavar="S",
         help="... not earlier than this while an autoscaler adds machines for it.",
     ),
 ]
@@ -141,7 +145,7 @@ def operator(
     agent_endpoint: EndpointOption,
     namespace: NamespacesOption = None,
     listen: ListenOption = str(DEFAULT_PORT),
-    metrics_port: MetricsPortOption = HTTP_PORT,
+    metrics_port: MetricsPortOption = str(HTTP_PORT),
     metrics_address: MetricsAddressOption = "",
     worker_image: ImageOption = "",
     image_pull_policy: PullOption = "",
@@ -194,7 +198,7 @@ def operator(
         lease_name=lease_name,
         lease_s=lease_s,
         metrics_address=metrics_address,
-        metrics_port=metrics_port,
+        metrics_port=_address(metrics_port, "--metrics-port")[1],
         context=context,
     )
     run.log_to_stderr("json" if _is_json(log_format) else "text")
@@ -221,11 +225,11 @@ def _is_json(log_format: str) -> bool:
     return log_format == "json"
 
 
-def _address(listen: str) -> tuple[str, int]:
+def _address(listen: str, option: str = "--listen") -> tuple[str, int]:
     """Raises UserError."""
     address, _, port = listen.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
-        raise UserError(str(Problem("--listen", listen, "a port, or an address and a port")))
+        raise UserError(str(Problem(option, listen, "a port, or an address and a port")))
     return address.strip("[]"), int(port)
 
 

@@ -118,7 +118,7 @@ CatalogueOption = Annotated[
         "--catalogue",
         envvar="HOLDFAST_CATALOGUE",
         help="YAML file with devices, links and models of your own.",
-        show_default="~/.config/holdfast/catalogue.yaml",
+        show_default="beside ~/.config/holdfast",
     ),
 ]
 ExplainOption = Annotated[

@@ -117,7 +117,7 @@ def start(
     target: Target,
 ) -> None:
     """`holdfast run`, and `submit`, which `returns` once the job exists."""
-    from ..targets.base import Launch, RunsEnded
+    from ..targets.base import Launch
 
     def begin(launch: Launch) -> int:
         if returns:
@@ -133,7 +133,7 @@ def start(
         nodes=nodes, workers=workers, gpus=gpus, name=name, env=env, python=python,
         resume_args=resume_args,
     )  # fmt: skip
-    if runtime_env is not None and not target.takes_runtime_env:
+    if runtime_env is not None and not getattr(target, "takes_runtime_env", False):
         problem = Problem("--runtime-env", str(runtime_env), "it with --ray http://HEAD:8265")
         raise UserError(str(problem))
     if script is None and file is None:
@@ -141,7 +141,7 @@ def start(
     if script is None:
         assert file is not None
         raise typer.Exit(begin(Launch(file, file.absolute().parent, None, runtime_env)))
-    local = isinstance(target, RunsEnded)
+    local = hasattr(target, "run_ended")
     script = replace(script, is_local=local)
     with spec_file(script, save, target.free_name, show, uploads=not local) as (made, shown):
         directory = Path.cwd() if save is None else save.absolute().parent
@@ -226,17 +226,13 @@ def again(
 
     from holdfast.orchestrator.core.transitions import TERMINAL
 
-    from ..targets.base import RunsEnded
-
     begin = time.monotonic()
     found = target.find(job)
     view = found.view()
     before = view.generation
-    if file is None and view.state in TERMINAL and isinstance(target, RunsEnded):
-        runs_ended: RunsEnded = target
-        raise typer.Exit(
-            _shown(target, as_json, lines, lambda display: runs_ended.run_ended(job, display))
-        )
+    run_ended = getattr(target, "run_ended", None)
+    if file is None and view.state in TERMINAL and run_ended is not None:
+        raise typer.Exit(_shown(target, as_json, lines, lambda shown: run_ended(job, shown)))
     if lines:
         expected = "it for a job that has ended; `holdfast logs -f` shows those of one that runs"
         raise UserError(str(Problem("--logs", f"it with {job}, which runs", expected)))

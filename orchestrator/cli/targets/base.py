@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from holdfast.orchestrator.runtime.observe.view import JobView
 
@@ -36,7 +36,7 @@ class Launch(NamedTuple):
     script: ScriptRun | None = None
     """What the spec was made from, where the user has written none."""
     runtime_env: Path | None = None
-    """Ray's, in YAML; only for a target with `takes_runtime_env`."""
+    """Ray's, in YAML."""
     show: Callable[[], None] = lambda: None
     """Prints the spec, once the job is accepted."""
 
@@ -52,20 +52,8 @@ def first_free(wanted: str, used: Container[str]) -> str:
     return next(name for name in itertools.chain([wanted], numbered) if name not in used)
 
 
-@runtime_checkable
-class RunsEnded(Protocol):
-    """A target that can run a job again that has ended."""
-
-    def run_ended(self, name: str, display: Display) -> RunResult:
-        """Run the job again with its code as it is now, from its newest checkpoint, until it
-        ends."""
-        ...
-
-
 class Target(Protocol):
     """Where jobs live: this machine, a Kubernetes cluster or a Ray cluster."""
-
-    takes_runtime_env: bool
 
     def find(self, name: str) -> RemoteJob:
         """Raises UserError that lists the existing jobs."""
@@ -107,3 +95,6 @@ class Target(Protocol):
     def attach(self, name: str, display: Display) -> RunResult:
         """Show an existing job until it ends."""
         ...
+
+    # Only where they can: `takes_runtime_env` (True), and run_ended(name, display), which runs a
+    # job again that has ended, from its newest checkpoint.

@@ -249,8 +249,6 @@ class LocalTransport:
 
 
 class LocalTarget:
-    takes_runtime_env = False
-
     def __init__(self, home: Path | None) -> None:
         self._home = Home(home)
 

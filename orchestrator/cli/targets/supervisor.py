@@ -58,7 +58,7 @@ def supervise(what: str, *, pause_s: float = PAUSE_S, max_early: int = MAX_EARLY
 
 
 def _wait(pid: int) -> tuple[int, bool]:
-    """(Exit code of the child, whether somebody has asked this process to stop). A request is
+    """(Exit code of the child, whether this process was asked to stop). A request is
     passed on, unless the terminal has sent it to the child too."""
     stopped = False
     while (done := os.waitpid(pid, os.WNOHANG))[0] == 0:

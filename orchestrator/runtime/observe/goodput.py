@@ -57,7 +57,6 @@ class TimeTotals:
     """The same of earlier generations."""
     silent_ns: int = 0
     """What was counted as productive of an interrupted generation that reported no step."""
-    waited_before_launch_ns: int = 0
     launched: bool = False
     step: int = -1
     high: int = -1
@@ -136,9 +135,10 @@ class TimeAccounting:
         if self._totals.phase == "running":
             self._totals.open_ns += elapsed
         elif self._totals.phase not in TERMINAL:
-            self._totals.ns[CAUSE_OF[self._totals.phase]] += elapsed
-            if not self._totals.launched:
-                self._totals.waited_before_launch_ns += elapsed
+            self._totals.ns[self._cause()] += elapsed
+
+    def _cause(self) -> LedgerCause:
+        return CAUSE_OF[self._totals.phase] if self._totals.launched else "queued"
 
     def _begin(self, state: JobState) -> None:
         restore = state.membership.restore if state.membership else None
@@ -268,9 +268,7 @@ class TimeAccounting:
     def goodput(self, now_ns: int) -> float:
         """Productive time divided by the time since the first launch."""
         until = self._until(now_ns)
-        if not self._totals.launched:
-            return 0.0
-        total = sum(until.values()) - self._totals.waited_before_launch_ns
+        total = sum(until.values()) - until["queued"]
         return until["productive"] / total if total > 0 else 0.0
 
     def _until(self, now_ns: int) -> dict[LedgerCause, int]:
@@ -282,5 +280,5 @@ class TimeAccounting:
         if self._totals.phase == "running":
             ns[trained] += elapsed
         elif self._totals.phase not in TERMINAL:
-            ns[CAUSE_OF[self._totals.phase]] += elapsed
+            ns[self._cause()] += elapsed
         return ns

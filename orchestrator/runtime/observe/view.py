@@ -14,10 +14,11 @@ from holdfast.orchestrator.protocol.facts import StepReport
 
 NodeState = Literal["joining", "member", "spare", "lost", "cordoned"]
 LedgerCause = Literal[
-    "productive", "starting", "recovering", "redone", "stalled", "waiting", "suspended", "finishing"
-]
-"""Causes of time; their sum is the time since submission. `redone`: steps trained again after a
-loss; `stalled`: staging of checkpoints; `waiting`: for nodes."""
+    "queued", "productive", "starting", "recovering", "redone", "stalled", "waiting", "suspended",
+    "finishing",
+]  # fmt: skip
+"""Causes of time since submission. `queued`: before the first launch, which goodput leaves out;
+`redone`: steps trained again after a loss; `stalled`: by staging; `waiting`: for nodes."""
 
 
 class WorkerView(msgspec.Struct, kw_only=True):

@@ -60,7 +60,7 @@ def test_a_job_is_described_like_a_local_one(jobs: Kubectl, holdfast: HoldfastCl
     write_status(jobs, trained(checkpoint_path="s3://bucket/demo"))
     status = holdfast("status", "demo")
     assert status.code == 0 and status.err == ""
-    for part in ("demo  running", "42 of 100 steps", "HSDP: replicate 2 x shard 2", "step 41 in "):
+    for part in ("demo  running", "42 of 100 steps", "HSDP: replicate 2 x shard 2", "42 steps in "):
         assert part in status.out
     report = holdfast("status", "demo", "--report")
     for part in ("goodput 90.9%", "2 incidents", "worker 1 hangs", "decision: restart all 4 work"):
@@ -134,7 +134,7 @@ def test_ctrl_c_leaves_the_job_running_and_prints_how_to_reattach(
     command = holdfast.start(output, "run", file)
     jobs.wait("trainingjob", "demo", bool, "to be created")
     write_status(jobs, trained())
-    until(lambda: "step 41" in output.read_text(), "a line of progress", timeout_s=60,
+    until(lambda: "42 of 100 steps" in output.read_text(), "a line of progress", timeout_s=60,
           last=output.read_text)  # fmt: skip
     command.send_signal(signal.SIGINT)
     assert command.wait(60) == 130
@@ -162,7 +162,7 @@ def test_watching_continues_after_an_outage_of_the_api_server(
     command = holdfast.start(output, "run", file)
     jobs.wait("trainingjob", "demo", bool, "to be created")
     write_status(jobs, trained())
-    until(lambda: "step 41" in output.read_text(), "a line of progress", timeout_s=60,
+    until(lambda: "42 of 100 steps" in output.read_text(), "a line of progress", timeout_s=60,
           last=output.read_text)  # fmt: skip
     own_control_plane.kill_api_server()
     until(lambda: "trying again" in output.read_text(), "the remark", timeout_s=60,

@@ -160,7 +160,7 @@ def test_the_example_survives_what_the_readme_does_to_it() -> None:
         stderr=subprocess.STDOUT, text=True,
     ) as training:  # fmt: skip
         assert training.stdout is not None
-        steps = re.compile(r"step (\d+)")
+        steps = re.compile(r"(\d+) of \d+ steps")
         at, output = 0, []
         for line in training.stdout:
             output.append(line)

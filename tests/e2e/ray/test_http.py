@@ -67,7 +67,7 @@ def test_a_followed_log_is_shown_once_and_as_a_whole(websockets: bool, tmp_path:
 def test_a_job_is_watched_again_over_http_and_ending_the_watcher_does_not_end_it(job: Job) -> None:
     job.running()
     watcher = started("attach", job.name, "--ray", job.cluster.dashboard)
-    says(watcher, r"step \d+")
+    says(watcher, r"\d+ of \d+ steps")
     watcher.send_signal(signal.SIGTERM)
     said, _ = watcher.communicate(timeout=BOUND_S)
     assert watcher.returncode == 130 and "Traceback" not in said, said

@@ -115,8 +115,7 @@ def test_inside_the_cluster_auto_is_the_address_and_code_is_uploaded(
     monkeypatch.chdir(tmp_path / "code")
     words = ("train.py", "--name", "from-inside", "--gpus", "0", "--ray", "auto")
     done = holdfast("submit", *words)
-    assert done.returncode == 0 and "job from-inside: submitted; watch it" in done.stdout
-    assert "uploaded: 1 files" in done.stderr
+    assert "job from-inside: submitted" in done.stdout and "uploaded: 1 files" in done.stderr
     assert holdfast("attach", "from-inside", "--ray").returncode == 0
     printed = holdfast("logs", "from-inside", "--ray").stdout
     assert "train.py" in printed and str(tmp_path) not in printed
@@ -242,10 +241,10 @@ def test_the_example_runs_unchanged_and_rays_own_commands_work_on_it(client: Any
     try:
         give_up = time.monotonic() + BOUND_S
         # Not with Ray's command: it imports Ray each time, and the job waits for the processor.
-        while not re.search(r"step [1-9]", client.get_job_logs(name)):
+        while not re.search(r"[1-9] of \d+ steps", client.get_job_logs(name)):
             assert time.monotonic() < give_up, client.get_job_logs(name)
             time.sleep(0.2)
-        assert re.search(r"step [1-9]", ray_job(cluster, "logs", name))
+        assert re.search(r"[1-9] of \d+ steps", ray_job(cluster, "logs", name))
         listed = ray_job(cluster, "list")
         assert name in listed and "'model': 'pretrain, 4 layers of 256'" in listed
         assert f"Job '{name}' was stopped" in ray_job(cluster, "stop", name)

@@ -134,7 +134,7 @@ def test_reading_logs_of_other_machines_does_not_fill_rays_list_of_tasks(
 def test_ending_a_command_that_only_watches_does_not_end_the_job(job: Job) -> None:
     job.running()
     watcher = started("attach", NAME, "--ray", job.cluster.address)
-    says(watcher, "step ")
+    says(watcher, " steps")
     watcher.send_signal(signal.SIGTERM)
     said, _ = watcher.communicate(timeout=BOUND_S)
     assert watcher.returncode == 130 and f"attach {NAME}" in said, said

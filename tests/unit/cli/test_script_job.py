@@ -186,7 +186,7 @@ def test_a_saved_spec_is_found_from_its_own_directory(here: Path) -> None:
     (here / "jobs").mkdir()
     run, shown = ScriptRun(Path("train.py"), ("a",)), list[str]()
     save = Path("jobs/job.yaml")
-    with script_job.spec_file(run, save, lambda name: name, shown.append) as file:
+    with script_job.spec_file(run, save, str, shown.append) as (file, _):
         assert file == save
     assert yaml.safe_load(save.read_text())["spec"] == {
         "entrypoint": {"script": "train.py", "args": ["a"]},
@@ -202,7 +202,8 @@ def test_a_saved_spec_is_found_from_its_own_directory(here: Path) -> None:
 
 def test_a_spec_that_is_not_saved_is_shown_and_removed(here: Path) -> None:
     run, shown = ScriptRun(Path("train.py")), list[str]()
-    with script_job.spec_file(run, None, lambda name: name, shown.append) as file:
+    with script_job.spec_file(run, None, lambda name: name, shown.append) as (file, show):
+        show()
         assert yaml.safe_load(file.read_text())["spec"] == {"entrypoint": {"script": "train.py"}}
     assert not file.exists()
     assert yaml.safe_load(shown[0])["spec"] == {"entrypoint": {"script": "train.py"}}
@@ -211,7 +212,8 @@ def test_a_spec_that_is_not_saved_is_shown_and_removed(here: Path) -> None:
 def test_values_of_secrets_are_not_shown(here: Path) -> None:
     env = {"HF_TOKEN": "abc", "TOKENIZERS_PARALLELISM": "false", "PIP_INDEX_URL": "https://a:b@h/s"}
     run, shown = ScriptRun(Path("WANDB_API_KEY=def"), ("python", "train.py"), env=env), list[str]()
-    with script_job.spec_file(run, None, lambda name: name, shown.append) as file:
+    with script_job.spec_file(run, None, lambda name: name, shown.append) as (file, show):
+        show()
         assert yaml.safe_load(file.read_text())["spec"]["env"] == env
     assert yaml.safe_load(shown[0])["spec"] == {
         "entrypoint": {"command": "WANDB_API_KEY=(hidden) python train.py"},
@@ -225,7 +227,7 @@ def test_values_of_secrets_are_not_shown(here: Path) -> None:
 
 def test_a_saved_spec_with_secrets_is_for_its_owner_only_and_not_for_a_cluster(here: Path) -> None:
     run, shown = ScriptRun(Path("train.py"), env={"HF_TOKEN": "abc", "A": "1"}), list[str]()
-    with script_job.spec_file(run, Path("job.json"), lambda name: name, shown.append) as file:
+    with script_job.spec_file(run, Path("job.json"), str, shown.append) as (file, _):
         assert json.loads(file.read_text())["spec"]["env"] == {"HF_TOKEN": "abc", "A": "1"}
     assert file.stat().st_mode & 0o777 == 0o600
     assert "job.json has the value of HF_TOKEN: only you" in shown[1]
@@ -246,7 +248,7 @@ def test_for_a_cluster_a_spec_is_saved_in_the_uploaded_directory_only(here: Path
     ):
         raise AssertionError
     assert not Path("jobs/a.yaml").exists()
-    with script_job.spec_file(run, here / "a.yaml", str, print, uploads=True) as file:
+    with script_job.spec_file(run, here / "a.yaml", str, print, uploads=True) as (file, _):
         assert file.exists()
 
 

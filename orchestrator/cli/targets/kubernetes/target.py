@@ -57,8 +57,6 @@ LAST_LINES_S = 6.0
 class KubernetesTarget:
     """One namespace of a cluster."""
 
-    takes_runtime_env = False
-
     def __init__(
         self,
         namespace: str | None,

@@ -7,14 +7,15 @@ from typing import Any
 import typer
 
 
-def choose(address: str) -> Any:
-    """Return an address's target. At a dashboard's, status, report and logs read what is there; any
-    other command runs again inside the cluster, and this process exits with its exit code."""
+def choose(address: str, verb: str) -> Any:
+    """Return an address's target. At a dashboard's, status and logs read what is there, and run and
+    submit hand a job in; any other command runs again inside the cluster, and this process exits
+    with its exit code."""
     if address.startswith(("http://", "https://")):
-        from .dashboard import DashboardTarget, can_look
+        from .dashboard import COMMANDS, DashboardTarget
         from .jobs_api import forward
 
-        if can_look():
+        if verb in COMMANDS:
             return DashboardTarget(address)
         raise typer.Exit(forward(address))
     from .target import RayTarget

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -193,9 +192,3 @@ def _failed(what: str, error: Exception) -> str:
     """Why a command runs as a Ray job, which takes longer."""
     text = str(error).partition("\n")[0] or type(error).__name__
     return f"{what} through the dashboard ({text})"
-
-
-def can_look(words: list[str] | None = None) -> bool:
-    """Whether this command may do without a Ray job."""
-    given = sys.argv[1:] if words is None else words
-    return bool(given) and given[0] in COMMANDS

@@ -45,8 +45,6 @@ from .jobs_api import metadata
 class RayTarget:
     """One cluster. Connects at the first call."""
 
-    takes_runtime_env = False
-
     def __init__(self, address: str, *, answer_s: float = actors.ANSWER_S) -> None:
         """`answer_s`: how long to wait for a controller's answer."""
         self._address, self._answer_s = address, answer_s

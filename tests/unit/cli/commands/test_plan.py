@@ -72,7 +72,7 @@ CONFIG = {
             ("--sequence: got 4096 with gpt3-13b", "at most 2048, its position embedding's rows"),
         ),
         (("--model", "absent/config.json", "--devices", "8xH100"), ("--model: got absent",)),
-        ((), ("neither a job nor --model", "holdfast plan job.yaml")),
+        ((), ("neither a job nor --model", "holdfast spec plan job.yaml")),
     ],
 )
 def test_a_wrong_option_has_one_message_and_exit_code_two(

@@ -57,7 +57,7 @@ def test_a_ray_job_that_is_stopped_gets_no_other_driver() -> None:
     process.stdin.write("x")
     process.stdin.close()
     process.wait()
-    assert process.stdout.read() == "" and process.returncode == 128 + signal.SIGKILL
+    assert process.stdout.read() == "" and process.returncode == 128 + signal.SIGTERM
 
 
 def test_a_stop_while_another_driver_starts_is_handled_once_it_can_cancel_the_job() -> None:

@@ -78,7 +78,7 @@ def test_waiting_starting_and_training_are_counted_separately() -> None:
     job = Accounted()
     job.launch(3, 1)
     job.step(5, 0)
-    assert job.seconds(9) == {"waiting": 3, "starting": 2, "productive": 4}
+    assert job.seconds(9) == {"queued": 3, "starting": 2, "productive": 4}
     assert job.accounting.goodput(9 * SECOND_NS) == 4 / 6
 
 
