@@ -25,7 +25,15 @@ SCRIPTS = {"hf": "hf_plain.py", "lightning": "lightning_plain.py"}
 
 
 def events(job: Job) -> list[str]:
-    words = ["-m", "holdfast.orchestrator.cli.main", "events", job.name, "--home", str(job.home)]
+    words = [
+        "-m",
+        "holdfast.orchestrator.cli.main",
+        "debug",
+        "events",
+        job.name,
+        "--home",
+        str(job.home),
+    ]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
