@@ -15,10 +15,10 @@ import torch.distributed as dist
 from bench.contestants.base import ROOT
 from tests.strategies.rig import of_ranks
 
-from .kit import Figures, Kit, Measurement, Skip
+from .kit import Figures, Folder, Kit, Measurement, Skip
 from .sharing import share_one_gpu
 
-GPU_FILES = ("bench/gpu/test_cuda.py", "tests/unit")
+SEVERAL = "two ranks on one GPU"
 JOBS = ("tests/e2e/local/test_gpu.py", "tests/strategies/test_gpus.py")
 MESSAGE = 2**24
 
@@ -27,7 +27,7 @@ def measurements() -> list[Measurement]:
     return [
         Measurement("check", "machine", machine, 8, 0),
         Measurement("check", "tests of CUDA branches", branches, 90, 0),
-        Measurement("check", "two ranks on one GPU", several_ranks, 25, 1),
+        Measurement("check", SEVERAL, several_ranks, 25, 1),
         Measurement("check", "tests of jobs on a GPU", jobs, 150, 4, on_cpu=False),
     ]
 
@@ -47,7 +47,10 @@ def machine(kit: Kit) -> Figures:
 
 
 def branches(kit: Kit) -> Figures:
-    return run_tests(kit, *(GPU_FILES if not kit.rehearse else GPU_FILES[:1]), "-m", "gpu")
+    """Files by name: others need packages that the machine may lack."""
+    unit = (ROOT / "tests/unit/workers").rglob("test_*.py")
+    files = [str(file) for file in unit if "torch.cuda.is_available()," in file.read_text()]
+    return run_tests(kit, "-m", "gpu", "bench/gpu/test_cuda.py", *kit.size(files, []))
 
 
 def jobs(kit: Kit) -> Figures:
@@ -94,6 +97,15 @@ def several_ranks(kit: Kit) -> Figures:
         rates = dict(re.findall(r"^(\S+) (\d\S*)$", text, re.M))
         return {"backend": kind, **{name: float(rate) for name, rate in rates.items()}, **why}
     raise Skip("; ".join(f"{name}: {reason}" for name, reason in why.items()))
+
+
+def shared_backend(kit: Kit) -> str:
+    """What the ranks on one GPU talk with. Raises Skip if neither nccl nor gloo works."""
+    record = Folder(kit.folder).records().get(("check", SEVERAL))
+    figures = record.figures if record is not None else several_ranks(kit)
+    if "backend" not in figures:
+        raise Skip(f"two ranks on one GPU: {record.why if record else figures}")
+    return str(figures["backend"])
 
 
 def _rank(device: str) -> None:

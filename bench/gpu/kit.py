@@ -61,6 +61,8 @@ class Kit:
     rehearse: bool
     """On CPUs, with gloo and tiny sizes."""
     scratch: Path
+    folder: Path = Path()
+    """With the records so far."""
 
     @property
     def device(self) -> str:

@@ -10,8 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.e2e.local.local_rig import Job, losses_of
-from tests.strategies.rig import document, numbers_in, of_ranks, several
+from tests.strategies.rig import CONFIG, document, numbers_in, of_ranks, several
 
+from .check import shared_backend
 from .kit import Figures, Kit, Measurement
 from .sharing import JOB_WORDS
 
@@ -27,7 +28,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "compiled": (FLOAT32, {"compile": True}, {"on_cpu": False}),
     "blocks recomputed": ({**FLOAT32, "activationCheckpointing": {"full": {}}}, {}, {}),
-    "8-bit AdamW": (FLOAT32, {"optimizer": {"adamw8bit": {}}}, {"packages": ("torchao",)}),
+    "8-bit AdamW": (FLOAT32, {"optimizer": {**CONFIG["optimizer"], "adamw8bit": {}}}, {"packages": ("torchao",)}),
 }  # fmt: skip
 
 
@@ -91,9 +92,7 @@ def attention(kit: Kit) -> Figures:
 
 def ring(kit: Kit) -> Figures:
     """Losses over a context axis of two ranks, which share the GPU, beside one rank's."""
-    from .recover import backend
-
-    kind = backend(kit)["backend"]
+    kind = shared_backend(kit)
     place = kit.scratch / "ring"
     losses = several(kit.scratch / "one", [spec(kit, "one", BF16)], 1, on_gpus=not kit.rehearse)
     row = spec(kit, "ring", {**BF16, "context": 2})

@@ -25,7 +25,7 @@ def main(words: list[str]) -> int:
     (one,) = (each for each in EVERY if (each.part, each.name) == (part, name))
     skip, figures = "", {}
     try:
-        figures = one.run(kit.Kit("--rehearse" in words, Path(scratch)))
+        figures = one.run(kit.Kit("--rehearse" in words, Path(scratch), Path(result).parents[1]))
     except kit.Skip as reason:
         skip = str(reason)
     Path(result).write_text(json.dumps({"skip": skip, "figures": figures}))

@@ -69,7 +69,7 @@ def render(records: dict[tuple[str, str], Record]) -> str:
         lines += ["**Not run: no machine with a GPU was at hand yet.** No figure is known.", ""]
     lines += ["## How to run it", "", HOW]
     for name, part in PARTS.items():
-        lines += [f"## {name}", "", (part.__doc__ or "").strip().partition("\n")[0], ""]
+        lines += [f"## {name}", "", " ".join((part.__doc__ or "").split()), ""]
         mine = [one for one in EVERY if one.part == name]
         lines += ["| measurement | seconds | outcome | figures |", "|---|---|---|---|"]
         lines += [row(one, records.get((one.part, one.name))) for one in mine]

@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from bench.contestants.base import ROOT
-from bench.plan_accuracy.cases import DEEP, GROUPED, MEDIUM, SMALL, WIDE, Case, case
+from bench.plan_accuracy.cases import DEEP, FP32, GROUPED, MEDIUM, SMALL, WIDE, Case, case
 from bench.plan_step_time import HOLDFAST
 from holdfast.orchestrator.api.v1alpha1 import load_job
 from holdfast.orchestrator.protocol.mesh import Mesh
@@ -49,7 +49,7 @@ CASES: tuple[tuple[Case, dict[str, Any]], ...] = (
     (_case("deep, compiled", DEEP, samples=8), {"compile": True}),
     (_case("large, 8-bit AdamW", LARGE, length=2048, samples=4, optimizer={"adamw8bit": {}}), {}),
     (_case("wide, float8, compiled", WIDE, samples=8, dtype=FLOAT8), {"compile": True}),
-    (_case("medium, float32", MEDIUM, samples=8, dtype={}), {}),
+    (_case("medium, float32", MEDIUM, samples=8, dtype=FP32), {}),
     (_case("grouped, 4 passes", GROUPED, samples=4, passes=4), {}),
 )
 """Jobs, and settings of the recipe that `case` has not."""
@@ -65,7 +65,7 @@ def measurements() -> list[Measurement]:
         needs = {
             "packages": ("torchao",) if "8" in one.name else (),
             "capability": (8, 9) if "float8" in one.name else (7, 0),
-            "device_gb": 60.0 if "large" in one.name else 30.0,
+            "device_gb": 40.0 if "large" in one.name else 16.0,
             "on_cpu": number == 0,
         }
         run = partial(planned, number=number)

@@ -21,7 +21,8 @@ from bench.contestants.holdfast import Holdfast
 from bench.contestants.torchrun import Torchrun
 
 from . import faults
-from .kit import Figures, Kit, Measurement, Skip
+from .check import shared_backend
+from .kit import Figures, Kit, Measurement
 
 BIG = {
     "model": {"dim": 2048, "numLayers": 16, "numHeads": 16, "vocabSize": 32000},
@@ -52,7 +53,6 @@ SIDES = {"Holdfast": Holdfast, "torchrun": Torchrun}
 def measurements() -> list[Measurement]:
     rows = [
         Measurement("recover", "floors", floors, 30, 1),
-        Measurement("recover", "backend of ranks that share the GPU", backend, 20, 1),
     ]
     for size, names in {"large": LARGE_ONES, "small": SMALL_ONES}.items():
         for name in names:
@@ -81,7 +81,7 @@ def recover(kit: Kit, size: str, name: str, side: str) -> Figures:
         options["gpu"] = 1 if size == "large" else 0
         environment = {"CUDA_VISIBLE_DEVICES": "0"}
         if size == "small":
-            environment["BENCH_SHARE_GPU"] = backend(kit)["backend"]
+            environment["BENCH_SHARE_GPU"] = shared_backend(kit)
     # Holdfast has a GPU's devices from the node; a rank that shares one has it by its variables.
     chosen = environment if size == "small" or side == "torchrun" else {}
     spares = {"spares": 1} if name == "node lost" and side == "Holdfast" else {}
@@ -99,16 +99,6 @@ def recover(kit: Kit, size: str, name: str, side: str) -> Figures:
     figures: Figures = {"seconds": done.seconds, "steps_lost": done.steps_lost}
     figures |= {"launch_s": done.launch_s, "step_s": done.step_s, "parts_s": done.phases}
     return {**figures, "note": done.note} if done.note else figures
-
-
-def backend(kit: Kit) -> Figures:
-    """nccl if two ranks on one GPU can use it, else gloo. Raises Skip if neither works."""
-    from .check import several_ranks
-
-    figures = several_ranks(kit)
-    if "backend" not in figures:
-        raise Skip(str(figures))
-    return figures
 
 
 FLOORS = """

@@ -141,8 +141,10 @@ def test_each_place_that_names_cuda_has_a_line_and_its_test_exists() -> None:
             assert f"def {name}" in (ROOT / file).read_text(), f"{place}: {test}"
 
 
+@pytest.mark.e2e
+@pytest.mark.timeout(3000)
 def test_a_rehearsal_makes_every_measurement(tmp_path: Path) -> None:
-    words = ["-m", "bench.gpu", "all", "--rehearse", "--minutes", "30", "--folder", str(tmp_path)]
+    words = ["-m", "bench.gpu", "all", "--rehearse", "--minutes", "45", "--folder", str(tmp_path)]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     from .parts import EVERY

@@ -157,6 +157,7 @@ def test_the_products_are_of_numbers_of_the_probes_own(monkeypatch: pytest.Monke
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_products_of_a_gpu_take_the_same_time_and_no_random_numbers() -> None:
     device = torch.device("cuda", 0)
