@@ -62,7 +62,7 @@ class Kit:
     """On CPUs, with gloo and tiny sizes."""
     scratch: Path
     folder: Path = Path()
-    """With the records so far."""
+    """Records so far."""
 
     @property
     def device(self) -> str:

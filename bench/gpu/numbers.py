@@ -28,7 +28,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "compiled": (FLOAT32, {"compile": True}, {"on_cpu": False}),
     "blocks recomputed": ({**FLOAT32, "activationCheckpointing": {"full": {}}}, {}, {}),
-    "8-bit AdamW": (FLOAT32, {"optimizer": {**CONFIG["optimizer"], "adamw8bit": {}}}, {"packages": ("torchao",)}),
+    "8-bit AdamW": (
+        FLOAT32, {"optimizer": {**CONFIG["optimizer"], "adamw8bit": {}}}, {"packages": ("torchao",)}
+    ),
 }  # fmt: skip
 
 
