@@ -112,21 +112,16 @@ def shard_persisted(ctx: StepContext, node: str, fact: ShardPersisted) -> None:
     state, shard = ctx.state, fact.shard
     key = (shard.step, shard.generation)
     drained = state.drain is not None and key == (state.drain.step, state.drain.generation)
+    rejected = f"rejected shard {shard.shard} of step {shard.step} from {node}: "
     if shard.generation != state.generation and not drained:
-        ctx.note(
-            f"rejected shard {shard.shard} of step {shard.step} from {node}: written by "
-            f"generation {shard.generation}, the current one is {state.generation}"
-        )
+        ctx.note(f"{rejected}generation {shard.generation} wrote it, not {state.generation}")
         return
     newest = newest_committed(state)
     if newest is not None and newest.step >= shard.step:
         return
     mesh = state.meshes.get(shard.generation)
     if mesh is None or mesh.num_shards != shard.num_shards or shard.shard >= shard.num_shards:
-        ctx.note(
-            f"rejected shard {shard.shard} of {shard.num_shards} from {node}: the mesh of "
-            f"generation {shard.generation} has other shards"
-        )
+        ctx.note(f"{rejected}generation {shard.generation} has other shards")
         return
     pending = state.catalog.pending.get(key)
     if pending is None:
@@ -245,7 +240,7 @@ def compare(ctx: StepContext, files: tuple[ShardFile, ...]) -> None:
 def listed(ctx: StepContext, event: CheckpointsListed) -> None:
     """A user wants a job to go on that holds: storage may have a repaired checkpoint."""
     state = ctx.state
-    if state.active:
+    if state.group.active:
         return
     compare(ctx, event.files)
     for key, files in sorted(_by_key(event.files).items()):
@@ -257,11 +252,11 @@ def refused(ctx: StepContext, event: CheckpointRefused) -> bool:
     """A reader found damage. True if the current generation started from this checkpoint."""
     state = ctx.state
     refuse(ctx, (event.step, event.generation), "damaged", event.detail)
-    restore = state.membership.restore if state.membership else None
+    restore = state.group.membership.restore if state.group.membership else None
     return (
         restore is not None
         and restore.directory == directory_name(event.step, event.generation)
-        and not state.first_step_done
+        and not state.group.first_step_done
     )
 
 
@@ -270,7 +265,7 @@ def clean(ctx: StepContext, given_up: StepKey = NONE) -> None:
     """Forget and delete what retention does not keep, and what gets no manifest any more: it is
     older than the newest checkpoint, or `given_up`."""
     catalog = ctx.state.catalog
-    restore = ctx.state.membership.restore if ctx.state.membership else None
+    restore = ctx.state.group.membership.restore if ctx.state.group.membership else None
     kept = retained(ctx.state, restore.directory if restore is not None else "")
     abandoned = max(kept.newest, given_up)
     if abandoned == NONE:

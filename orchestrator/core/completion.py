@@ -12,7 +12,7 @@ from .state import PLACEMENT, PLANNED, Drain, DrainKind, Hold, PendingStop
 def workers_done(ctx: StepContext, stop: PendingStop) -> None:
     """All workers ended with exit code 0; their nodes have reported what their memory holds."""
     state = ctx.state
-    final = min((exit.step for _node, exit in state.exits.values()), default=-1)
+    final = min((exit.step for _node, exit in state.group.exits.values()), default=-1)
     newest, held = newest_committed(state), next(iter(state.nodes.complete()), None)
     best = max(newest.step if newest else -1, held[0][0] if held else -1)
     recipe = state.job.spec.entrypoint.recipe
@@ -148,7 +148,7 @@ def _drained(ctx: StepContext, kind: DrainKind, text: str) -> None:
         finish(ctx, "succeeded", Reason("finish", text))
         return
     # provisioning.release_surplus releases its nodes.
-    state.members, state.needs_placement = (), False
+    state.group.members, state.needs_placement = (), False
     state.deadline_left_s = ctx.left_s("deadline")
     ctx.disarm("deadline", "rejoin")
     if state.hold is not None:

@@ -192,20 +192,16 @@ def _lost(ctx: StepContext, event: e.NodeLost) -> None:
 
 
 def _exited(ctx: StepContext, node: str, fact: m.WorkerExited) -> None:
-    current = ctx.state.generation
-    if fact.generation == current:
+    if fact.generation == ctx.state.generation:
         recovery.worker_exited(ctx, node, fact.exit)
     else:
-        ctx.note(
-            f"ignored the exit of a worker on {node}: its generation is {fact.generation}, "
-            f"the current one is {current}"
-        )
+        ctx.note(f"{node}: a worker of generation {fact.generation} ended, which is over")
 
 
 def _stopped(ctx: StepContext, node: str, fact: m.GroupStopped) -> None:
     state = ctx.state
     state.inflight.pop(fact.action_id, None)
-    if fact.generation == state.generation and state.active:
+    if fact.generation == state.generation and state.group.active:
         if state.stop is not None and node in state.stop.waiting:
             recovery.group_stopped(ctx, node, fact)
     else:
@@ -214,7 +210,7 @@ def _stopped(ctx: StepContext, node: str, fact: m.GroupStopped) -> None:
 
 def _hang(ctx: StepContext, event: e.HangDetected) -> None:
     state = ctx.state
-    if event.generation != state.generation or not state.active or state.stop is not None:
+    if event.generation != state.generation or not state.runs:
         return
     reason = Reason("hang", f"no progress: {event.evidence}")
     hang = (event.ranks, event.evidence)
@@ -225,21 +221,19 @@ def _hang(ctx: StepContext, event: e.HangDetected) -> None:
 
 
 def _hang_suspected(ctx: StepContext, event: e.HangSuspected) -> None:
-    state = ctx.state
-    if event.generation == state.generation and state.active and state.stop is None:
+    if event.generation == ctx.state.generation and ctx.state.runs:
         recovery.inspect(ctx, event)
 
 
 def _inspected(ctx: StepContext, node: str, fact: m.GroupInspected) -> None:
-    state = ctx.state
-    if fact.generation == state.generation and state.active and state.stop is None:
+    if fact.generation == ctx.state.generation and ctx.state.runs:
         recovery.inspected(ctx, node, fact)
 
 
 def _straggler(ctx: StepContext, event: e.StragglerDetected) -> None:
     ctx.note(f"{event.node} is slow: {event.evidence}")
     state = ctx.state
-    current = event.generation == state.generation and state.active and state.stop is None
+    current = event.generation == state.generation and state.runs
     if current and state.job.spec.recovery.replace_stragglers:
         nodes.replace_slow(ctx, event.node, event.evidence)
 
@@ -263,7 +257,7 @@ def _failed(ctx: StepContext, event: e.ActionFailed) -> None:
     state = ctx.state
     action = state.inflight.pop(event.action_id, None)
     match action:
-        case a.LaunchGroup() if state.launching.get(action.node) == action.action_id:
+        case a.LaunchGroup() if state.group.launching.get(action.node) == action.action_id:
             _launch_failed(ctx, action.node, event.detail or "no detail given")
         case a.RequestNodes():
             provisioning.request_failed(ctx, action, event.detail)
@@ -345,15 +339,8 @@ def _stop_expired(ctx: StepContext) -> None:
 
 
 def _launch_expired(ctx: StepContext) -> None:
-    for node in list(ctx.state.launching)[:1]:
+    for node in list(ctx.state.group.launching)[:1]:
         _launch_failed(ctx, node, "it did not answer")
-
-
-def _deadline_passed(ctx: StepContext) -> None:
-    # A suspended job is to find it due when it is resumed.
-    if ctx.state.intent == "run":
-        ctx.disarm("deadline")
-        requests.deadline_passed(ctx)
 
 
 _TIMERS: tuple[tuple[TimerName, Callable[[StepContext], None]], ...] = (
@@ -361,7 +348,7 @@ _TIMERS: tuple[tuple[TimerName, Callable[[StepContext], None]], ...] = (
     ("stop", _stop_expired),
     ("launch", launching.retry_launch),
     ("launch-again", _launch_expired),
-    ("deadline", _deadline_passed),
+    ("deadline", requests.deadline_passed),
     ("cadence", drain.cadence_due),
     ("request", lambda ctx: ctx.disarm("request")),
     ("expect", provisioning.expectation_expired),

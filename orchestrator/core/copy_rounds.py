@@ -52,7 +52,7 @@ class CopyScheduler:
 
     def observe(self, now_ns: int, node: str, fact: StepCopied, state: JobState) -> list[ToNode]:
         """A node's report; returns what is to be copied next, once that is known."""
-        running = state.active and state.stop is None and state.membership is not None
+        running = state.runs and state.group.membership is not None
         running = running and not state.given_up.copies
         if not running or fact.generation != state.generation:
             return []
@@ -70,7 +70,8 @@ class CopyScheduler:
         if fact.detail:
             return self._again(now_ns, node, fact, state)
         self._copied.add(node)
-        return self._complete(now_ns, state) if len(self._copied) == len(state.members) else []
+        complete = len(self._copied) == len(state.group.members)
+        return self._complete(now_ns, state) if complete else []
 
     def take_remarks(self) -> list[FromNode]:
         """Events since the last call: no step is copied any more, or one is again."""
@@ -80,8 +81,8 @@ class CopyScheduler:
     def _follow(self, now_ns: int, state: JobState) -> None:
         if self._generation == state.generation:
             return
-        assert state.membership is not None
-        restore = state.membership.restore
+        assert state.group.membership is not None
+        restore = state.group.membership.restore
         self._generation, self._reports, self._began_ns = state.generation, {}, now_ns
         self._copied, self._copied_ns = set(), now_ns
         # Agents begin with the first step that they stage.
@@ -107,7 +108,7 @@ class CopyScheduler:
         return self._begin(now_ns, state, RETRY_S)
 
     def _complete(self, now_ns: int, state: JobState) -> list[ToNode]:
-        known = [self._reports[name] for name in state.members]
+        known = [self._reports[name] for name in state.group.members]
         if len({one.step for one in known}) > 1:
             return self._begin(now_ns, state, 0.0)
         before, self.confirmed = self.confirmed, known[0].step
@@ -115,8 +116,8 @@ class CopyScheduler:
         if self._reported:
             self._reported = False
             text = f"all nodes copy to their buddies again: step {self.confirmed}"
-            self._remarks.append(FromNode(state.members[0], NodeRemarked(text=text)))
-        self._describe(state.members, before)
+            self._remarks.append(FromNode(state.group.members[0], NodeRemarked(text=text)))
+        self._describe(state.group.members, before)
         self._steady += 1
         if self._steady >= STEADY_ROUNDS:
             self._steady, self._margin = 0, self._margin // 2
@@ -136,7 +137,7 @@ class CopyScheduler:
         newest = max(one.staged_step for one in self._reports.values())
         self._wanted = max(newest, self._wanted) + 1 + max(pause - 1, 0) + self._margin
         self._began_ns, self._copied = now_ns, set()
-        return [self._order(name) for name in state.members]
+        return [self._order(name) for name in state.group.members]
 
     def _order(self, node: str) -> ToNode:
         return ToNode(

@@ -130,7 +130,7 @@ def _holders(state: JobState, drain: Drain, shard: int) -> list[NodeRecord]:
     holders = [n for n in state.nodes.values() if shard in _held(n.staged, drain)]
 
     def writes(node: NodeRecord) -> bool:
-        launch = state.launch_actions.get(node.name)
+        launch = state.group.launches.get(node.name)
         return launch is not None and any(s.persists and s.shard == shard for s in launch.seats)
 
     return sorted(holders, key=lambda node: not writes(node))
@@ -165,6 +165,6 @@ def cadence_due(ctx: StepContext) -> None:
     why = f"the last checkpoint is {age_s:.0f} s old; one is wanted every {every_s:g} s"
     # A node that does not stage this step writes the first one after it, as all do.
     step = step_ahead(state)
-    for node in state.members:
+    for node in state.group.members:
         ctx.emit(PersistStep, Reason("checkpoint", why), node=node, step=step)
     ctx.arm("cadence", every_s)

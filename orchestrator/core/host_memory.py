@@ -37,7 +37,7 @@ def begin_generation(state: JobState, members: tuple[str, ...], mesh: Mesh) -> N
 
 def running(state: JobState) -> tuple[str, HostMemory] | None:
     """The member of the running generation that can hold least, with its plan; None: not known."""
-    return _least(state, state.members, state.mesh) if state.mesh is not None else None
+    return _least(state, state.group.members, state.mesh) if state.mesh is not None else None
 
 
 def _least(state: JobState, members: tuple[str, ...], mesh: Mesh) -> tuple[str, HostMemory] | None:

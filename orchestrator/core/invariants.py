@@ -21,7 +21,7 @@ def check(state: JobState) -> None:
         raise Broken("the index of the nodes is not what the nodes are")
     for name in state.nodes:
         _node(state, name)
-    for name in state.launching:
+    for name in state.group.launching:
         _launching(state, name)
     check_touched(state, "")
 
@@ -30,26 +30,27 @@ def check_touched(state: JobState, node: str) -> None:
     """Same for a step that touched one node at most; empty: none."""
     if node in state.nodes:
         _node(state, node)
-    if node in state.launching:
+    if node in state.group.launching:
         _launching(state, node)
     _phases(state)
     _checkpoints(state)
 
 
 def _membership(state: JobState) -> None:
-    members, wanted = dict.fromkeys(state.members), state.membership
-    if len(members) != len(state.members):
-        raise Broken(f"a node is a member twice: {state.members}")
-    if wanted is not None and state.active:
+    group = state.group
+    members, wanted = dict.fromkeys(group.members), group.membership
+    if len(members) != len(group.members):
+        raise Broken(f"a node is a member twice: {group.members}")
+    if wanted is not None and group.active:
         if wanted.generation != state.generation:
             raise Broken(f"the membership is of generation {wanted.generation}")
         if len(members) != wanted.num_nodes:
-            raise Broken(f"{state.members}: {wanted.num_nodes} nodes wanted")
+            raise Broken(f"{group.members}: {wanted.num_nodes} nodes wanted")
         if wanted.world_size != wanted.num_nodes * state.job.spec.workers_per_node:
             raise Broken(f"a world of {wanted.world_size} on {wanted.num_nodes} nodes")
-        if members.keys() != state.launch_actions.keys():
-            raise Broken(f"{state.members} are members, {list(state.launch_actions)} were launched")
-        ranks = [seat.rank for name in members for seat in state.launch_actions[name].seats]
+        if members.keys() != group.launches.keys():
+            raise Broken(f"{group.members} are members, {list(group.launches)} were launched")
+        ranks = [seat.rank for name in members for seat in group.launches[name].seats]
         if ranks != list(range(wanted.world_size)):
             raise Broken(f"ranks are not a bijection: {ranks}")
 
@@ -64,20 +65,20 @@ def _node(state: JobState, name: str) -> None:
 
 
 def _launching(state: JobState, name: str) -> None:
-    action = state.inflight.get(state.launching[name])
-    if name not in state.launch_actions:
+    action = state.inflight.get(state.group.launching[name])
+    if name not in state.group.launches:
         raise Broken(f"{name} is launching and is not a member")
     if action is not None and action.generation != state.generation:
         raise Broken(f"{name} is being launched for generation {action.generation}")
 
 
 def _phases(state: JobState) -> None:
-    phase, runs = state.phase, state.active and state.stop is None
-    if state.active and state.needs_placement:
+    phase, runs = state.phase, state.runs
+    if state.group.active and state.needs_placement:
         raise Broken("a generation runs while the next one is placed")
-    if state.stop is not None and not state.active:
+    if state.stop is not None and not state.group.active:
         raise Broken("a stop without a generation")
-    if phase in ("pending", "suspended") and state.active:
+    if phase in ("pending", "suspended") and state.group.active:
         raise Broken(f"workers run in phase {phase}")
     if phase in ("starting", "running") and not runs:
         raise Broken(f"no generation runs in phase {phase}")

@@ -36,7 +36,7 @@ from .rank_assignment import (
     seats_for,
 )
 from .sizes import describe_elasticity
-from .state import LAUNCH, PLACEMENT, PLANNED, IncidentRecord, JobState
+from .state import LAUNCH, PLACEMENT, PLANNED, Group, IncidentRecord, JobState
 
 MESHES_KEPT = 16
 FALLBACK_PORT = 29500
@@ -75,7 +75,7 @@ def place(ctx: StepContext) -> None:
 
 def _wait(ctx: StepContext) -> None:
     state, limit = ctx.state, ctx.state.job.spec.recovery.capacity_timeout_s
-    here, wanted = num_usable(state), state.min_nodes
+    here, wanted = num_usable(state), state.job.spec.nodes.min
     # A request that is made again after a refusal promises nothing.
     pending = len(state.supply.promised) if state.supply.denied else state.expected_nodes
     denied = f"; {state.supply.denial or 'the backend has no capacity'}"
@@ -109,7 +109,7 @@ def _launch(ctx: StepContext, size: int) -> None:
     free = order_newcomers((n.name, n.facts, n.join_order) for n in usable(state))
     group = nodes_per_group(mesh, spec.workers_per_node)
     group = group if size % group == 0 else size
-    before, members = state.members, assign(state.members, free, size, group)
+    before, members = state.group.members, assign(state.group.members, free, size, group)
     state.generation += 1
     first = state.nodes[members[0]]
     membership = Membership(
@@ -152,7 +152,7 @@ def _launch(ctx: StepContext, size: int) -> None:
         )
         action = state.inflight[action_id]
         assert isinstance(action, LaunchGroup)
-        state.launch_actions[name], state.launching[name] = action, action_id
+        state.group.launch(action_id, action)
         state.nodes.change(name, generation=state.generation)
     phase = "starting" if state.phase == "pending" else state.phase
     ctx.move(phase, reason.code, decision)
@@ -171,20 +171,17 @@ def _begin_generation(ctx: StepContext, membership: Membership, members: tuple[s
     state = ctx.state
     drain.end(ctx)  # of a state at risk: the new generation takes it over
     state.num_launches += 1
-    state.membership, state.members = membership, members
+    state.group = Group(membership, members, active=True, launched_ns=ctx.now_ns)
     state.meshes[state.generation] = membership.mesh
     held = {generation for _step, generation, _num_shards in state.nodes.holders}
     for old in [g for g in state.meshes if g <= state.generation - MESHES_KEPT]:
         if old not in held:  # what memory holds may still have to be written
             del state.meshes[old]
-    state.launch_actions, state.launching, state.exits = {}, {}, {}
-    state.active, state.needs_placement, state.first_step_done = True, False, False
-    state.new_code = False
+    state.needs_placement = state.new_code = False
     state.sizes.began = False
     state.step = membership.restore.step if membership.restore else -1
     host_memory.begin_generation(state, members, membership.mesh)
     staging_interval.begin_generation(state)
-    state.launched_ns = ctx.now_ns
     state.resize_pending = state.resize_pending and len(members) != full_size(state)
     ctx.disarm(*PLACEMENT, *PLANNED)
     ctx.arm("launch", _launch_timeout_s(state))
@@ -256,8 +253,8 @@ def _fill_incident(
 # -- results of the launch --------------------------------------------------------------------
 def launched(ctx: StepContext, action: LaunchGroup) -> None:
     state = ctx.state
-    if state.launching.get(action.node) == action.action_id:
-        del state.launching[action.node]
+    if state.group.launching.get(action.node) == action.action_id:
+        state.group.launched(action.node)
     check_launched(ctx)
 
 
@@ -265,14 +262,14 @@ def check_launched(ctx: StepContext) -> None:
     """Once every node has started its workers, a script of which no progress was ever seen counts
     as running: whether it ever shows any is unknown."""
     state = ctx.state
-    if state.launching or not state.active or state.stop is not None:
+    if state.group.launching or not state.group.active or state.stop is not None:
         return
     ctx.disarm(*LAUNCH)
     incident = state.incident
     if incident is not None and incident.started_ns is None:
         incident.started_ns = ctx.now_ns
-    assert state.membership is not None
-    alone = state.counted_by == "collectives" and state.membership.world_size == 1
+    assert state.group.membership is not None
+    alone = state.counted_by == "collectives" and state.group.membership.world_size == 1
     unknown = state.job.spec.entrypoint.recipe is None and not state.counted_by
     if (unknown or alone) and state.phase in ("starting", "recovering"):
         show_running(ctx)
@@ -288,17 +285,17 @@ def retry_launch(ctx: StepContext) -> None:
     """Send the launch again to nodes that have not answered."""
     ctx.disarm("launch")
     ctx.arm("launch-again", limits.LAUNCH_TIMEOUT_S)
-    for name in list(ctx.state.launching):
+    for name in list(ctx.state.group.launching):
         limit_s = _launch_timeout_s(ctx.state)
         text = f"{name} has not answered its launch within {limit_s:g} s"
-        action = ctx.state.launch_actions[name]
-        ctx.state.launching[name] = ctx.reemit(action, Reason("infrastructure", text))
+        action = ctx.state.group.launches[name]
+        ctx.state.group.launch(ctx.reemit(action, Reason("infrastructure", text)), action)
 
 
 def collectives_begun(ctx: StepContext, event: CollectivesBegun) -> None:
     """A script that reports nothing trains: as far as can be seen, its incident is over."""
     state = ctx.state
-    if event.generation != state.generation or not state.active:
+    if event.generation != state.generation or not state.group.active:
         return
     state.counted_by = state.counted_by or "collectives"
     own_checkpoints.training_began(ctx)
@@ -328,18 +325,18 @@ def step_completed(ctx: StepContext, event: StepCompleted) -> None:
     if incident is not None and incident.generation_before == event.generation:
         # The heartbeats before the interruption knew of later steps than the journal.
         incident.step_before = max(incident.step_before, event.step)
-    if event.generation != state.generation or not state.active:
+    if event.generation != state.generation or not state.group.active:
         return
     state.step, state.counted_by = max(state.step, event.step), event.counted_by
     _note_resumption(state, event)
-    if state.first_step_done:
+    if state.group.first_step_done:
         staging_interval.consider(ctx, event)
         return
-    state.first_step_done, state.first_step_ns = True, ctx.now_ns
+    state.group.first_step_ns = ctx.now_ns
     own_checkpoints.training_began(ctx)
-    assert state.membership is not None
+    assert state.group.membership is not None
     state.sizes.visible = True
-    state.sizes.has_worked(state.membership.world_size)
+    state.sizes.has_worked(state.group.membership.world_size)
     state.num_store_failures = 0
     # A generation that is being stopped already was interrupted by a later incident.
     if (incident := state.led_to(event.generation)) is not None:
@@ -357,12 +354,12 @@ def step_completed(ctx: StepContext, event: StepCompleted) -> None:
 def show_running(ctx: StepContext) -> None:
     """Move to phase running, or stay there, with a reason that holds while workers run."""
     state = ctx.state
-    assert state.membership is not None
-    size = state.membership.world_size
-    if state.first_step_done:
+    assert state.group.membership is not None
+    size = state.group.membership.world_size
+    if state.group.first_step_done:
         text = f"all {size} ranks train" if size != 1 else "its rank trains"
     elif state.sizes.began:
         text = "all ranks begin collectives"
     else:
-        text = f"all workers run, on {_nodes(len(state.members))}"
+        text = f"all workers run, on {_nodes(len(state.group.members))}"
     ctx.move("running", state.reason.code, text)

@@ -28,12 +28,12 @@ MAX_DETAIL = 500
 # -- queries ----------------------------------------------------------------------------------
 def usable(state: JobState) -> list[NodeRecord]:
     """Nodes that the next generation may use."""
-    members = dict.fromkeys(state.members)
+    members = dict.fromkeys(state.group.members)
     return [
         node
         for node in state.nodes.values()
         if node.confirmed and not node.preempting and node.name not in state.ledger.cordoned
-        and (node.generation == 0 or (state.active and node.name in members))
+        and (node.generation == 0 or (state.group.active and node.name in members))
         and node.facts.slots >= state.job.spec.workers_per_node
     ]  # fmt: skip
 
@@ -41,7 +41,7 @@ def usable(state: JobState) -> list[NodeRecord]:
 def num_usable(state: JobState) -> int:
     """How many there are, without a walk over all nodes."""
     slots = state.job.spec.workers_per_node
-    generations = (0, state.generation) if state.active else (0,)
+    generations = (0, state.generation) if state.group.active else (0,)
     cordoned = sum(
         node.confirmed and not node.preempting
         and node.generation in generations and node.facts.slots >= slots
@@ -53,7 +53,7 @@ def num_usable(state: JobState) -> int:
 def leaving_members(state: JobState) -> list[NodeRecord]:
     """Nodes of the running generation that will be preempted, in the order of their ranks."""
     names = [name for name in state.nodes.leaving if state.is_member(name)]
-    names.sort(key=lambda name: state.launch_actions[name].node_rank)
+    names.sort(key=lambda name: state.group.launches[name].node_rank)
     return [state.nodes[name] for name in names]
 
 
@@ -65,7 +65,7 @@ def possible_size(state: JobState) -> int:
 
 def any_to_be_stopped(state: JobState) -> bool:
     """A node still has to stop the workers of an old generation."""
-    return not state.active and state.nodes.num_busy > 0
+    return not state.group.active and state.nodes.num_busy > 0
 
 
 # -- joining ----------------------------------------------------------------------------------
@@ -111,10 +111,10 @@ def _journal_is_behind(state: JobState, newest: int) -> Cause | None:
     """The last controller could not write its journal to the end, on a full disk for example. What
     runs is stopped under its own number, and the next generation gets a higher one."""
     written, state.generation = state.generation, newest
-    if not state.active:
+    if not state.group.active:
         return None
-    assert state.membership is not None
-    state.membership = replace(state.membership, generation=newest)
+    assert state.group.membership is not None
+    state.group.membership = replace(state.group.membership, generation=newest)
     text = f"nodes run generation {newest}; the newest in the journal is {written}"
     return Cause("failure", Reason("controller-restart", text), journal_behind=text)
 
@@ -127,10 +127,11 @@ def _member_rejoined(ctx: StepContext, node: NodeRecord, fact: NodeJoined) -> Ca
         if node.name in state.stop.waiting:
             _resend_stop(ctx, node.name)
     elif fact.generation == state.generation:
-        state.launching.pop(node.name, None)
-    elif node.name in state.launching:
+        state.group.launched(node.name)
+    elif node.name in state.group.launching:
         reason = Reason("controller-restart", f"{node.name} may not have received its launch")
-        state.launching[node.name] = ctx.reemit(state.launch_actions[node.name], reason)
+        action = state.group.launches[node.name]
+        state.group.launch(ctx.reemit(action, reason), action)
         state.nodes.change(node.name, generation=state.generation)
     else:
         text = f"{node.name} rejoined without its workers of generation {state.generation}"
@@ -149,10 +150,7 @@ def _resend_stop(ctx: StepContext, name: str) -> None:
 
 
 def _stop_stale(ctx: StepContext, node: NodeRecord) -> None:
-    text = (
-        f"{node.name} still runs generation {node.generation}; the current one is "
-        f"{ctx.state.generation}"
-    )
+    text = f"{node.name} still runs generation {node.generation}, not {ctx.state.generation}"
     ctx.emit(StopGroup, Reason("infrastructure", text), node.generation, node=node.name)
 
 
@@ -263,7 +261,7 @@ def controller_started(ctx: StepContext, existing: tuple[str, ...] | None) -> li
     rejoin_s = provisioning.rejoin_s(state)
     if state.nodes:
         ctx.arm("rejoin", rejoin_s)
-    if state.launching:
+    if state.group.launching:
         ctx.disarm("launch-again")
         ctx.arm("launch", rejoin_s)
     if state.stop is not None:

@@ -62,7 +62,7 @@ def start_failed(ctx: StepContext) -> bool:
 def _ignored(ctx: StepContext, fact: OwnCheckpointSeen) -> None:
     """Hold a job whose rank waits, whatever the spec says by now."""
     state = ctx.state
-    if not state.active or state.stop is not None or state.hold is not None:
+    if not state.group.active or state.stop is not None or state.hold is not None:
         return
     if state.own.ignored_in == fact.generation:
         return
@@ -90,7 +90,7 @@ def _ignored(ctx: StepContext, fact: OwnCheckpointSeen) -> None:
 def training_began(ctx: StepContext) -> None:
     """Only a remark: a script may still read it."""
     state = ctx.state
-    restarted = state.membership is not None and state.membership.restart_count > 0
+    restarted = state.group.membership is not None and state.group.membership.restart_count > 0
     seen_to_read = not state.job.spec.entrypoint.program.words
     last = newest(state, state.generation)
     unread = state.own.read_in != state.generation

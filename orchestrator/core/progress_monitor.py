@@ -258,16 +258,16 @@ class ProgressMonitor:
         out = self._report_step(now_ns) if self._report_due else []
         self._unchecked, step = False, state.step
         self._current = MonitoredGeneration(state.generation, first=step, done=step, reported=step)
-        if state.first_step_done and state.membership is not None:
+        if state.group.first_step_done and state.group.membership is not None:
             # A new controller: its journal has the progress and the step time.
-            restore = state.membership.restore
+            restore = state.group.membership.restore
             self._current.num_steps = step - (restore.step if restore else -1)
             self._current.step_s.extend([state.step_s] if state.step_s > 0 else [])
         return out
 
     def _record(self, now_ns: int, node: str, beat: Heartbeat) -> None:
         current, state = self._current, self._state
-        if beat.generation != current.number or state.membership is None:
+        if beat.generation != current.number or state.group.membership is None:
             return
         self._unchecked = True
         interval_s = self._recovery.heartbeat_interval_s
@@ -289,10 +289,10 @@ class ProgressMonitor:
     def _progress(self, now_ns: int) -> list[AnyEvent]:
         """What the heartbeats since the last check say about steps."""
         current, state = self._current, self._state
-        if not self._unchecked or state.membership is None:
+        if not self._unchecked or state.group.membership is None:
             return []
         self._unchecked = False
-        if len(current.ranks) < state.membership.world_size:
+        if len(current.ranks) < state.group.membership.world_size:
             return []
         done = min(beat.step for beat in counting(rank.beat for rank in current.ranks.values()))
         if done <= current.done:
@@ -313,7 +313,8 @@ class ProgressMonitor:
     def _advance(self, now_ns: int, done: int) -> list[AnyEvent]:
         current, state = self._current, self._state
         first = current.done == current.first
-        own = first and state.membership is not None and state.membership.restore is None
+        membership = state.group.membership
+        own = first and membership is not None and membership.restore is None
         # The number of its first step does not show how many steps a script has trained.
         current.num_steps += 1 if own else done - current.done
         current.done = done
@@ -357,7 +358,7 @@ class ProgressMonitor:
     def _facts(self) -> HangFacts | None:
         """None: no progress is expected at this moment."""
         state, current = self._state, self._current
-        if not state.active or state.stop is not None or current.hung:
+        if not state.group.active or state.stop is not None or current.hung:
             return None
         if self._last_facts is None:
             memory = (self._worst_gap_s, self._starved_ns)

@@ -268,7 +268,7 @@ def release_surplus(ctx: StepContext) -> None:
         elif node.preempting:
             release(ctx, node.name, "preemption", f"{node.name} will be preempted and is idle")
     # The next generation may start from the memory of idle nodes: never before its first step.
-    if not settled or full_size(state) > len(state.members):
+    if not settled or full_size(state) > len(state.group.members):
         return
     wanted = _wanted(state)
     surplus = len(state.nodes) - wanted
@@ -285,15 +285,14 @@ def _idle(state: JobState, node: NodeRecord) -> bool:
 def _settled(state: JobState) -> bool:
     """The generation trains, and needs no memory of idle nodes. A script is in phase running before
     its workers have restored; its first step shows that they have."""
-    if not state.active or state.stop is not None or state.phase != "running":
-        return False
-    restore = state.membership.restore if state.membership else None
-    return state.first_step_done or restore is None or bool(restore.directory)
+    restore = state.group.membership.restore if state.group.membership else None
+    begun = state.group.first_step_done or restore is None or bool(restore.directory)
+    return state.runs and state.phase == "running" and begun
 
 
 def _holds_restore_point(state: JobState, node: NodeRecord) -> bool:
     """The next generation may start from this node's memory."""
-    if state.active or awaiting_rejoin(state):
+    if state.group.active or awaiting_rejoin(state):
         return True
     newest, committed = next(iter(state.nodes.complete()), None), newest_committed(state)
     if newest is None or (committed is not None and committed.step >= newest[0][0]):

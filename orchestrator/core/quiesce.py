@@ -47,7 +47,7 @@ def last_step(state: JobState, grace_s: float) -> int:
 
 def pace_left_s(state: JobState) -> float:
     """Time until the step time of this generation is known."""
-    return max(0.0, PACE_S - (state.now_ns - state.first_step_ns) / SECOND_NS)
+    return max(0.0, PACE_S - (state.now_ns - state.group.first_step_ns) / SECOND_NS)
 
 
 def prepare(ctx: StepContext, cause: Cause) -> None:
@@ -84,7 +84,7 @@ def awaited(ctx: StepContext, purpose: Purpose) -> bool:
 
 def _useful(state: JobState, purpose: Purpose) -> bool:
     staged = state.stage_every_steps <= 1 or state.keeps_own_checkpoints
-    return purpose not in AT_ONCE and state.first_step_done and not staged
+    return purpose not in AT_ONCE and state.group.first_step_done and not staged
 
 
 def _all_members_confirmed(state: JobState) -> bool:
@@ -108,7 +108,7 @@ def _request(ctx: StepContext, reason: Reason, margin_s: float = MARGIN_S) -> No
     if room_s is not None and room_s < wait_s:
         return
     why = Reason(reason.code, f"{reason.text}; step {step} is staged first")
-    waiting = {name: ctx.emit(StageStep, why, node=name, step=step) for name in state.members}
+    waiting = {name: ctx.emit(StageStep, why, node=name, step=step) for name in state.group.members}
     state.quiesce = Quiesce(step, waiting, ctx.now_ns, again=before is not None)
     ctx.arm("stage", SLACK_S + 1.5 * wait_s)
     ctx.move(state.phase, why.code, why.text)

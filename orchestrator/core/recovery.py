@@ -93,7 +93,7 @@ def interrupt(ctx: StepContext, cause: Cause) -> None:
     every step in which they still want it.
     """
     state = ctx.state
-    if not state.active:
+    if not state.group.active:
         return
     if state.stop is not None:
         state.stop.add(cause)
@@ -118,11 +118,11 @@ def interrupt(ctx: StepContext, cause: Cause) -> None:
     if cause.purpose != "finish":
         _open_incident(ctx, cause)
     ctx.move(PHASE_OF[cause.purpose], reason.code, reason.text)
-    state.launching.clear()
+    state.group.launching.clear()
     ctx.disarm(*PLANNED, *LAUNCH, "cadence")
     save_grace_s = _save_grace_s(ctx, cause)
     after_step = quiesce.last_step(state, grace_s)
-    for name in state.members:
+    for name in state.group.members:
         if name in state.nodes:
             stop.waiting[name] = ctx.emit(
                 StopGroup,
@@ -165,7 +165,7 @@ def _save_grace_s(ctx: StepContext, cause: Cause) -> float:
 
 def _open_incident(ctx: StepContext, cause: Cause) -> None:
     state = ctx.state
-    assert state.membership is not None
+    assert state.group.membership is not None
     state.num_incidents += 1
     state.incidents.append(
         IncidentRecord(
@@ -174,7 +174,7 @@ def _open_incident(ctx: StepContext, cause: Cause) -> None:
             noticed_ns=ctx.now_ns,
             purpose=cause.purpose,
             generation_before=state.generation,
-            world_size_before=state.membership.world_size,
+            world_size_before=state.group.membership.world_size,
             title=cause.reason.text,
             step_before=state.step,
         )
@@ -188,9 +188,9 @@ def _open_incident(ctx: StepContext, cause: Cause) -> None:
 def worker_exited(ctx: StepContext, node: str, exit: Exit) -> None:
     """Record how a worker of the current generation ended; a failure stops the others."""
     state = ctx.state
-    if exit.rank in state.exits or not state.active:
+    if exit.rank in state.group.exits or not state.group.active:
         return
-    state.exits[exit.rank] = (node, exit)
+    state.group.exited(node, exit)
     if is_failure(exit) and state.stop is None:
         how = f"signal {exit.signal}" if exit.signal is not None else f"exit code {exit.code}"
         text = f"worker {exit.rank} on {node} ended with {how}"
@@ -234,7 +234,7 @@ def inspect(ctx: StepContext, event: HangSuspected) -> None:
     """Ask all nodes what their workers do."""
     _show(ctx, f"no progress: {event.evidence}")
     reason = Reason("hang", event.evidence)
-    for name in ctx.state.members:
+    for name in ctx.state.group.members:
         ctx.emit(InspectGroup, reason, node=name)
 
 
@@ -283,7 +283,7 @@ def group_stopped(ctx: StepContext, node: str, fact: GroupStopped) -> None:
     stop.waiting.pop(node, None)
     nodes.group_stopped(state, node, fact)
     for exit in fact.exits:
-        state.exits.setdefault(exit.rank, (node, exit))
+        state.group.exited(node, exit)
         _date_failure(ctx, exit)
     stop.stacks.extend(fact.stacks)
 
@@ -293,14 +293,14 @@ def conclude(ctx: StepContext) -> Reason | None:
     """All nodes have stopped, or are lost. Returns why the job must fail; None: it goes on."""
     state, stop = ctx.state, ctx.state.stop
     assert stop is not None and not stop.waiting
-    state.stop, state.active = None, False
+    state.stop, state.group.active = None, False
     ctx.disarm("stop")
     incident = state.incident
     if incident is None or stop.purpose == "finish":
         return None
     incident.stopped_ns = ctx.now_ns
     incident.at_ns = _fault_ns(state, stop, incident)
-    steps = [exit.step for _node, exit in state.exits.values()]
+    steps = [exit.step for _node, exit in state.group.exits.values()]
     if len(steps) == incident.world_size_before:
         incident.step_before = max(incident.step_before, min(steps))
     else:
@@ -338,7 +338,7 @@ def _fault_ns(state: JobState, stop: PendingStop, incident: IncidentRecord) -> i
     known_ns = stop.ended_ns if stop.ended_ns is not None else stop.last_seen_ns
     if known_ns is None or stop.purpose != "failure":
         return incident.at_ns
-    trained_ns = state.first_step_ns if state.first_step_done else state.launched_ns
+    trained_ns = state.group.first_step_ns or state.group.launched_ns
     fault_ns, at_once_s = max(known_ns, trained_ns), recovery_of(state.job).heartbeat_interval_s
     return fault_ns if incident.at_ns - fault_ns > seconds(at_once_s) else incident.at_ns
 
@@ -374,7 +374,7 @@ def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> Rea
     state = ctx.state
     failure = attribute(
         FailureEvidence(
-            exits=tuple(state.exits.values()),
+            exits=tuple(state.group.exits.values()),
             lost=tuple((node, *why) for node, why in stop.lost.items()),
             lost_first=stop.lost_first,
             hang=stop.hang,
@@ -437,9 +437,9 @@ def _doubt_the_state(ctx: StepContext, failure: Failure) -> bool:
     """A state from which generations fail before their first step may be damaged itself. Whether
     the script is to read an older checkpoint of its own next."""
     state = ctx.state
-    assert state.membership is not None
-    restore = state.membership.restore
-    if state.first_step_done or failure.rule in NOT_THE_STATE:
+    assert state.group.membership is not None
+    restore = state.group.membership.restore
+    if state.group.first_step_done or failure.rule in NOT_THE_STATE:
         return False
     if restore is None:
         own = failure.rule in ("user-exception", "exit-code") and not state.sizes.began
@@ -459,8 +459,8 @@ def _waits_for_store(ctx: StepContext, failure: Failure) -> bool:
     """Whether the generation could not read the store. That charges no restart: the store is tried
     again after a pause, which grows."""
     state = ctx.state
-    assert state.membership is not None
-    restore = state.membership.restore
+    assert state.group.membership is not None
+    restore = state.group.membership.restore
     if failure.rule != "checkpoint-unreadable" or restore is None or not restore.directory:
         return False
     assert failure.exit is not None
@@ -498,7 +498,7 @@ def _learn_size(ctx: StepContext, incident: IncidentRecord) -> None:
     """A script that reports no steps has trained at this size, as far as can be seen."""
     state = ctx.state
     early_s = state.sizes.early_s(state.job.spec.recovery.startup_timeout_s)
-    if state.sizes.began or ctx.now_ns - state.launched_ns >= seconds(early_s):
+    if state.sizes.began or ctx.now_ns - state.group.launched_ns >= seconds(early_s):
         state.sizes.has_worked(incident.world_size_before)
 
 
@@ -507,7 +507,8 @@ def _not_this_size(ctx: StepContext, failure: Failure, incident: IncidentRecord)
     another. Such failures are not charged: there are few, see sizes.py."""
     state, exit, world = ctx.state, failure.exit, incident.world_size_before
     early_s = state.sizes.early_s(state.job.spec.recovery.startup_timeout_s)
-    early = ctx.now_ns - state.launched_ns < seconds(early_s) and not state.first_step_done
+    group = state.group
+    early = not group.first_step_ns and ctx.now_ns - group.launched_ns < seconds(early_s)
     is_script = state.job.spec.entrypoint.recipe is None
     if not (is_script and early and failure.rule in sizes.RULES and state.sizes.is_new(world)):
         return False
@@ -541,7 +542,8 @@ def _same_mistake(ctx: StepContext, failure: Failure) -> Reason | None:
     if exit is not None and exit.error_type in HOPELESS_TYPES:
         return Reason("user-error", f"{exit.error_type} {when(exit)}: {exit.error_message}")
     usage = exit is not None and exit.code == USAGE_CODE and exit.error_message
-    if failure.rule == "exit-code" and usage and not (state.first_step_done or state.sizes.began):
+    began = state.group.first_step_ns or state.sizes.began
+    if failure.rule == "exit-code" and usage and not began:
         return Reason("user-error", f"{failure.title}: {usage}")
     key = place(failure, state.step)
     if key is None:

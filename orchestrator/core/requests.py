@@ -113,6 +113,10 @@ def cancel(ctx: StepContext, event: CancelRequested) -> None:
 
 
 def deadline_passed(ctx: StepContext) -> None:
+    """A suspended job finds it due when it is resumed."""
+    if ctx.state.intent != "run":
+        return
+    ctx.disarm("deadline")
     limit = ctx.state.job.spec.active_deadline_s
     ctx.state.intent = "deadline"
     ctx.state.intent_reason = f"the job has run for its activeDeadlineSeconds of {limit:g} s"
@@ -130,12 +134,12 @@ def follow_intent(ctx: StepContext) -> None:
         if state.phase == "suspended":
             ctx.move("pending", "resume", "resumed; waiting for nodes")
             state.needs_placement = True
-        elif state.active and state.stop is None and _all_done(state):
-            text = f"all {len(state.exits)} workers ended with exit code 0"
+        elif state.runs and _all_done(state):
+            text = f"all {len(state.group.exits)} workers ended with exit code 0"
             recovery.interrupt(ctx, Cause("finish", Reason("finish", text)))
         return
     reason = Reason(PURPOSE_CODE[state.intent], state.intent_reason)
-    if state.active:
+    if state.group.active:
         recovery.interrupt(ctx, Cause(state.intent, reason))
     elif state.termination_reason is not None:
         return
@@ -150,18 +154,18 @@ def follow_intent(ctx: StepContext) -> None:
 
 
 def _all_done(state: JobState) -> bool:
-    assert state.membership is not None
-    done = len(state.exits) == state.membership.world_size
-    return done and all(e.code == 0 for _n, e in state.exits.values())
+    assert state.group.membership is not None
+    done = len(state.group.exits) == state.group.membership.world_size
+    return done and all(e.code == 0 for _n, e in state.group.exits.values())
 
 
 # -- planned interruptions --------------------------------------------------------------------
 def interrupt_if_planned(ctx: StepContext) -> None:
     """Reconciler. Another size is wanted, or a member will be preempted."""
     state = ctx.state
-    if state.phase not in TRAINING or not state.active or state.stop is not None:
+    if state.phase not in TRAINING or not state.group.active or state.stop is not None:
         return
-    size, full = len(state.members), provisioning.full_size(state)
+    size, full = len(state.group.members), provisioning.full_size(state)
     possible = nodes.possible_size(state)
     leaving = nodes.leaving_members(state)
     if leaving:

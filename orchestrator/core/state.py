@@ -346,9 +346,41 @@ class Ledger(Struct):
     """Node -> when `holdfast debug` injected a fault there."""
 
 
+class Group(Struct):
+    """The workers of the current generation."""
+
+    membership: Membership | None = None
+    members: tuple[str, ...] = ()
+    """Nodes in the order of their node ranks."""
+    launches: dict[str, LaunchGroup] = {}
+    launching: dict[str, int] = {}
+    """Node -> action id of a LaunchGroup without a result."""
+    active: bool = False
+    """Workers may run."""
+    launched_ns: int = 0
+    exits: dict[int, tuple[str, Exit]] = {}
+    """Rank -> (node, how it ended), in the order of the events."""
+    first_step_ns: int = 0
+    """When all ranks were reported to have finished a step; 0: they have not."""
+
+    @property
+    def first_step_done(self) -> bool:
+        return self.first_step_ns > 0
+
+    def launch(self, action_id: int, action: LaunchGroup) -> None:
+        self.launches[action.node], self.launching[action.node] = action, action_id
+
+    def launched(self, node: str) -> None:
+        """It has answered, or is seen to run its workers."""
+        self.launching.pop(node, None)
+
+    def exited(self, node: str, exit: Exit) -> None:
+        """The first report of a rank's end counts."""
+        self.exits.setdefault(exit.rank, (node, exit))
+
+
 class JobState(Struct):
-    """The state of one job. `members` is the node order of the current generation: the index of a
-    node is its node rank."""
+    """The state of one job."""
 
     job: TrainingJob
     """The job as submitted, with the size and the limits that were last requested."""
@@ -388,20 +420,7 @@ class JobState(Struct):
 
     generation: int = 0
     num_launches: int = 0
-    membership: Membership | None = None
-    members: tuple[str, ...] = ()
-    launch_actions: dict[str, LaunchGroup] = {}
-    launching: dict[str, int] = field(default_factory=dict)
-    """Node -> action id of a LaunchGroup without a result."""
-    active: bool = False
-    """Workers of the current generation may run."""
-    launched_ns: int = 0
-    exits: dict[int, tuple[str, Exit]] = field(default_factory=dict)
-    """Rank -> (node, how it ended), of the current generation, in the order of the events."""
-    first_step_done: bool = False
-    """All ranks have finished a step in this generation."""
-    first_step_ns: int = 0
-    """When that was reported."""
+    group: Group = field(default_factory=Group)
     step: int = -1
     """The last step known to be finished by all ranks."""
     counted_by: StepSource = ""
@@ -453,11 +472,12 @@ class JobState(Struct):
 
     @property
     def mesh(self) -> Mesh | None:
-        return self.membership.mesh if self.membership else None
+        return self.group.membership.mesh if self.group.membership else None
 
     @property
-    def min_nodes(self) -> int:
-        return self.job.spec.nodes.min
+    def runs(self) -> bool:
+        """Workers run, and nothing stops them."""
+        return self.group.active and self.stop is None
 
     @property
     def worker_memory(self) -> WorkerMemory:
@@ -505,12 +525,12 @@ class JobState(Struct):
 
     def is_member(self, name: str) -> bool:
         """A node of the current generation, whose workers may run."""
-        return self.active and name in self.launch_actions
+        return self.group.active and name in self.group.launches
 
     def node_of(self, rank: int) -> str:
         """The node that a rank of the current generation runs on; empty outside the world."""
         index = rank // self.job.spec.workers_per_node
-        return self.members[index] if 0 <= index < len(self.members) else ""
+        return self.group.members[index] if 0 <= index < len(self.group.members) else ""
 
     def gpu_model(self, node: str) -> str:
         """Model of a node's first GPU; empty without one, or without the node."""

@@ -147,7 +147,7 @@ class ControlApi:
         await self._request(
             events.AgainRequested(code=None if code is None else str(code), by=_by(arguments))
         )
-        when = "a new generation starts with it" if state.active else "the next generation has it"
+        when = ("the next generation has it", "a new generation starts with it")[state.group.active]
         return wire.Reply(ok=True, detail=f"new code: {when}", body={"before": before})
 
     async def _suspend(self, arguments: dict[str, Any]) -> wire.Reply:
@@ -230,7 +230,8 @@ class ControlApi:
     def _target(self, kind: str, arguments: dict[str, Any]) -> tuple[str, int]:
         """(node, rank); the last ones by default."""
         state = self._driver.state
-        size = state.membership.world_size if state.membership and state.active else 0
+        group = state.group
+        size = group.membership.world_size if group.membership and group.active else 0
         if not size:
             raise UserError(str(Problem("job", f"{state.phase}, no workers", "running workers")))
         node = arguments.get("node")
@@ -241,10 +242,10 @@ class ControlApi:
             return str(node), -1
         rank = size - 1
         if node is not None:
-            if node not in state.members:
-                members = ", ".join(state.members)
+            if node not in state.group.members:
+                members = ", ".join(state.group.members)
                 raise UserError(str(Problem("node", f"{node}", f"one of {members}")))
-            rank = state.members.index(str(node)) * state.job.spec.workers_per_node
+            rank = state.group.members.index(str(node)) * state.job.spec.workers_per_node
         if arguments.get("rank") is not None:
             rank = _integer(arguments, "rank")
         if not 0 <= rank < size:
@@ -261,7 +262,7 @@ class ControlApi:
         unrecorded = max(0, self._view().step - state.step)  # steps that only heartbeats report
         generation, step = state.generation, step_ahead(state) + unrecorded
         stages_every_step = state.stage_every_steps == 1
-        for link in [self._links[name] for name in state.members if name in self._links]:
+        for link in [self._links[name] for name in state.group.members if name in self._links]:
             if not stages_every_step:
                 link.send(wire.Stage(action_id=0, generation=generation, step=step))
             link.send(wire.Persist(action_id=0, generation=generation, step=step))

@@ -152,9 +152,9 @@ def _number(arguments: dict[str, Any], name: str, default: float, low: float, hi
 
 def _running(state: JobState) -> int:
     """The number of ranks. Raises UserError if none runs."""
-    if state.membership is None or not state.active:
+    if state.group.membership is None or not state.group.active:
         raise UserError(str(Problem("job", f"{state.phase}, no workers", "running workers")))
-    return state.membership.world_size
+    return state.group.membership.world_size
 
 
 def _ranks(arguments: dict[str, Any], size: int) -> list[int]:

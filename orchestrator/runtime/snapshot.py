@@ -15,6 +15,7 @@ import zlib
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from ..api.v1alpha1 import TrainingJob, job_from_mapping, job_to_mapping
 from ..core.actions import AnyAction, Inflight, LaunchGroup, Reason
@@ -109,18 +110,17 @@ T = TypeVar("T")
 def encode(state: JobState, memory: ProjectionState) -> bytes:
     """The snapshot of a job that has been submitted."""
     table = _Memberships()
+    group = replace(state.group, membership=None, launches={})
     body = _ENCODER.encode(
         _Snapshot(
-            membership=table.number(state.membership) if state.membership else None,
-            launch=[table.compact(action) for action in state.launch_actions.values()],
+            membership=table.number(state.group.membership) if state.group.membership else None,
+            launch=[table.compact(action) for action in state.group.launches.values()],
             inflight=[
                 table.compact(action) if isinstance(action, LaunchGroup) else action
                 for action in state.inflight.values()
             ],
             memberships=table.all,
-            state=msgspec.structs.replace(
-                state, membership=None, launch_actions={}, inflight=Inflight()
-            ),
+            state=replace(state, group=group, inflight=Inflight()),
             memory=memory,
         )
     )
@@ -132,8 +132,8 @@ def decode(data: bytes) -> tuple[JobState, ProjectionState]:
     found = _read(data, _DECODER)
     state = found.state
     if found.membership is not None:
-        state.membership = found.memberships[found.membership]
-    state.launch_actions = {one.node: _expand(one, found.memberships) for one in found.launch}
+        state.group.membership = found.memberships[found.membership]
+    state.group.launches = {one.node: _expand(one, found.memberships) for one in found.launch}
     for one in found.inflight:
         launch = _expand(one, found.memberships) if isinstance(one, _Launch) else one
         state.inflight[launch.action_id] = launch

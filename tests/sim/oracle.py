@@ -146,12 +146,13 @@ class Oracle:
         generation, since_s = self.grows
         waited_s = self.world.time_s - since_s
         self.require(waited_s < GROWS_S, f"it waits for standbys for {waited_s:.1f} s")
-        self.require(generation == state.generation and state.active, "it waits and does not train")
+        trains = generation == state.generation and state.group.active
+        self.require(trains, "it waits and does not train")
 
     def _size(self, state: JobState) -> None:
         """A job that trains has a size of its spec, and grows to the largest one."""
-        nodes, members = state.job.spec.nodes, len(state.members)
-        if not (state.active and state.phase == "running" and state.stop is None):
+        nodes, members = state.job.spec.nodes, len(state.group.members)
+        if not (state.group.active and state.phase == "running" and state.stop is None):
             self._small_since_s = None
             return
         if nodes.min <= members <= nodes.max:
@@ -177,7 +178,7 @@ class Oracle:
         stay = [n for n in state.nodes.values() if not n.preempting and n.name not in cordoned]
         wanted = state.job.spec.nodes.max + (state.job.spec.nodes.spares or 0)
         room = self.world.capacity - len(cordoned) >= wanted and not self.world.hidden
-        trains = state.active and state.phase == "running" and state.stop is None
+        trains = state.group.active and state.phase == "running" and state.stop is None
         if len(stay) >= wanted or not room or not trains:
             self._few_since_s = None
             return
@@ -244,7 +245,7 @@ class Oracle:
         """The controller confirms a step of the buddy tier."""
         known = self.copies.get(order.generation, (-1, ()))
         if order.generation == state.generation and order.confirmed > known[0]:
-            self.copies[order.generation] = (order.confirmed, state.members)
+            self.copies[order.generation] = (order.confirmed, state.group.members)
 
     def _survives_one_node(self, state: JobState, step: int) -> None:
         """A single lost node costs nothing that all buddies have a copy of."""
@@ -266,7 +267,7 @@ class Oracle:
             match action:
                 case a.StageStep():
                     self._stage_actions[action.action_id] = action
-                    self._members[action.generation] = state.members
+                    self._members[action.generation] = state.group.members
                 case a.LaunchGroup():
                     self._seat(action)
                 case a.FinishJob():
@@ -466,7 +467,7 @@ class Storage:
         allowed |= {name for name in self.manifests if keys[name] > newest}
         allowed |= {name for name in self.manifests if keys[name] in good[-keep:]}
         if until < (MAX_NUMBER, MAX_NUMBER):
-            restore = state.membership.restore if state.membership else None
+            restore = state.group.membership.restore if state.group.membership else None
             allowed |= {restore.directory} if restore is not None else set()
             allowed |= {directory_name(*key) for key in state.catalog.pending}
             before = {directory_name(*key) for key in kept if key <= until} - allowed

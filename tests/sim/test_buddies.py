@@ -44,7 +44,7 @@ def crashes(world: World) -> None:
 
 def _crash_member(world: World) -> None:
     state = world.host.state
-    name = world.rng.choice(state.members)
+    name = world.rng.choice(state.group.members)
     if name in world.nodes:
         world.node_dies(world.nodes[name], visible=True, why="crash")
 

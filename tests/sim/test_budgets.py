@@ -53,7 +53,7 @@ def kill_when_training(world: World, pause_s: float, choose: Callable[[World], A
 
 
 def any_rank(world: World) -> Any:
-    members = [world.nodes[name] for name in world.host.state.members]
+    members = [world.nodes[name] for name in world.host.state.group.members]
     return next((w for n in members for w in n.workers.values() if w.alive), None)
 
 
@@ -91,7 +91,7 @@ def test_a_machine_that_fails_again_and_again_gets_no_ranks(seed: int) -> None:
     bad: list[str] = []
 
     def of_one_node(world: World) -> Any:
-        members = world.host.state.members
+        members = world.host.state.group.members
         bad.extend(members[-1:] if not bad else [])
         if bad[0] not in members:
             return None

@@ -43,7 +43,7 @@ def faults(world: World) -> None:
 
 
 def _fault(world: World, node: bool) -> None:
-    name = world.rng.choice(world.host.state.members)
+    name = world.rng.choice(world.host.state.group.members)
     if node:
         world.node_dies(world.nodes[name], visible=True, why="crash")
     else:

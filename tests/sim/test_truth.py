@@ -93,14 +93,14 @@ def fault(kind: Kind, seed: int, truth: Truth) -> Callable[[World], None]:
     def act(world: World) -> None:
         state = world.host.state
         busy = state.stop is not None or {"grow", "standbys"} & state.timers.keys()
-        nodes = [world.nodes[name] for name in state.members if world.nodes[name].alive]
+        nodes = [world.nodes[name] for name in state.group.members if world.nodes[name].alive]
         ranks = [w for node in nodes for w in node.workers.values() if w.alive]
         if state.phase != "running" or busy or not ranks:
             world.after(1.0, lambda: act(world))
             return
         worker = rng.choice(ranks)
         truth.at_ns, truth.node, truth.rank = world.now, worker.node.name, worker.rank
-        truth.nodes, truth.finished = len(state.members), min(w.step for w in ranks)
+        truth.nodes, truth.finished = len(state.group.members), min(w.step for w in ranks)
         world.fault_s = world.time_s
         kind.act(world, worker, rng)
 

@@ -87,7 +87,7 @@ def test_the_node_that_is_left_has_the_whole_shard() -> None:
         world.after(15.0, lambda: world.node_dies(_first(world), visible=True, why="crash"))
 
     def _first(world: World) -> Any:
-        return world.nodes[world.host.state.members[0]]
+        return world.nodes[world.host.state.group.members[0]]
 
     world = run_seed.play(1, faults=lose_one, make=TwoNodes)
     (incident,) = world.host.state.incidents

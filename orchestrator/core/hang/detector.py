@@ -76,9 +76,9 @@ def _suspicion(now_ns: int, facts: HangFacts) -> list[AnyEvent]:
 
 def _suspects(now_ns: int, facts: HangFacts) -> Suspects:
     state, generation = facts.state, facts.generation
-    assert state.membership is not None
-    world_size = state.membership.world_size
-    return find(now_ns, world_size, state.exits, generation.ranks, generation.inspected)
+    assert state.group.membership is not None
+    world_size = state.group.membership.world_size
+    return find(now_ns, world_size, state.group.exits, generation.ranks, generation.inspected)
 
 
 def _done(facts: HangFacts) -> str:

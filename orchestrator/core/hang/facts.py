@@ -148,7 +148,7 @@ class HangFacts:
         self.live = {
             rank: known
             for rank, known in ranks.items()
-            if rank not in state.exits and not known.beat.leaves
+            if rank not in state.group.exits and not known.beat.leaves
         }
         """Ranks that have neither ended nor run to the end of their script."""
         every = self.live.values()
@@ -166,7 +166,7 @@ class HangFacts:
         self.by_collectives = self.begun and (self.silent or early)
         """No step was counted, or too few to know how long one takes."""
         self.works = any(known.beat.phase in WORKING for known in every)
-        newest_ns = max([state.launched_ns, *(known.moved_ns for known in every)])
+        newest_ns = max([state.group.launched_ns, *(known.moved_ns for known in every)])
         reporting = [beat.rank for beat in counting(known.beat for known in ranks.values())]
         oldest_ns = min((ranks[r].moved_ns for r in reporting if r in self.live), default=None)
         any_counts = self.works or self.by_collectives or not self.counted
@@ -192,7 +192,7 @@ class HangFacts:
         self.excused_ns = max(self.generation.busy_ns, min(starved_until_ns, outside_ns))
         """Time until which a rank worked or its machine was starved. A rank that does nothing waits
         for no CPU."""
-        launched_ns, startup_s = self.state.launched_ns, self.recovery.startup_timeout_s
+        launched_ns, startup_s = self.state.group.launched_ns, self.recovery.startup_timeout_s
         complete = bool(every) and len(every) == len(ranks)
         worked = (known.seen_ns - seconds(known.beat.idle_s) for known in every)
         self.idle_ns = max([launched_ns, *worked])
@@ -222,8 +222,8 @@ class HangFacts:
     def collectives_limit_s(self) -> float:
         """A step after the first ones may take as long as the first one did."""
         state, first_s = self.state, self.recovery.startup_timeout_s
-        if state.first_step_done:
-            took_s = (state.first_step_ns - state.launched_ns) / SECOND_NS
+        if state.group.first_step_done:
+            took_s = (state.group.first_step_ns - state.group.launched_ns) / SECOND_NS
             first_s = min(limits.HANG_STEP_FACTOR * took_s, first_s)
         gap_s = limits.WORST_GAP_FACTOR * self._worst_gap_s
         return max(2 * self.recovery.busy_timeout_s, gap_s, first_s if self.counted else 0.0)
@@ -247,5 +247,5 @@ class HangFacts:
         started_ns = max(since_ns, self._silence.ended_ns)
         latest_ns = since_ns + seconds(limits.ALL_SILENT_FACTOR * limit_s)
         due_ns = min(started_ns + seconds(limit_s), latest_ns)
-        current = self._silence.current_at(due_ns, self.state.members, self.recovery)
+        current = self._silence.current_at(due_ns, self.state.group.members, self.recovery)
         return due_ns if current else None

@@ -141,7 +141,7 @@ class TimeAccounting:
         return CAUSE_OF[self._totals.phase] if self._totals.launched else "queued"
 
     def _begin(self, state: JobState) -> None:
-        restore = state.membership.restore if state.membership else None
+        restore = state.group.membership.restore if state.group.membership else None
         self._totals.generation = state.generation
         self._totals.reported = False
         self._totals.unassigned_before_ns += self._totals.unassigned_ns

@@ -34,14 +34,14 @@ class PlannedFigures:
 
     def of(self, state: JobState) -> PlannedView | None:
         """None for scripts and modules, and before the first launch."""
-        membership, self._job = state.membership, state.job
+        membership, self._job = state.group.membership, state.job
         if membership is None or state.mesh is None or self._job.spec.entrypoint.recipe is None:
             return None
-        node = state.nodes.get(state.members[0]) if state.members else None
+        node = state.nodes.get(state.group.members[0]) if state.group.members else None
         return self._of(
             state.mesh,
             membership.micro_batch,
-            max(1, len(state.members)),
+            max(1, len(state.group.members)),
             self._job.spec.nodes.max,
             node and node.facts,
         )
@@ -49,7 +49,7 @@ class PlannedFigures:
     def peak(self, state: JobState) -> float:
         """FLOP/s of one worker's device in bfloat16, or in float16 where it has no bfloat16; 0: the
         device is not in the catalogue, so its job has no MFU."""
-        node = state.nodes.get(state.members[0]) if state.members else None
+        node = state.nodes.get(state.group.members[0]) if state.group.members else None
         if node is None or not node.facts.gpus:
             return 0.0
         device = catalogue_or_built_in().reported(node.facts.gpus[0].name)

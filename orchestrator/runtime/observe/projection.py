@@ -149,7 +149,7 @@ class JobProjection:
 
     def _advance(self, now_ns: int, event: StepCompleted, state: JobState) -> None:
         kept = self.memory
-        restore = state.membership.restore if state.membership else None
+        restore = state.group.membership.restore if state.group.membership else None
         before, began = restore.step if restore else -1, event.began_after
         if began is not None:  # the script restored a checkpoint of its own
             before = began
@@ -206,7 +206,7 @@ class JobProjection:
             finished_ns=kept.finished_ns,
             now_ns=now_ns,
             generation=state.generation,
-            world_size=state.membership.world_size if state.membership else 0,
+            world_size=state.group.membership.world_size if state.group.membership else 0,
             gpus_per_worker=state.job.spec.resources.num_gpus,
             restarts={str(name): count for name, count in state.ledger.restarts.items()},
             relaunches=max(0, state.generation - 1),
@@ -335,10 +335,10 @@ def node_views(state: JobState, beats: dict[str, NodeBeat], now_ns: int) -> list
     if state.phase in ("recovering", "pending"):
         views += [
             NodeView(name=name, state="lost")
-            for name in state.members
+            for name in state.group.members
             if name not in state.nodes and name in state.supply.released
         ]
-    order = {name: index for index, name in enumerate(state.members)}
+    order = {name: index for index, name in enumerate(state.group.members)}
     return sorted(views, key=lambda view: order.get(view.name, len(order)))
 
 
@@ -352,13 +352,13 @@ def _node(state: JobState, node: NodeRecord, beat: NodeBeat | None, now_ns: int)
     )
     if beat is not None:
         view.heartbeat_age_s = max(0, now_ns - beat.at_ns) / SECOND_NS
-    if member and node.name in state.launch_actions:
+    if member and node.name in state.group.launches:
         workers = {}
         if beat is not None and beat.heartbeat.generation == state.generation:
             workers = {worker.rank: worker for worker in beat.heartbeat.workers}
         view.workers = [
             _worker(state, seat.rank, seat.local_rank, workers.get(seat.rank))
-            for seat in state.launch_actions[node.name].seats
+            for seat in state.group.launches[node.name].seats
         ]
     return view
 
@@ -379,16 +379,16 @@ def _worker(state: JobState, rank: int, local_rank: int, beat: WorkerBeat | None
     hang = state.stop.hang if state.stop is not None else None
     if hang is not None and rank in hang[0]:
         view.state = "hung"
-    if rank in state.exits:
+    if rank in state.group.exits:
         view.state = "exited"
-        view.step = state.exits[rank][1].step
+        view.step = state.group.exits[rank][1].step
     return view
 
 
 def reports_of_all_ranks(state: JobState, beats: dict[str, NodeBeat]) -> list[Heartbeat]:
     """The newest heartbeats of the current generation, if they report every rank of it."""
-    current = [beats[name].heartbeat for name in state.members if name in beats]
+    current = [beats[name].heartbeat for name in state.group.members if name in beats]
     current = [beat for beat in current if beat.generation == state.generation]
-    size = state.membership.world_size if state.membership else 0
+    size = state.group.membership.world_size if state.group.membership else 0
     complete = state.stop is None and sum(len(beat.workers) for beat in current) == size
     return current if complete else []

@@ -127,7 +127,7 @@ async def train(cluster: KubeClient, owner: Owner, spec: dict[str, Any]) -> None
     await first.succeed(LaunchGroup)
     await first.tell(StepCompleted(generation=1, step=0, step_s=0.5))
     assert first.state.phase == "running"
-    assert len(first.state.members) == NUM_NODES
+    assert len(first.state.group.members) == NUM_NODES
 
 
 def test_a_controller_takes_over_a_job_of_a_thousand_pods_whose_checkpoints_outgrow_a_journal(
@@ -151,7 +151,7 @@ def test_a_controller_takes_over_a_job_of_a_thousand_pods_whose_checkpoints_outg
             for state in (second.state, third.state):
                 assert state.incarnation == 2
                 assert [one.step for one in state.catalog.committed] == [100, 200]
-                assert state.members == NAMES and set(state.nodes) == set(NAMES)
+                assert state.group.members == NAMES and set(state.nodes) == set(NAMES)
             assert third.state == second.state, "nothing was lost on the way"
             with pytest.raises(Exception, match="another controller"):
                 await second.tell(StepCompleted(generation=1, step=1), took_over)

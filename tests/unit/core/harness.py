@@ -194,7 +194,7 @@ class Transcript:
             StagedShard(at, self.state.generation, seat.shard, mesh.num_shards, 100)
             for at in (step - 1, step)
             if at >= 0
-            for seat in self.state.launch_actions[node].seats
+            for seat in self.state.group.launches[node].seats
         )
 
     def persisted(self, step: int, shard: int, **more: Any) -> list[AnyAction]:
@@ -255,7 +255,7 @@ class Transcript:
 
 def check_timers(state: JobState) -> None:
     """A timer runs only while what it belongs to lasts."""
-    running = state.active and state.stop is None
+    running = state.group.active and state.stop is None
     waits = not state.terminal and state.phase != "suspended"
     last_write = state.drain is not None and state.drain.kind != "at-risk"
     allowed: dict[TimerName, bool] = {
@@ -266,8 +266,8 @@ def check_timers(state: JobState) -> None:
         "grow": running,
         "standbys": running,
         "preempt": running,
-        "launch": running and bool(state.launching),
-        "launch-again": running and bool(state.launching),
+        "launch": running and bool(state.group.launching),
+        "launch-again": running and bool(state.group.launching),
         "cadence": running,
         "stop": state.stop is not None,
         "stage": running,

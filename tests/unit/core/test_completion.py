@@ -192,7 +192,7 @@ def test_a_suspend_without_anything_to_write_is_immediate() -> None:
     job.all_stopped(41)
     assert not job.of(PersistStep)
     assert (job.state.phase, job.state.reason.text) == ("suspended", "nothing had to be written")
-    assert job.state.members == ()
+    assert job.state.group.members == ()
 
 
 def test_after_a_resume_during_the_drain_the_state_may_still_be_at_risk() -> None:

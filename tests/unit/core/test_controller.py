@@ -36,7 +36,7 @@ from .harness import SECOND, Transcript, facts, spec, stack
 
 
 def _rejoin(job: Transcript, node: str, step: int = 30) -> list[object]:
-    ranks = tuple(seat.rank for seat in job.state.launch_actions[node].seats)
+    ranks = tuple(seat.rank for seat in job.state.group.launches[node].seats)
     staged = job.inventory(node, step)
     return list(
         job.apply(
@@ -207,7 +207,7 @@ def test_a_launch_without_a_result_is_not_in_flight_any_more() -> None:
     launch = job.of(LaunchGroup)[0]
     assert not job.apply(ActionUnknown(action_id=launch.action_id))
     assert launch.action_id not in job.state.inflight
-    assert launch.node in job.state.launching, "it is sent again after a timeout"
+    assert launch.node in job.state.group.launching, "it is sent again after a timeout"
     assert "request" not in job.state.timers
 
 
@@ -334,10 +334,8 @@ def test_the_events_of_an_old_generation_change_nothing() -> None:
     job.exits(0, signal=9)
     job.all_stopped(3)
     assert not job.apply(FromNode("b", WorkerExited(generation=1, exit=Exit(rank=2, signal=9))))
-    assert job.state.notes[-1][1] == (
-        "ignored the exit of a worker on b: its generation is 1, the current one is 2"
-    )
-    assert job.state.exits == {} and job.state.stop is None
+    assert job.state.notes[-1][1] == "b: a worker of generation 1 ended, which is over"
+    assert job.state.group.exits == {} and job.state.stop is None
 
 
 def test_a_straggler_is_noted() -> None:

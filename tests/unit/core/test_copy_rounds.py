@@ -195,7 +195,7 @@ def test_only_reports_of_running_members_count(which: str) -> None:
     if which == "stopped":
         one.job.lose("a")
         one.job.lose("b")
-        assert not one.job.state.active and one.job.state.stop is None
+        assert not one.job.state.group.active and one.job.state.stop is None
     for node in ("a", "b", "a", "b"):
         node = {"node": "x"}.get(which, node)
         more = {"generation": 7} if which == "generation" else {}

@@ -30,7 +30,7 @@ FSDP = {"min": 2, "max": 2}
 def reports(transcript: Transcript, node: str, units: float) -> None:
     """The agent has usable memory for so many buffers of each of its two workers."""
     room = HostRoom(LIMIT, int(units * 2 * SHARD) + LIMIT // 10)
-    shards = transcript.state.membership.mesh.num_shards  # type: ignore[union-attr]
+    shards = transcript.state.group.membership.mesh.num_shards  # type: ignore[union-attr]
     memory = plan_host_memory(room, shard_bytes=SHARD, num_shards=shards, workers=2, buddy=True)
     event = FromNode(node, NodeMemoryPlanned(generation=transcript.state.generation, memory=memory))
     transcript.apply(event)

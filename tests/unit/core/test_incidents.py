@@ -153,7 +153,7 @@ def test_a_damaged_state_in_memory_is_not_tried_again() -> None:
             job.stopped(node, staged=staged)
         job.succeed(LaunchGroup)
     assert job.state.catalog.distrusted == {(3, 1): 2}
-    assert job.state.membership is not None and job.state.membership.restore is None
+    assert job.state.group.membership is not None and job.state.group.membership.restore is None
 
 
 def test_a_cordon_counts_its_incidents() -> None:
@@ -175,7 +175,7 @@ def test_a_checkpoint_refused_between_two_generations_stops_nothing() -> None:
     job.lose("b")
     job.fail(job.one(RequestNodes))
     job.stopped("a", None)
-    assert not job.state.active and job.state.phase == "pending"
+    assert not job.state.group.active and job.state.phase == "pending"
     job.apply(CheckpointRefused(step=9, generation=1, detail="a checksum differs"))
     assert not job.of(StopGroup) and job.state.catalog.committed[0].refused
     assert job.state.num_incidents == 2
@@ -225,7 +225,7 @@ def test_an_incident_begins_when_the_worker_ended_not_when_a_controller_came_bac
 
 def test_an_incident_does_not_begin_before_its_generation_trained() -> None:
     job = Transcript().started(step=3)
-    since_ns = job.state.first_step_ns
+    since_ns = job.state.group.first_step_ns
     job.wait(2)
     job.exits(0, signal=9, ago_s=1000.0)
     job.all_stopped(3)

@@ -22,13 +22,14 @@ from .harness import Transcript, spec
 
 def _with_generation(generation: int) -> Callable[[JobState], None]:
     def change(state: JobState) -> None:
-        state.membership = msgspec.structs.replace(state.membership, generation=generation)
+        group = state.group
+        group.membership = msgspec.structs.replace(group.membership, generation=generation)
 
     return change
 
 
 def _world(state: JobState) -> None:
-    state.membership = msgspec.structs.replace(state.membership, mesh=Mesh(replicate=3))
+    state.group.membership = msgspec.structs.replace(state.group.membership, mesh=Mesh(replicate=3))
 
 
 def _shard(shard: int, generation: int = 1) -> Callable[[JobState], None]:
@@ -42,8 +43,8 @@ def _shard(shard: int, generation: int = 1) -> Callable[[JobState], None]:
 
 def _launching(name: str, generation: int = 1) -> Callable[[JobState], None]:
     def change(state: JobState) -> None:
-        action = msgspec.structs.replace(state.launch_actions["a"], generation=generation)
-        state.inflight[99], state.launching[name] = action, 99
+        action = msgspec.structs.replace(state.group.launches["a"], generation=generation)
+        state.inflight[99], state.group.launching[name] = action, 99
 
     return change
 
@@ -51,7 +52,7 @@ def _launching(name: str, generation: int = 1) -> Callable[[JobState], None]:
 def _set(**fields: Any) -> Callable[[JobState], None]:
     def change(state: JobState) -> None:
         for name, value in fields.items():
-            setattr(state, name, value)
+            setattr(state if hasattr(state, name) else state.group, name, value)
 
     return change
 
@@ -61,7 +62,7 @@ def _future_node(state: JobState) -> None:
 
 
 def _same_seats(state: JobState) -> None:
-    state.launch_actions["b"] = state.launch_actions["a"]
+    state.group.launches["b"] = state.group.launches["a"]
 
 
 def _committed_twice(state: JobState) -> None:

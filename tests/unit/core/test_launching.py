@@ -403,7 +403,7 @@ def test_a_script_has_no_state_that_holdfast_restores() -> None:
 
 def test_the_first_step_of_all_ranks_makes_a_job_run() -> None:
     job = Transcript().started(step=None)
-    assert job.state.phase == "starting" and not job.state.first_step_done
+    assert job.state.phase == "starting" and not job.state.group.first_step_done
     job.apply(StepCompleted(generation=7, step=3, step_s=0.5))
     assert job.state.phase == "starting" and job.state.step == -1
     assert job.state.step_s == 0.5
@@ -411,10 +411,10 @@ def test_the_first_step_of_all_ranks_makes_a_job_run() -> None:
     job.apply(StepCompleted(generation=1, step=3))
     assert job.state.reason.text == "all 4 ranks train"
     assert (job.state.phase, job.state.step, job.state.step_s) == ("running", 3, 0.5)
-    assert job.state.first_step_ns == job.now_ns
+    assert job.state.group.first_step_ns == job.now_ns
     job.wait(2)
     job.step(2)
-    assert job.state.step == 3 and job.state.first_step_ns == job.now_ns - 2 * SECOND
+    assert job.state.step == 3 and job.state.group.first_step_ns == job.now_ns - 2 * SECOND
 
 
 def test_a_first_step_during_a_stop_does_not_end_it() -> None:
@@ -422,7 +422,7 @@ def test_a_first_step_during_a_stop_does_not_end_it() -> None:
     job.exits(0, signal=9)
     job.step(0)
     assert job.state.phase == "recovering" and job.state.stop is not None
-    assert job.state.first_step_done and job.state.step == 0
+    assert job.state.group.first_step_done and job.state.step == 0
 
 
 def test_the_nodes_of_a_generation_are_whole_replica_groups() -> None:
@@ -522,9 +522,9 @@ def test_a_launch_is_sent_again_to_the_nodes_that_have_not_answered() -> None:
     assert again.membership == second.membership and again.node_rank == 1
     assert again.persist_every_steps == second.persist_every_steps
     job.apply(ActionSucceeded(action_id=second.action_id))
-    assert list(job.state.launching) == ["b"], "the answer to the second one counts"
+    assert list(job.state.group.launching) == ["b"], "the answer to the second one counts"
     job.apply(ActionSucceeded(action_id=again.action_id))
-    assert job.state.launching == {} and not job.wait(60)
+    assert job.state.group.launching == {} and not job.wait(60)
 
 
 def test_all_nodes_that_have_started_their_workers_are_a_time_of_the_incident() -> None:

@@ -42,7 +42,7 @@ def test_members_are_usable_while_their_generation_runs_and_others_once_they_hav
     job.apply(FromNode("c", NodeJoined(facts=facts("c"), generation=1, ranks=(0, 1))))
     stop = job.one(StopGroup)
     assert (stop.node, stop.generation) == ("c", 1)
-    assert stop.reason.text == "c still runs generation 1; the current one is 2"
+    assert stop.reason.text == "c still runs generation 1, not 2"
     assert [node.name for node in usable(job.state)] == ["a", "b"]
     job.apply(FromNode("c", GroupStopped(action_id=stop.action_id, generation=1)))
     assert [node.name for node in usable(job.state)] == ["a", "b", "c"]
@@ -95,12 +95,12 @@ def test_a_member_that_rejoins_before_its_launch_was_answered_gets_it_again() ->
     assert (again.node, again.seats) == ("b", first.seats)
     assert again.reason.text == "b may not have received its launch"
     assert again.reason.code == "controller-restart"
-    assert job.state.launching["b"] == again.action_id
+    assert job.state.group.launching["b"] == again.action_id
     assert job.state.nodes["b"].generation == 1
     job.apply(FromNode("b", NodeJoined(facts=facts("b"), generation=1, ranks=(2, 3))))
-    assert not job.fresh and list(job.state.launching) == ["a"], "it runs the generation"
+    assert not job.fresh and list(job.state.group.launching) == ["a"], "it runs the generation"
     job.apply(FromNode("a", NodeJoined(facts=facts("a"), generation=1, ranks=(0, 1))))
-    assert job.state.launching == {} and not job.wait(60)
+    assert job.state.group.launching == {} and not job.wait(60)
 
 
 def test_a_member_without_its_workers_breaks_the_generation_with_the_reason() -> None:
@@ -178,7 +178,7 @@ def test_a_node_lost_between_two_generations_is_no_member_that_was_lost() -> Non
     job.lose("c")
     job.succeed(RequestNodes)
     job.all_stopped(3)
-    assert not job.state.active
+    assert not job.state.group.active
     job.lose("b")
     assert job.state.num_incidents == 1 and job.state.stop is None
     assert job.state.incidents[0].evidence == "gone"
@@ -310,7 +310,7 @@ def test_workers_of_a_generation_that_the_journal_lacks_are_stopped_between_two_
     job.lose("b")
     job.fail(job.one(RequestNodes))
     job.stopped("a", 3)
-    assert job.state.phase == "pending" and not job.state.active
+    assert job.state.phase == "pending" and not job.state.group.active
     job.apply(FromNode("c", NodeJoined(facts=facts("c"), generation=5, ranks=(0, 1))))
     stop = job.one(StopGroup)
     assert (stop.node, stop.generation, job.state.generation) == ("c", 5, 5)

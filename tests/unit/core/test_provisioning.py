@@ -433,7 +433,7 @@ def test_a_job_that_may_grow_keeps_its_idle_nodes() -> None:
     job.wait(5)
     job.succeed(LaunchGroup)
     job.step(0)
-    assert len(job.state.members) == 2 and not job.of(ReleaseNode)
+    assert len(job.state.group.members) == 2 and not job.of(ReleaseNode)
     assert list(job.state.nodes) == ["a", "b", "c"]
 
 

@@ -289,7 +289,7 @@ def test_a_new_controller_requests_a_step_when_all_members_have_reconnected() ->
     assert not job.of(StopGroup)
     for node in ("a", "b"):
         assert not job.of(StageStep)
-        ranks = tuple(seat.rank for seat in job.state.launch_actions[node].seats)
+        ranks = tuple(seat.rank for seat in job.state.group.launches[node].seats)
         job.apply(FromNode(node, NodeJoined(facts=facts(node), generation=1, ranks=ranks)))
     assert len(job.of(StageStep)) == 2
     job.succeed(StageStep)
@@ -390,7 +390,7 @@ def test_a_preemption_does_not_wait_for_members_that_reconnect() -> None:
     job.controller = job.replayed()
     job.apply(ControllerStarted(incarnation=2))
     for node in ("a", "c"):
-        ranks = tuple(s.rank for s in job.state.launch_actions[node].seats) if node == "a" else ()
+        ranks = tuple(s.rank for s in job.state.group.launches[node].seats) if node == "a" else ()
         generation = 1 if node == "a" else 0
         job.apply(FromNode(node, NodeJoined(facts=facts(node), generation=generation, ranks=ranks)))
     job.apply(FromNode("b", PreemptionNoticed(detail="got SIGTERM", grace_s=60.0)))

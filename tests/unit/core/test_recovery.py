@@ -147,7 +147,7 @@ def test_a_budget_is_a_window() -> None:
 def test_ten_lost_nodes_do_not_use_up_the_user_budget() -> None:
     job = Transcript(spec({"min": 1, "max": 2})).started()
     for number in range(10):
-        job.lose(job.state.members[0])
+        job.lose(job.state.group.members[0])
         job.succeed(RequestNodes)
         job.all_stopped(number)
         job.join(f"n{number}")

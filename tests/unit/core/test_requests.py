@@ -339,7 +339,7 @@ def test_storage_by_time_requests_a_step_ahead_of_the_training() -> None:
     job = Transcript(spec(checkpoint={"storage": {"everySeconds": 10}})).started(step=None)
     job.step(0)
     job.step(50)
-    assert all(launch.persist_every_steps == 0 for launch in job.state.launch_actions.values())
+    assert all(launch.persist_every_steps == 0 for launch in job.state.group.launches.values())
     job.wait(10.1)
     orders = job.of(PersistStep)
     assert [order.node for order in orders] == ["a", "b"]

@@ -259,7 +259,7 @@ def test_an_error_long_after_the_launch_is_a_matter_of_the_size_while_the_script
 
 def test_without_any_sign_of_training_an_error_is_early_for_two_minutes() -> None:
     job = started(step=None)
-    job.now_ns = job.state.launched_ns + round(EARLY_S * SECOND)
+    job.now_ns = job.state.group.launched_ns + round(EARLY_S * SECOND)
     shrunk(job, "node-1")
     assert job.state.sizes.worked == [4]
     job.succeed(LaunchGroup)
@@ -301,7 +301,7 @@ def test_a_script_without_any_sign_works_at_a_size_at_which_it_ran_long(
     seconds: float, worked: list[int]
 ) -> None:
     job = started(step=None)
-    job.now_ns = job.state.launched_ns + round(seconds * SECOND)
+    job.now_ns = job.state.group.launched_ns + round(seconds * SECOND)
     job.apply(ResizeRequested(nodes=1))
     job.all_stopped()
     assert job.state.sizes.worked == worked

@@ -41,7 +41,7 @@ def shard_files(*keys: tuple[int, int]) -> tuple[ShardFile, ...]:
 
 
 def _restore(job: Transcript) -> Restore | None:
-    membership = job.state.membership
+    membership = job.state.group.membership
     assert membership is not None
     return membership.restore
 

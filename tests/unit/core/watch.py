@@ -161,7 +161,7 @@ class Watched:
     def beat(self, name: str, step: int) -> tuple[AnyEvent, ...]:
         workers = tuple(
             WorkerBeat(rank=seat.rank, phase="train", step=step, ticks=step + 2, step_s=0.5)
-            for seat in self.transcript.state.launch_actions[name].seats
+            for seat in self.transcript.state.group.launches[name].seats
         )
         return self.monitor.observe(
             self.now_ns, FromNode(name, Heartbeat(generation=1, workers=workers))

@@ -358,7 +358,7 @@ class JobHarness:
                 await asyncio.sleep(0)
 
     def members(self) -> list[FakeAgent]:
-        names = self.service.runtime.state.members
+        names = self.service.runtime.state.group.members
         return [self.backend.agents[name] for name in names if name in self.backend.agents]
 
     def restored_step(self) -> int:

@@ -240,7 +240,7 @@ def test_a_full_journal_is_compacted_and_the_next_controller_restores_the_snapsh
         nxt = MemoryDriver(harness.journal.reopened())
         await nxt.handle()
         # Records that were appended and not committed decide nothing and are sent again.
-        assert nxt.driver.state.members == before.members
+        assert nxt.driver.state.group.members == before.group.members
         assert nxt.driver.state.inflight.keys() == before.inflight.keys()
         assert nxt.actions == [], "what was under way is not said again by itself"
         state, memory = snapshot.decode(

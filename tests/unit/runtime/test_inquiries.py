@@ -18,7 +18,7 @@ from holdfast.orchestrator.runtime.inquiries import Inquiries
 from tests.unit.core.harness import Transcript
 
 STATE = Transcript().started().state
-MEMBERS = STATE.members
+MEMBERS = STATE.group.members
 Answer = Callable[[Any], wire.QuestionAnswer | None]
 
 

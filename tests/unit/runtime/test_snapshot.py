@@ -176,8 +176,8 @@ def test_all_nodes_of_a_launch_share_one_membership_in_a_snapshot() -> None:
         replay = Replay(job_from_mapping(transcript.document))
         replay.take([Record(*one) for one in transcript.journal])
         state = replay.restored().controller.state
-        launched = state.launch_actions.values()
-        assert {id(one.membership) for one in launched} == {id(state.membership)}
+        launched = state.group.launches.values()
+        assert {id(one.membership) for one in launched} == {id(state.group.membership)}
         sizes[nodes] = len(snapshot.encode(state, replay.projection.memory))
     assert sizes[64] < 10 * sizes[8]
 

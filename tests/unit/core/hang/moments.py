@@ -71,17 +71,16 @@ def moment(
     """`busy_s`, `starved_s`, `launched_s`: so many seconds ago; `ended`: so many ranks have ended;
     `first_s`: seconds from the launch to the first step."""
     state = _state(script, tuple(recovery.items()))
-    state.launched_ns = NOW - ns(launched_s)
-    state.first_step_done = first_s is not None
-    state.first_step_ns = state.launched_ns + ns(first_s or 0.0)
-    state.exits = {rank: ("a", Exit(rank=rank, code=0)) for rank in range(ended)}
+    state.group.launched_ns = NOW - ns(launched_s)
+    state.group.first_step_ns = 0 if first_s is None else state.group.launched_ns + ns(first_s)
+    state.group.exits = {rank: ("a", Exit(rank=rank, code=0)) for rank in range(ended)}
     generation = WatchedGeneration(1, num_steps=steps)
     generation.ranks, generation.inspected = ranks(*given)
     generation.step_s.extend([0.5] * min(steps, 32))
     generation.busy_ns = NOW - ns(busy_s) if busy_s is not None else 0
     silence, much_later = FailureDetector(), NOW + ns(1e5)
     silence.begin(much_later)  # heartbeats are always current
-    for node in state.members:
+    for node in state.group.members:
         silence.observed(much_later, node, state.job.spec.recovery)
     starved_ns = None if starved_s is None else NOW - ns(starved_s)
     return HangFacts(state, recovery_of(state.job), generation, silence, gap_s, starved_ns)

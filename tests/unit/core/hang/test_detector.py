@@ -204,7 +204,7 @@ def test_a_hang_that_began_without_a_controller_is_detected() -> None:
     for node in ("a", "b"):
         joined = FromNode(node, NodeJoined(
             facts=facts(node), generation=1,
-            ranks=tuple(seat.rank for seat in job.state.launch_actions[node].seats),
+            ranks=tuple(seat.rank for seat in job.state.group.launches[node].seats),
         ))  # fmt: skip
         job.apply(joined)
         watch.give(joined)

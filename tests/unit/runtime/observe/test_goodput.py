@@ -43,7 +43,7 @@ class Accounted:
 
     def at(self, second: float, event: AnyEvent | None = None, **changes: object) -> None:
         for name, value in changes.items():
-            setattr(self.state, name, value)
+            setattr(self.state if hasattr(self.state, name) else self.state.group, name, value)
         self.accounting.observe(int(second * SECOND_NS), event or Tick(), self.state)
 
     def launch(self, second: float, generation: int, after_step: int = -1) -> None:

@@ -119,7 +119,7 @@ def figures_of_plan(
     """(hardware, seconds of a step, bytes) as `holdfast spec plan` computes them on such a node."""
     state = transcript.state
     facts = next(iter(state.nodes.values())).facts
-    hardware = hardware_of(load_catalogue(), state.job, facts, len(state.members))
+    hardware = hardware_of(load_catalogue(), state.job, facts, len(state.group.members))
     work = workload_of(state.job)
     assert hardware is not None and work is not None and state.mesh is not None
     hardware = calibrated(hardware, work, layout_of(state.job, state.mesh), entries)
@@ -165,8 +165,8 @@ def test_a_micro_batch_that_was_chosen_by_memory_is_planned_with() -> None:
     transcript, projection = on_processors()
     whole = projection.view(transcript.now_ns).planned
     state = transcript.state
-    assert state.membership is not None
-    state.membership = msgspec.structs.replace(state.membership, micro_batch=1)
+    assert state.group.membership is not None
+    state.group.membership = msgspec.structs.replace(state.group.membership, micro_batch=1)
     fewer = projection.view(transcript.now_ns).planned
     assert whole is not None and fewer is not None
     assert fewer.device_memory_bytes < whole.device_memory_bytes
