@@ -197,7 +197,7 @@ class Bench:
                 agents.stdin.write(b"join\n")
                 await agents.stdout.readline()
                 await self.until(self.launched)
-            await self.until(lambda: runtime.state.group.first_step_done)
+            await self.until(lambda: runtime.state.group.first_step_ns)
             await self._steady()
             row.kib_per_node = (_resident_kib() - before_kib) / row.nodes
             with self.phase("reconnect"):
@@ -239,7 +239,7 @@ class Bench:
         else:
             with self.phase("stop to launch"):
                 await self.until(lambda: state.generation > generation and self.launched())
-        await self.until(lambda: state.group.first_step_done)
+        await self.until(lambda: state.group.first_step_ns)
 
 
 def _resident_kib() -> float:

@@ -256,7 +256,7 @@ def refused(ctx: StepContext, event: CheckpointRefused) -> bool:
     return (
         restore is not None
         and restore.directory == directory_name(event.step, event.generation)
-        and not state.group.first_step_done
+        and not state.group.first_step_ns
     )
 
 

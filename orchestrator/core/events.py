@@ -125,6 +125,8 @@ class StepCompleted(
     first_ago_s: float = 0.0
     """How long ago the first step of the generation was finished, if a framework reports its
     progress later."""
+    ago_s: float = 0.0
+    """How long no rank has made progress since."""
 
 
 class HangDetected(Event, frozen=True, kw_only=True, tag="hang-detected"):

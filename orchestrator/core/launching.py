@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal
 
-import msgspec
+from msgspec.structs import replace
 
 from .. import limits
 from ..planner.micro_batch import chosen_micro_batch
@@ -162,9 +162,7 @@ def _launch(ctx: StepContext, size: int) -> None:
 def _same_shards(state: JobState, restore: Restore, mesh: Mesh) -> bool:
     """Whether the state was written on this mesh, the number of replicas aside."""
     written = state.meshes.get(restore.generation)
-    return written is not None and msgspec.structs.replace(written, replicate=1) == (
-        msgspec.structs.replace(mesh, replicate=1)
-    )
+    return written is not None and replace(written, replicate=1) == replace(mesh, replicate=1)
 
 
 def _begin_generation(ctx: StepContext, membership: Membership, members: tuple[str, ...]) -> None:
@@ -286,8 +284,7 @@ def retry_launch(ctx: StepContext) -> None:
     ctx.disarm("launch")
     ctx.arm("launch-again", limits.LAUNCH_TIMEOUT_S)
     for name in list(ctx.state.group.launching):
-        limit_s = _launch_timeout_s(ctx.state)
-        text = f"{name} has not answered its launch within {limit_s:g} s"
+        text = f"{name} has not answered its launch within {_launch_timeout_s(ctx.state):g} s"
         action = ctx.state.group.launches[name]
         ctx.state.group.launch(ctx.reemit(action, Reason("infrastructure", text)), action)
 
@@ -329,7 +326,7 @@ def step_completed(ctx: StepContext, event: StepCompleted) -> None:
         return
     state.step, state.counted_by = max(state.step, event.step), event.counted_by
     _note_resumption(state, event)
-    if state.group.first_step_done:
+    if state.group.first_step_ns:
         staging_interval.consider(ctx, event)
         return
     state.group.first_step_ns = ctx.now_ns
@@ -356,7 +353,7 @@ def show_running(ctx: StepContext) -> None:
     state = ctx.state
     assert state.group.membership is not None
     size = state.group.membership.world_size
-    if state.group.first_step_done:
+    if state.group.first_step_ns:
         text = f"all {size} ranks train" if size != 1 else "its rank trains"
     elif state.sizes.began:
         text = "all ranks begin collectives"

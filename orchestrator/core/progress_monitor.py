@@ -258,7 +258,7 @@ class ProgressMonitor:
         out = self._report_step(now_ns) if self._report_due else []
         self._unchecked, step = False, state.step
         self._current = MonitoredGeneration(state.generation, first=step, done=step, reported=step)
-        if state.group.first_step_done and state.group.membership is not None:
+        if state.group.first_step_ns and state.group.membership is not None:
             # A new controller: its journal has the progress and the step time.
             restore = state.group.membership.restore
             self._current.num_steps = step - (restore.step if restore else -1)
@@ -349,6 +349,7 @@ class ProgressMonitor:
                 step=current.done,
                 counted_by=(at_step or counted)[0].counted_by,
                 first_ago_s=first_ago_s(beats, known_s) if first else 0,
+                ago_s=(now_ns - max(r.moved_ns for r in current.ranks.values())) / SECOND_NS,
                 **beginning(beats, current.done, known_s)._asdict(),
                 **numbers,
             )

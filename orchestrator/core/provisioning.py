@@ -286,8 +286,8 @@ def _settled(state: JobState) -> bool:
     """The generation trains, and needs no memory of idle nodes. A script is in phase running before
     its workers have restored; its first step shows that they have."""
     restore = state.group.membership.restore if state.group.membership else None
-    begun = state.group.first_step_done or restore is None or bool(restore.directory)
-    return state.runs and state.phase == "running" and begun
+    begun = state.group.first_step_ns or restore is None or restore.directory
+    return state.runs and state.phase == "running" and bool(begun)
 
 
 def _holds_restore_point(state: JobState, node: NodeRecord) -> bool:

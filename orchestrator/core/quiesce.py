@@ -84,7 +84,7 @@ def awaited(ctx: StepContext, purpose: Purpose) -> bool:
 
 def _useful(state: JobState, purpose: Purpose) -> bool:
     staged = state.stage_every_steps <= 1 or state.keeps_own_checkpoints
-    return purpose not in AT_ONCE and state.group.first_step_done and not staged
+    return purpose not in AT_ONCE and state.group.first_step_ns > 0 and not staged
 
 
 def _all_members_confirmed(state: JobState) -> bool:

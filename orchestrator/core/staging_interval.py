@@ -214,5 +214,5 @@ def describe(state: JobState) -> str:
         often = f"every {number} steps" if number > 1 else "every step"
         return f"{often}: checkpoint.memory.everySteps"
     if chosen is None:
-        return "every step, until stagings are measured" if state.group.first_step_done else ""
+        return "every step, until stagings are measured" if state.group.first_step_ns else ""
     return chosen.reason.text

@@ -363,20 +363,14 @@ class Group(Struct):
     first_step_ns: int = 0
     """When all ranks were reported to have finished a step; 0: they have not."""
 
-    @property
-    def first_step_done(self) -> bool:
-        return self.first_step_ns > 0
-
     def launch(self, action_id: int, action: LaunchGroup) -> None:
         self.launches[action.node], self.launching[action.node] = action, action_id
 
     def launched(self, node: str) -> None:
-        """It has answered, or is seen to run its workers."""
         self.launching.pop(node, None)
 
     def exited(self, node: str, exit: Exit) -> None:
-        """The first report of a rank's end counts."""
-        self.exits.setdefault(exit.rank, (node, exit))
+        self.exits.setdefault(exit.rank, (node, exit))  # the first report counts
 
 
 class JobState(Struct):

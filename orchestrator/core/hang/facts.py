@@ -222,7 +222,7 @@ class HangFacts:
     def collectives_limit_s(self) -> float:
         """A step after the first ones may take as long as the first one did."""
         state, first_s = self.state, self.recovery.startup_timeout_s
-        if state.group.first_step_done:
+        if state.group.first_step_ns:
             took_s = (state.group.first_step_ns - state.group.launched_ns) / SECOND_NS
             first_s = min(limits.HANG_STEP_FACTOR * took_s, first_s)
         gap_s = limits.WORST_GAP_FACTOR * self._worst_gap_s

@@ -111,9 +111,7 @@ class TimeAccounting:
             return
         match event:
             case FromNode(fact=OwnCheckpointSeen(unread=True) as seen):
-                if state.own.ignored_in != seen.generation:
-                    return
-                if totals.redoes == seen.generation:
+                if not state.own.ignored_in == seen.generation != totals.redoes:
                     return
                 totals.redoes = seen.generation
                 if seen.waits:
@@ -153,8 +151,9 @@ class TimeAccounting:
         if event.step > self._totals.step and self._totals.unassigned_ns:
             self._assign(event.step)
         elif event.step > self._totals.step:
-            self._settle(self._totals.open_ns, event.step, event.stall_s / every)
-            self._totals.open_ns = 0
+            since_ns = min(int(event.ago_s * SECOND_NS), self._totals.open_ns)
+            self._settle(self._totals.open_ns - since_ns, event.step, event.stall_s / every)
+            self._totals.open_ns = since_ns
         self._totals.step_s = event.step_s or self._totals.step_s
         self._totals.reported = True
 
@@ -174,7 +173,7 @@ class TimeAccounting:
             # The time of a first step alone includes the start-up.
             steps = event.step - totals.step
             step_s = totals.step_s or (event.step_s if steps > 1 else 0.0)
-            self._not_training(state, int(steps * step_s * SECOND_NS))
+            self._not_training(state, int((steps * step_s + event.ago_s) * SECOND_NS))
 
     def _assign_saved(self, step: int) -> None:
         """The script goes on after this step. Those that were never reported were trained all the
@@ -226,7 +225,7 @@ class TimeAccounting:
 
     def _interrupt(self, state: JobState) -> None:
         silent = not self._totals.reported and self._totals.high < 0
-        if silent or state.phase not in ("recovering", "suspending"):
+        if silent or (state.phase == "finishing" and state.intent == "run"):
             # A script that reports no steps, or a job that has trained all its steps.
             again = self._totals.reported and self._totals.step < self._totals.high
             self._totals.ns["redone" if again else "productive"] += self._totals.open_ns

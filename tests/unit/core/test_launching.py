@@ -403,7 +403,7 @@ def test_a_script_has_no_state_that_holdfast_restores() -> None:
 
 def test_the_first_step_of_all_ranks_makes_a_job_run() -> None:
     job = Transcript().started(step=None)
-    assert job.state.phase == "starting" and not job.state.group.first_step_done
+    assert job.state.phase == "starting" and not job.state.group.first_step_ns
     job.apply(StepCompleted(generation=7, step=3, step_s=0.5))
     assert job.state.phase == "starting" and job.state.step == -1
     assert job.state.step_s == 0.5
@@ -422,7 +422,7 @@ def test_a_first_step_during_a_stop_does_not_end_it() -> None:
     job.exits(0, signal=9)
     job.step(0)
     assert job.state.phase == "recovering" and job.state.stop is not None
-    assert job.state.group.first_step_done and job.state.step == 0
+    assert job.state.group.first_step_ns and job.state.step == 0
 
 
 def test_the_nodes_of_a_generation_are_whole_replica_groups() -> None:

@@ -92,4 +92,4 @@ def test_the_first_step_of_a_script_that_runs_does_not_change_its_reason() -> No
     assert job.state.reason.text == "all workers run, on 2 nodes"
     job.step(0)
     assert job.state.reason.text == "all workers run, on 2 nodes"
-    assert job.state.group.first_step_done
+    assert job.state.group.first_step_ns

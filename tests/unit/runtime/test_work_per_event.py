@@ -177,7 +177,7 @@ class BigJob:
         self.launched()
         for step in range(3):
             self.beat(step)
-        assert self.loop.state.group.first_step_done
+        assert self.loop.state.group.first_step_ns
         self.report()
         self.rejoin("reconnect")
         self._apply(ControllerStarted(incarnation=2, nodes=tuple(self.names)))

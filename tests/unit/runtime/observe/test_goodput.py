@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from holdfast.orchestrator.core.actions import Reason
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.events import (
@@ -129,13 +131,25 @@ def test_steps_before_a_new_controller_knew_of_the_launch_are_productive() -> No
     assert job.seconds(11) == {"starting": 1, "productive": 4 + 4, "recovering": 2}
 
 
-def test_the_time_of_an_unfinished_step_belongs_to_the_recovery() -> None:
+@pytest.mark.parametrize("reported", [False, True])
+def test_the_time_of_an_unfinished_step_belongs_to_the_recovery(reported: bool) -> None:
     """A hang: the last step was finished at 3 s, the hang detected at 10 s."""
     job = Accounted()
     job.launch(0, 1)
     job.step(1, 0)
+    if reported:  # late, as the hang is detected
+        job.at(10, StepCompleted(generation=1, step=2, step_s=1.0, ago_s=7.0))
     job.fail(10, step_before=2)
     assert job.seconds(12) == {"starting": 1, "productive": 2, "recovering": 7 + 2}
+
+
+def test_what_is_silent_until_it_is_cancelled_is_not_productive() -> None:
+    job = Accounted()
+    job.launch(0, 1)
+    job.step(1, 0)
+    job.state.incidents.append(incident(10, step_before=0))
+    job.at(10, phase="finishing", intent="cancel")
+    assert job.seconds(10) == {"starting": 1, "recovering": 9}
 
 
 def test_a_script_that_reports_no_steps_is_productive_while_it_runs() -> None:
