@@ -70,8 +70,7 @@ class CopyScheduler:
         if fact.detail:
             return self._again(now_ns, node, fact, state)
         self._copied.add(node)
-        complete = len(self._copied) == len(state.group.members)
-        return self._complete(now_ns, state) if complete else []
+        return [] if len(self._copied) < len(state.group.members) else self._complete(now_ns, state)
 
     def take_remarks(self) -> list[FromNode]:
         """Events since the last call: no step is copied any more, or one is again."""

@@ -115,6 +115,7 @@ def _journal_is_behind(state: JobState, newest: int) -> Cause | None:
         return None
     assert state.group.membership is not None
     state.group.membership = replace(state.group.membership, generation=newest)
+    state.meshes[newest] = state.group.membership.mesh  # most likely; checked with each shard
     text = f"nodes run generation {newest}; the newest in the journal is {written}"
     return Cause("failure", Reason("controller-restart", text), journal_behind=text)
 

@@ -178,8 +178,9 @@ class Host:
         self.up = False
         self.crashes += 1
         self.crash_at = None
-        for link in list(self.links.values()):
-            link.close()
+        for node in self.world.nodes.values():
+            if node.link is not None and node.link.host is self:  # its Hello may be under way
+                node.link.close()
         self.links.clear()
         away_s = self.world.between(0.1, 4.0)
         self.world.blind_s += away_s + limits.RECONNECT_MAX_S

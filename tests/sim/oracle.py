@@ -260,6 +260,7 @@ class Oracle:
     def durable(self, state: JobState, actions: tuple[a.AnyAction, ...]) -> None:
         """These decisions are in the journal and are carried out next."""
         for action in actions:
+            self._stage_actions.pop(action.action_id, None)  # ids of lost records are used again
             self.require(action.action_id not in self._ids, f"id {action.action_id} is used twice")
             self._ids[action.action_id] = None
             if self.finished:

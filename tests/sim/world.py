@@ -58,7 +58,7 @@ class World(VirtualTime):
         self.hidden: dict[str, None] = {}
         """Dead nodes that the backend still lists."""
         self._named = 0
-        self._gangs: dict[int, SimGang] = {}
+        self._gangs: dict[tuple[int, str, int], SimGang] = {}
         self._healed: dict[str, int] = {}
         self.leaving: dict[str, None] = {}
         self.write_failures = 0.0
@@ -113,7 +113,9 @@ class World(VirtualTime):
 
     # -- for trainers and nodes ---------------------------------------------------------------
     def gang(self, membership: Membership) -> SimGang:
-        return self._gangs.setdefault(membership.generation, SimGang(self, membership))
+        # A generation whose records were lost on a full disk has its number twice.
+        key = (membership.generation, membership.master_address, membership.master_port)
+        return self._gangs.setdefault(key, SimGang(self, membership))
 
     def step_trained(self, generation: int, step: int, since_ns: int) -> None:
         """All ranks have finished a step."""
@@ -405,7 +407,10 @@ class World(VirtualTime):
     def _damage_checkpoint(self) -> str:
         if not self.storage.manifests:
             return ""
-        directory = list(self.storage.manifests)[-1]
+        keep = self.host.job.spec.checkpoint.retention.keep_last
+        *others, directory = list(self.storage.manifests)[-keep:]
+        if any(other in self.storage.damaged for other in others):
+            return ""  # no controller could know which older one to keep
         self.storage.damaged[directory] = None
         return f"{directory} is damaged"
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from holdfast.orchestrator.core.actions import LaunchGroup, ReleaseNode, RequestNodes, StopGroup
+from holdfast.orchestrator.core.actions import (
+    CommitManifest,
+    LaunchGroup,
+    ReleaseNode,
+    RequestNodes,
+    StopGroup,
+)
 from holdfast.orchestrator.core.events import (
     ActionSucceeded,
     ControllerStarted,
@@ -236,6 +242,9 @@ def test_generations_that_the_journal_lacks_are_stopped_and_never_numbered_again
     for name, ranks in (("a", (0, 1)), ("b", (2, 3))):
         job.apply(FromNode(name, NodeJoined(facts=facts(name), generation=3, ranks=ranks)))
     assert {(stop.node, stop.generation) for stop in job.all(StopGroup)} == {("a", 3), ("b", 3)}
+    for shard in range(2):
+        job.persisted(9, shard)
+    assert job.last(CommitManifest).generation == 3, "what they have written is not lost"
     job.all_stopped()
     assert job.last(LaunchGroup).membership.generation == 4
     incident = job.state.incidents[0]
