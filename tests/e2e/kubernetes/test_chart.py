@@ -498,9 +498,10 @@ def test_an_operator_of_its_own_namespace_runs_jobs_there(chart: Helm) -> None:
 
 
 def commands() -> list[str]:
-    """The kubectl lines of docs/operations/kubernetes.md."""
-    page = (render.ROOT / "docs/operations/kubernetes.md").read_text()
-    blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    """The kubectl lines of the quickstart and of docs/operations/kubernetes.md."""
+    pages = ("user/quickstart-kubernetes.md", "operations/kubernetes.md")
+    text = "".join((render.ROOT / "docs" / page).read_text() for page in pages)
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if line.startswith("kubectl ")]
 
 

@@ -18,6 +18,7 @@ from tests.pages import ROOT, blocks
 PAGES = (
     "README.md",
     "docs/index.md",
+    "docs/user/quickstart-kubernetes.md",
     "docs/user/script.md",
     "docs/user/python-client.md",
     "docs/user/plan.md",
@@ -91,11 +92,14 @@ def commands(page: str) -> list[str]:
     return [line.strip() for line in found if line.strip()]
 
 
-def run(line: str, answer: str = "") -> str:
+def run(line: str, *, until_it_works: bool = False) -> str:
+    """`until_it_works`: a reader types it once the job trains."""
     done = subprocess.run(
-        ["bash", "-c", line], input=answer, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, timeout=BOUND_S,
+        ["bash", "-c", line], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, timeout=BOUND_S,
     )  # fmt: skip
+    if until_it_works and done.returncode:
+        return run(line, until_it_works=True)
     assert done.returncode == 0, f"{line}\n{done.stdout}"
     return done.stdout
 
@@ -112,6 +116,14 @@ def test_a_script_is_run_by_the_printed_commands(page: str) -> None:
         [line for line in outputs if line.startswith("holdfast run ")]
     )
     assert any("rank 0 of 4 --lr 3e-4" in text for text in outputs.values())
+
+
+@pytest.mark.usefixtures("place")
+def test_the_quickstart_runs_as_written() -> None:
+    first, *lines = commands("docs/user/quickstart-local.md")
+    assert first.startswith("pip install ") and len(lines) == 7
+    outputs = [run(line, until_it_works="kill-worker" in line) for line in lines]
+    assert "incident 1" in outputs[2] and "first  succeeded after " in outputs[4]
 
 
 @pytest.mark.parametrize("page", ["docs/user/preflight.md", "docs/user/plan.md"])

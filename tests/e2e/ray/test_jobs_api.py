@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import yaml
 
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.runtime.observe.view import JobView
+from tests.pages import blocks
 
 from ..local.local_rig import spec
 from . import cluster_rig
@@ -120,6 +122,19 @@ def test_inside_the_cluster_auto_is_the_address_and_code_is_uploaded(
     printed = holdfast("logs", "from-inside", "--ray").stdout
     assert "train.py" in printed and str(tmp_path) not in printed
     assert holdfast("delete", "from-inside", "--yes", "--ray").returncode == 0
+
+
+def test_the_quickstart_runs_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first line names the cluster; a worker is killed once the job trains."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster_rig.connected().dashboard)
+    monkeypatch.chdir(EXAMPLE.parents[1])
+    page = (EXAMPLE.parents[1] / "docs/user/quickstart-ray.md").read_text()
+    (first,), lines = blocks(page, "bash")
+    assert first.startswith("export RAY_ADDRESS=") and len(lines) == 5
+    for line in lines:
+        while (done := holdfast(*shlex.split(line)[1:])).returncode and "kill-worker" in line:
+            assert "no worker" in done.stderr or "not" in done.stderr, done.stderr
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
 
 
 def test_stopping_the_ray_job_cancels_the_training_job(client: Any, tmp_path: Path) -> None:

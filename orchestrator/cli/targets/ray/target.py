@@ -193,11 +193,11 @@ class RayTarget:
         """The job, and the code to upload: a Ray job's is already there. Raises SpecError, also for
         what cannot work on the machine that will run it."""
         job, code, source = parse_job(text, str(launch.file)), None, str(launch.file)
-        if not is_driver:
-            job, code = job_code.with_code(job, launch.directory, source)
         if not self._outside:
             check(job, launch.directory, source=source)
-        elif code is None:
+        if not is_driver:
+            job, code = job_code.with_code(job, launch.directory, source)
+        if self._outside and code is None:
             check_submission(job, launch.directory, source, ships=False)
         return job, code
 
