@@ -1,9 +1,7 @@
 """A script for torchrun: plain DDP with its own checkpoint, and nothing about Holdfast.
 
-    holdfast run examples/script.yaml
-    torchrun --nproc-per-node 2 examples/ddp_script.py --steps 200
-
-When a worker or node is lost, Holdfast restarts all workers, and they load the checkpoint.
+holdfast run examples/script.yaml
+torchrun --nproc-per-node 2 examples/ddp_script.py --steps 200
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/ddp_script.pt"))
     parser.add_argument("--every", type=int, default=20)
     options = parser.parse_args()
-
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rank, local_rank = dist.get_rank(), int(os.environ["LOCAL_RANK"])
@@ -33,7 +30,6 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 1)).to(device)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
-
     start = 0
     if options.checkpoint.exists():
         saved = torch.load(options.checkpoint, map_location=device, weights_only=True)
@@ -57,7 +53,6 @@ def main() -> None:
             state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state, partial)
             partial.replace(options.checkpoint)
-
     dist.destroy_process_group()
 
 
