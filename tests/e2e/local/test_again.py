@@ -4,13 +4,12 @@ generation."""
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .local_rig import Job
+from .local_rig import Job, holdfast
 from .test_entrypoints import job
 
 pytestmark = pytest.mark.e2e
@@ -36,11 +35,7 @@ for step in range(begin, 1_000_000):
 
 
 def again(found: Job, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "holdfast.orchestrator.cli.main", "again", found.name,
-         *more, "--home", str(found.home)],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+    return holdfast(found, "again", found.name, *more)
 
 
 @pytest.fixture

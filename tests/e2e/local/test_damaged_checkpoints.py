@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 
 from holdfast.orchestrator.protocol.manifest import MANIFEST_NAME, parse_directory_name
 
-from .local_rig import Job, spec
+from .local_rig import Job, holdfast, spec
 
 pytestmark = pytest.mark.e2e
 
@@ -82,11 +80,7 @@ def test_a_job_whose_checkpoints_are_all_damaged_holds_until_it_is_repaired(job:
     assert all(one.problem for one in view.refused_checkpoints)
     refused = job.request("resume")
     assert not refused.ok and "no committed checkpoint can be used" in refused.detail
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast.orchestrator.cli.main", "checkpoint", "repair", job.name,
-         "--yes", "--home", str(job.home)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = holdfast(job, "checkpoint", "repair", job.name, "--yes")
     assert done.returncode == 0, done.stderr + done.stdout
     assert "is restored" in done.stdout
     view = job.until(lambda view: view.state == "running")

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import signal
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from safetensors import safe_open
 
 from holdfast.orchestrator.protocol.manifest import directory_name
 
-from ..local.local_rig import Job, spec
+from ..local.local_rig import Job, holdfast, spec
 from .server import BUCKET, KEY, S3, SECRET
 
 pytestmark = pytest.mark.e2e
@@ -53,22 +51,6 @@ def make(tmp_path: Path, s3: S3) -> Iterator[Make]:
     yield make
     for job in jobs:
         job.end()
-
-
-def holdfast(job: Job, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "holdfast.orchestrator.cli.main",
-            *arguments,
-            "--home",
-            str(job.home),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def test_a_job_writes_to_s3_and_another_run_of_it_goes_on_from_there(make: Make, s3: S3) -> None:
