@@ -458,7 +458,7 @@ def build(role: str, out: Path, work: Path, torch: Path | None, holdfast: Path) 
     return write_image(role, debian_packages(role, work), sorted(paths), holdfast, out)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m images.build", description=__doc__)
     parser.add_argument("roles", nargs="*", metavar="ROLE", help="operator, worker; default: both")
     parser.add_argument("--out", type=Path, default=ROOT / "dist" / "images", metavar="DIR")
@@ -470,7 +470,7 @@ def main() -> int:
         "default: that of the lock",
     )
     parser.add_argument("--dockerfiles", action="store_true", help="write only the Dockerfiles")
-    words = parser.parse_args()
+    words = parser.parse_args(arguments)
     sys.path.insert(0, str(ROOT))
     from holdfast.orchestrator.limits import RELEASE
 

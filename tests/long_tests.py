@@ -59,6 +59,8 @@ LONG = (
     "tests/e2e/agent/test_import_template.py::test_without",
     # A compile cache over pods; tests/unit/backends/kubernetes has its volume.
     "tests/e2e/kubernetes/nodes/test_installed.py::test_a_pod_that_replaces_another_one_compiles",
+    # Builds whole images, with 3 GB of torch; the other tests have images of this machine's files.
+    "tests/e2e/kubernetes/nodes/test_images.py",
     # Losses of nodes; test_pod_failures has pods that fail or go.
     "tests/e2e/kubernetes/nodes/test_training.py::test_a_spare_replaces_a_node_that_loses_power",
     "tests/e2e/kubernetes/nodes/test_training.py::test_training_continues_after_a_power_loss",

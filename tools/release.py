@@ -62,6 +62,11 @@ def smoke(layout: Path) -> None:
         raise BuildError(f"the {layout.name}'s image shows another version: {shown.decode()}")
 
 
+def package_chart(out: Path) -> None:
+    helm("lint", "--strict", CHART)
+    helm("package", CHART, "--destination", out)
+
+
 def build(out: Path, *, skip_images: bool) -> None:
     if changed := run("git", "status", "--porcelain", wanted="to see changes", package="git"):
         raise BuildError(f"commit these changes first:\n{changed.decode().rstrip()}")
@@ -72,11 +77,9 @@ def build(out: Path, *, skip_images: bool) -> None:
     files = sorted(out.iterdir())
     run(BIN / "twine", "check", "--strict", *files, wanted="to check the distributions")
     run(BIN / "check-wheel-contents", *out.glob("*.whl"), wanted="to check the wheel")
-    helm("lint", "--strict", CHART)
-    helm("package", CHART, "--destination", out)
+    package_chart(out)
     if not skip_images:
-        sys.argv[1:] = [f"--out={out / 'images'}"]
-        if build_images():
+        if build_images([f"--out={out / 'images'}"]):
             raise BuildError(
                 "without the images the release is not whole; --skip-images leaves them out"
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -12,13 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from images.build import distributions
+
 from .local_rig import BOUND_S, spec
 
 pytestmark = pytest.mark.e2e
-
-ROOT = Path(__file__).parents[3]
-SOURCES = ("holdfast", "orchestrator", "workers", "pyproject.toml", "README.md")
-BUILD = "import setuptools.build_meta as backend, sys; backend.build_wheel(sys.argv[1])"
 
 
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -27,21 +24,6 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
         [str(word) for word in command],
         cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=2 * BOUND_S,
     )  # fmt: skip
-
-
-def build_wheel(tmp_path: Path) -> Path:
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
-        else:
-            shutil.copy(ROOT / name, source)
-    done = run(sys.executable, "-c", BUILD, tmp_path, cwd=source)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    return wheel
 
 
 def make_environment(tmp_path: Path) -> tuple[Path, Path]:
@@ -58,7 +40,7 @@ def make_environment(tmp_path: Path) -> tuple[Path, Path]:
 def test_a_wheel_installs_one_package_and_runs_a_job_from_an_empty_directory(
     tmp_path: Path,
 ) -> None:
-    wheel = build_wheel(tmp_path)
+    wheel = distributions(tmp_path)
     bin, packages = make_environment(tmp_path)
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -99,17 +99,6 @@ def test_a_restarted_api_server_has_all_objects(
     assert kept and kept["data"] == {"key": "value"}
 
 
-def test_a_pod_of_the_holdfast_image_imports_torch(kubectl: Kubectl) -> None:
-    program = "import torch, os; print('torch', torch.__version__, 'as user', os.getuid())"
-    kubectl.create(pod("torch", "python", "-c", program))
-    ended = kubectl.wait(
-        "pod", "torch", lambda p: phase(p) in ("Succeeded", "Failed"), "to end", timeout_s=90
-    )
-    log = kubectl.run("logs", "torch")
-    assert phase(ended) == "Succeeded", log
-    assert log.startswith("torch ") and log.rstrip().endswith("as user 65532")
-
-
 def test_a_pod_writes_to_storage_that_this_machine_reads(short: Cluster, kubectl: Kubectl) -> None:
     directory = short.run.directory / "shared"
     kubectl.apply(*shared_storage(kubectl.namespace, directory, "storage"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from tests.e2e.kubernetes.rig import images
+from tests.e2e.kubernetes.rig import images, registry
 from tests.e2e.kubernetes.rig.binaries import Binaries
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.dns import NameServer
@@ -23,7 +23,9 @@ SERVICE_PORT = 443
 class Cluster:
     """Nodes are numbered from 1, and numbers are not reused."""
 
-    def __init__(self, run: Run, binaries: Binaries, *, settings: Settings = DEFAULT) -> None:
+    def __init__(
+        self, run: Run, binaries: Binaries, *, settings: Settings = DEFAULT, pulls: bool = False
+    ) -> None:
         self.run = run
         self.network = Network(run.name)
         self.control_plane = ControlPlane(
@@ -36,9 +38,11 @@ class Cluster:
         )
         self.nodes: dict[str, Node] = {}
         self._num_made = 0
+        self.registry = registry.start(run, self.network.address) if pulls else ""
+        """Host and port from which nodes pull; empty: they have images of this machine's files."""
         archives = run.directory / "images"
         archives.mkdir()
-        names = ("pause", "operator", "worker")
+        names = ("pause",) if pulls else ("pause", "operator", "worker")
         self._images = tuple(archives / f"{name}.tar" for name in names)
         images.write_pause(self._images[0], binaries.path("pause"))
         for role, archive in zip(names[1:], self._images[1:], strict=True):
@@ -55,7 +59,14 @@ class Cluster:
 
     def add_node(self, labels: Mapping[str, str] | None = None, *, wait: bool = True) -> Node:
         self._num_made += 1
-        node = Node(self.control_plane, self.network, self._num_made, self._images, labels or {})
+        node = Node(
+            self.control_plane,
+            self.network,
+            self._num_made,
+            self._images,
+            labels or {},
+            self.registry,
+        )
         self.nodes[node.name] = node
         node.start()
         if wait:

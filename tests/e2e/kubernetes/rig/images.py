@@ -1,9 +1,8 @@
 """Writes images as archives of OCI layouts, without a container engine.
 
 Images are laid out from images/files.yaml. The layer holds the files of Holdfast; the node mounts
-the system, Python and the libraries from this machine, read-only. So little is copied, pods need no
-volumes that a real cluster would not give them, and a package that is missing in the list is
-missing here too.
+the system, Python and the libraries from this machine, read-only. So little is copied, and pods
+need no volumes that a real cluster would not give them. test_images.py runs whole images.
 """
 
 from __future__ import annotations
@@ -11,27 +10,22 @@ from __future__ import annotations
 import sys
 import sysconfig
 import tarfile
-import tomllib
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from holdfast.orchestrator.limits import RELEASE
 from images import build
 from images.build import PREFIX, Layer
 from tests.e2e.kubernetes.rig.run import REPOSITORY
 
-CHART = REPOSITORY / "helm" / "holdfast" / "Chart.yaml"
 PAUSE = "holdfast.test/pause:rig"
 REGISTRY = "docker.io"  # the default registry
 LIBRARIES = f"{PREFIX}/libraries"
-LINKS = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}
-DIRECTORIES = ("dev", "etc", "mnt", "proc", "root", "run", "sys", "usr", "var")
 
 
 def image(role: str) -> str:
     """The image name of a role, as in the chart."""
-    return f"holdfast/{role}:{yaml.safe_load(CHART.read_text())['appVersion']}"
+    return f"holdfast/{role}:{RELEASE}"
 
 
 def binds() -> dict[str, Path]:
@@ -44,28 +38,12 @@ def binds() -> dict[str, Path]:
 
 
 def add_package(layer: Layer, source: Path, place: str) -> None:
-    """Add the modules of a package, their bytecode and its data, as pip installs them.
-
-    Bytecode contains the time and size of its source, so both keep their times.
-    """
-    data = package_data()
+    """Add a package. Bytecode contains the time of its source, so all files keep their times."""
     for path in source.rglob("*"):
-        if path.suffix in (".py", ".pyc") or path.resolve() in data:
+        if path.is_file():
             status = path.stat()
             inside = f"{place}/{path.relative_to(source)}"
             layer.file(inside, path.read_bytes(), status.st_mode & 0o777, status.st_mtime)
-
-
-def package_data() -> set[Path]:
-    """The files that pyproject.toml lists for pip beside the modules."""
-    listed = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]
-    return {
-        path.resolve()
-        for package, patterns in listed["package-data"].items()
-        for pattern in patterns
-        for path in REPOSITORY.joinpath(*package.split(".")).glob(pattern)
-        if path.is_file()
-    }
 
 
 def write_archive(path: Path, reference: str, layer: Layer, config: dict[str, Any]) -> None:
@@ -88,16 +66,9 @@ def write_pause(path: Path, program: Path) -> None:
 def write_holdfast(path: Path, role: str) -> None:
     """The image of the operator or of a worker."""
     facts = build.FACTS["images"][role]
-    layer = Layer()
-    for name in (*DIRECTORIES, *binds(), facts["workdir"]):
-        if name != "/tmp":
-            layer.directory(name)
-    layer.directory("tmp", 0o1777)
-    for name, target in LINKS.items():
-        if Path(f"/{name}").is_symlink():
-            layer.link(name, target)
-    layer.file("etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n")
-    layer.file("etc/group", b"root:x:0:\n")
+    layer = build.system_layer([])
+    for name in binds():
+        layer.directory(name)
     environment(layer)
     packages = f"{PREFIX}/lib/python{sysconfig.get_python_version()}/site-packages"
     for name in facts["packages"]:
@@ -110,9 +81,7 @@ def write_holdfast(path: Path, role: str) -> None:
 def environment(layer: Layer) -> None:
     """A virtual environment of the host's Python, with the libraries in another directory."""
     python = Path(sys.base_prefix).resolve() / "bin" / "python3"
-    layer.directory(f"{PREFIX}/bin")
     layer.link(f"{PREFIX}/bin/python", str(python))
     layer.file(f"{PREFIX}/pyvenv.cfg", f"home = {python.parent}\n".encode())
     packages = f"{PREFIX}/lib/python{sysconfig.get_python_version()}/site-packages"
-    layer.directory(packages)
     layer.file(f"{packages}/libraries.pth", f"{LIBRARIES}\n".encode())

@@ -42,6 +42,7 @@ class Node:
         index: int,
         images: tuple[Path, ...],
         labels: Mapping[str, str],
+        registry: str,
     ) -> None:
         self.run = control_plane.run
         self.control_plane = control_plane
@@ -51,6 +52,7 @@ class Node:
         self.address = network.node_address(index)
         self.directory = self.run.directory / self.name
         self.directory.mkdir()
+        self._registry = registry
         self._write_configuration()
         hierarchies = cgroups.make(self.run.name, self.name)
         self._server = Server(
@@ -83,8 +85,16 @@ class Node:
                 self.directory,
                 plugins=binaries.path("bridge").parent,
                 runc=binaries.path("runc"),
+                # Memory, unless whole images are pulled.
+                root=self.directory / "containerd"
+                if self._registry
+                else Path("/var/lib/containerd"),
             ),
         )
+        if self._registry:
+            (self.directory / "registries" / self._registry).mkdir(parents=True)
+            host = f'[host."http://{self._registry}"]\ncapabilities = ["pull", "resolve"]\n'
+            self._write(f"registries/{self._registry}/hosts.toml", host)
         (self.directory / "cni").mkdir()
         pods = self.network.pod_range(self.index)
         network = node_config.cni(str(self.network.subnet), *pods)
@@ -99,7 +109,9 @@ class Node:
         default = subprocess.run(
             [binaries.path("ctr"), "oci", "spec"], capture_output=True, text=True, check=True
         )
-        spec = node_config.base_spec(json.loads(default.stdout))
+        spec = json.loads(default.stdout)
+        if not self._registry:
+            spec = node_config.base_spec(spec)
         self._write("base-spec.json", json.dumps(spec))
         pair = self.control_plane.authority.sign(
             self.name, f"system:node:{self.name}", organization="system:nodes"

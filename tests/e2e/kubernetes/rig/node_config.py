@@ -13,7 +13,7 @@ from tests.e2e.kubernetes.rig import dns, images
 
 CONTAINERD = """\
 version = 2
-root = "/var/lib/containerd"
+root = "{root}"
 state = "/run/containerd"
 oom_score = 0
 
@@ -29,6 +29,9 @@ oom_score = 0
     bin_dir = "{plugins}"
     conf_dir = "{directory}/cni"
 
+  [plugins."io.containerd.grpc.v1.cri".registry]
+    config_path = "{directory}/registries"
+
   [plugins."io.containerd.grpc.v1.cri".containerd]
     default_runtime_name = "runc"
 
@@ -42,8 +45,9 @@ oom_score = 0
 """
 
 
-def containerd(directory: Path, *, plugins: Path, runc: Path) -> str:
-    return CONTAINERD.format(pause=images.PAUSE, directory=directory, plugins=plugins, runc=runc)
+def containerd(directory: Path, *, plugins: Path, runc: Path, root: Path) -> str:
+    places = {"directory": directory, "plugins": plugins, "runc": runc, "root": root}
+    return CONTAINERD.format(pause=images.PAUSE, **places)
 
 
 def cni(subnet: str, first: str, last: str) -> dict[str, Any]:
