@@ -24,8 +24,12 @@ from images.build import main as build_images
 from tests.e2e.kubernetes.rig.binaries import locate
 
 CHART = ROOT / "helm" / "holdfast"
+PYTHON = f"{PREFIX}/bin/python"
 BIN = Path(sys.executable).parent
-SMOKE = (f"{PREFIX}/bin/python", "-m", "holdfast.orchestrator.cli.main", "--version")
+SMOKE = """
+import s3fs, holdfast.orchestrator.cli.main, holdfast.orchestrator.hosts.kubernetes
+print("holdfast", holdfast.__version__)
+"""
 
 
 def helm(*words: str | Path) -> None:
@@ -56,7 +60,7 @@ def smoke(layout: Path) -> None:
     with tempfile.TemporaryDirectory() as directory:
         unpack(layout, Path(directory))
         rights = () if os.geteuid() == 0 else ("--map-root-user",)
-        words = ("unshare", *rights, "--net", f"--root={directory}", "--wd=/", *SMOKE)
+        words = ("unshare", *rights, "--net", f"--root={directory}", "--wd=/", PYTHON, "-c", SMOKE)
         shown = run(*words, wanted=f"to start the {layout.name}'s image", package="util-linux")
     if f"holdfast {RELEASE}" not in shown.decode():
         raise BuildError(f"the {layout.name}'s image shows another version: {shown.decode()}")
