@@ -26,22 +26,18 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def make_environment(tmp_path: Path) -> tuple[Path, Path]:
-    """A virtual environment that takes its packages from the one of the tests, but for Holdfast:
-    an editable install is not found through a .pth file. Returns bin and site-packages."""
-    environment = tmp_path / "environment"
-    done = run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (packages,) = (environment / "lib").glob("python*/site-packages")
-    (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-    return environment / "bin", packages
-
-
 def test_a_wheel_installs_one_package_and_runs_a_job_from_an_empty_directory(
     tmp_path: Path,
 ) -> None:
     wheel = distributions(tmp_path)
-    bin, packages = make_environment(tmp_path)
+    # Its packages are those of the tests, but for Holdfast: an editable install is not found
+    # through a .pth file.
+    environment = tmp_path / "environment"
+    done = run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    bin = environment / "bin"
+    (packages,) = (environment / "lib").glob("python*/site-packages")
+    (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     empty = tmp_path / "empty"
     empty.mkdir()
     assert run(bin / "python", "-c", "import holdfast", cwd=empty).returncode != 0

@@ -22,7 +22,7 @@ from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.run import REPOSITORY, Run, is_running, leftovers
 from tests.e2e.kubernetes.rig.settings import SHORT
 from tests.e2e.kubernetes.rig.waiting import until
-from tests.e2e.kubernetes.rig.workloads import phase, pod, shared_storage
+from tests.e2e.kubernetes.rig.workloads import phase, pod
 
 pytestmark = pytest.mark.e2e
 
@@ -99,20 +99,6 @@ def test_a_restarted_api_server_has_all_objects(
     assert kept and kept["data"] == {"key": "value"}
 
 
-def test_a_pod_writes_to_storage_that_this_machine_reads(short: Cluster, kubectl: Kubectl) -> None:
-    directory = short.run.directory / "shared"
-    kubectl.apply(*shared_storage(kubectl.namespace, directory, "storage"))
-    writing = pod("writing", "sh", "-c", "echo kept > /storage/file")
-    claim = {"persistentVolumeClaim": {"claimName": "storage"}, "name": "storage"}
-    writing["spec"]["volumes"] = [claim]
-    mount = {"name": "storage", "mountPath": "/storage"}
-    writing["spec"]["containers"][0]["volumeMounts"] = [mount]
-    kubectl.create(writing)
-    kubectl.wait("pod", "writing", lambda p: phase(p) == "Succeeded", "to end")
-    assert (directory / "file").read_text() == "kept\n"
-    kubectl.run("delete", "pod,pvc,pv", "--all", "--wait=false")
-
-
 def test_a_pod_above_its_memory_limit_is_killed(kubectl: Kubectl) -> None:
     greedy = pod("greedy", "python", "-c", "print(len(bytes([1]) * 10**9))")
     greedy["spec"]["containers"][0]["resources"] = {"limits": {"memory": "64Mi"}}
@@ -120,37 +106,6 @@ def test_a_pod_above_its_memory_limit_is_killed(kubectl: Kubectl) -> None:
     ended = kubectl.wait("pod", "greedy", lambda p: phase(p) == "Failed", "to fail")
     state = ended["status"]["containerStatuses"][0]["state"]["terminated"]
     assert (state["reason"], state["exitCode"]) == ("OOMKilled", 137)
-
-
-def test_a_pod_reaches_the_api_server(kubectl: Kubectl) -> None:
-    """Without kube-proxy: the API server listens on the address of its Service."""
-    asking = pod("asking", "python", "-c", ASK)
-    asking["spec"]["automountServiceAccountToken"] = True
-    kubectl.create(asking)
-    kubectl.wait("pod", "asking", lambda p: phase(p) in ("Succeeded", "Failed"), "to end")
-    user = f"system:serviceaccount:{kubectl.namespace}:default"
-    assert f'User "{user}" cannot list resource "pods"' in kubectl.run("logs", "asking")
-
-
-def test_a_pod_resolves_the_name_of_a_service(kubectl: Kubectl) -> None:
-    found = pod("found", "sleep", "600")
-    found["metadata"]["labels"] = {"app": "found"}
-    port = {"port": 7077}
-    service = {"selector": {"app": "found"}, "clusterIP": "None", "ports": [port]}
-    kubectl.create(found)
-    kubectl.create(
-        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "found"}, "spec": service}
-    )
-    running = kubectl.wait("pod", "found", lambda p: phase(p) == "Running", "to run")
-    until(
-        lambda: any(one.get("endpoints") for one in kubectl.list("endpointslices")),
-        "the endpoint of the service",
-        timeout_s=30,
-    )
-    program = f"import socket; print(socket.gethostbyname('found.{kubectl.namespace}.svc'))"
-    kubectl.create(pod("asking", "python", "-c", program))
-    kubectl.wait("pod", "asking", lambda p: phase(p) in ("Succeeded", "Failed"), "to end")
-    assert kubectl.run("logs", "asking").strip() == running["status"]["podIP"]
 
 
 def test_a_pod_that_requests_gpus_gets_the_node_that_reports_them(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 
 from tests.e2e.kubernetes.rig.process import Server
 from tests.e2e.kubernetes.rig.run import Run
@@ -18,17 +16,9 @@ def start(run: Run, address: str) -> str:
     where = f"{address}:{free_port()}"
     config = run.directory / "registry.yaml"
     storage = {"filesystem": {"rootdirectory": str(run.directory / "registry")}}
-    log = {"level": "warn", "accesslog": {"disabled": True}}
-    document = {"version": 0.1, "storage": storage, "http": {"addr": where}, "log": log}
+    document = {"version": 0.1, "storage": storage, "http": {"addr": where}}
     config.write_text(json.dumps(document))  # JSON is YAML
-
-    def answers() -> bool:
-        try:
-            return bool(urllib.request.urlopen(f"http://{where}/v2/", timeout=5).status == 200)
-        except urllib.error.URLError:
-            return False
-
     server = Server(run, "registry", [PROGRAM, "serve", config])
     server.start()
-    server.wait_ready(answers, timeout_s=20)
+    server.wait_ready(lambda: f"listening on {where}" in server.tail(), timeout_s=20)
     return where
