@@ -303,7 +303,8 @@ def system_layer(packages: Iterable[Path]) -> Layer:
         if p.startswith(trusted)
     ]
     authorities = b"".join(text for text in certificates if isinstance(text, bytes))
-    layer.file("etc/ssl/certs/ca-certificates.crt", authorities)
+    if authorities:
+        layer.file("etc/ssl/certs/ca-certificates.crt", authorities)
     return layer
 
 
