@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from bench.contestants.base import ROOT
-from bench.plan_accuracy.cases import DEEP, FP32, GROUPED, MEDIUM, SMALL, WIDE, Case, case
+from bench.plan_accuracy.cases import DEEP, FP32, GROUPED, MEDIUM, WIDE, Case, case
 from bench.plan_step_time import HOLDFAST
 from holdfast.orchestrator.api.v1alpha1 import load_job
 from holdfast.orchestrator.protocol.mesh import Mesh
@@ -85,7 +85,7 @@ def planned(kit: Kit, number: int, calibrate: bool = False) -> Figures:
     file = kit.scratch / "job.yaml"
     file.write_text(yaml.safe_dump(spec(kit, number)))
     measured = _in_a_process(file)
-    words = ["plan", str(file), "--home", str(kit.scratch / "home")]
+    words = ["spec", "plan", str(file), "--home", str(kit.scratch / "home")]
     command = [*HOLDFAST, *words, *(["--calibrate"] if calibrate else []), "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -106,7 +106,8 @@ def spec(kit: Kit, number: int) -> dict[str, Any]:
     one, more = CASES[number]
     config = {**one.recipe, "steps": STEPS, **more}
     if kit.rehearse:
-        config |= {"model": SMALL, "data": {"sequenceLength": 64}, "globalBatch": 2}
+        tiny = {"dim": 64, "numLayers": 2, "numHeads": 2}
+        config |= {"model": tiny, "data": {"sequenceLength": 64}, "globalBatch": 2}
     parallelism = {**one.parallelism, **({"precision": {}} if kit.rehearse else {})}
     return {
         "apiVersion": "holdfast.dev/v1alpha1",
