@@ -74,7 +74,8 @@ class JobHandle:
     def events(self) -> list[dict[str, Any]]:
         """Every event that is kept, and each decision with its reason, oldest first: what
         `holdfast debug events --json` prints."""
-        return [json.loads(line) for line in self._access.lines("events", self.name, "--json")]
+        lines = self._access.lines("debug", "events", self.name, "--json")
+        return [json.loads(line) for line in lines]
 
     def resize(self, nodes: int) -> str:
         """Train on so many nodes from now on. A sentence: what happens."""
@@ -112,9 +113,8 @@ class JobHandle:
             view = self.view()
         except HoldfastError as error:
             return f"<pre>{html.escape(f'{self.name}: {error}')}</pre>"
-        steps = f"{view.step + 1}" + (f" of {view.total_steps}" if view.total_steps else "")
-        if view.step < 0 and not view.total_steps:
-            steps = "-"  # a script that reports none
+        total = f" of {view.total_steps}" if view.total_steps else ""
+        steps = f"{view.step + 1}{total}" if view.step >= 0 or total else "-"  # it reports none
         facts = {
             "job": self.name,
             "state": view.state,

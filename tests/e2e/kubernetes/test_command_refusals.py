@@ -161,10 +161,10 @@ def test_kubectl_runs_the_plugin_with_kubectls_options(
         assert run([*bare, *words]).startswith(("demo", "JOB"))
     namespace = ["-n", jobs.namespace]
     assert run([*bare, "status", "demo", "--report", *namespace]).startswith("demo  pending")
-    assert run([*bare, "events", "demo", *namespace]) == ""
+    assert run([*bare, "debug", "events", "demo", *namespace]) == ""
     for verb, message in {
         "checkpoint list": "no committed checkpoint",
-        "chaos kill-worker": "does an operator run?",
+        "debug kill-worker": "does an operator run?",
     }.items():
         command = [*bare, *verb.split(), "demo", *namespace]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -106,10 +106,10 @@ def test_the_chart_of_a_registry_trains_a_job_from_its_images(
     job = Job(kubectl, document)
     job.wait(lambda s: s.get("step", 0) >= 3, "to train", timeout_s=PULL_TIMEOUT_S)
     holdfast = HoldfastCli(kubectl)
-    asked = holdfast.json("stacks", "from-image")
+    asked = holdfast.json("debug", "stacks", "from-image")
     assert sorted(rank for stack in asked["stacks"] for rank in stack["ranks"]) == [0, 1], asked
     profile = tmp_path / "profile.svg"
-    done = holdfast("profile", "from-image", "--rank", "0", "--seconds", "2", "-o", profile)
+    done = holdfast("debug", "profile", "from-image", "--seconds", "2", "-o", profile)
     assert done.code == 0 and "<svg" in profile.read_text(), done.err
     job.wait(lambda s: condition({"status": s}, "Succeeded") == "True", "to succeed")
     assert job.status()["step"] == 59
