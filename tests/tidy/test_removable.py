@@ -71,7 +71,7 @@ from holdfast.orchestrator.cli.main import app
 for words in (["--help"], ["run", "--help"], ["spec", "--help"]):
     app(words, prog_name="holdfast", standalone_mode=False)
 """
-COMMAND = {"preflight": "preflight  ", "explorer": "plan  "}
+COMMAND = {"preflight": "│ preflight", "explorer": "│ plan"}
 
 
 def modules(place: Path, *tops: str) -> dict[str, Path]:
@@ -116,7 +116,7 @@ def test_the_rest_imports_without_a_part(copies: dict[str, Path]) -> None:
 def test_the_command_shows_its_help_without_a_part(copies: dict[str, Path], part: str) -> None:
     shown = run(copies[part], "-c", HELP)
     for owner, command in COMMAND.items():
-        assert (f" {command} " in shown) == (part != owner)
+        assert (f"{command} " in shown) == (part != owner)
 
 
 @pytest.mark.timeout(1800)

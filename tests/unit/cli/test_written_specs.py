@@ -43,8 +43,9 @@ def saved(suffix: str) -> str:
 
 def displayed() -> str:
     shown: list[str] = []
-    with script_job.spec_file(run_of_words(), None, str, shown.append):
-        return shown[0]
+    with script_job.spec_file(run_of_words(), None, str, shown.append) as (_file, show):
+        show()
+    return shown[0]
 
 
 def of_the_client() -> str:
