@@ -201,7 +201,7 @@ def _exited(ctx: StepContext, node: str, fact: m.WorkerExited) -> None:
 def _stopped(ctx: StepContext, node: str, fact: m.GroupStopped) -> None:
     state = ctx.state
     state.inflight.pop(fact.action_id, None)
-    if fact.generation == state.generation and state.group.active:
+    if fact.generation == state.generation and state.is_member(node):
         if state.stop is not None and node in state.stop.waiting:
             recovery.group_stopped(ctx, node, fact)
     else:

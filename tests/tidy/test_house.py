@@ -27,7 +27,7 @@ MAX_WORDS = 40000
 BUDGETS = {
     "orchestrator": 51550,
     "workers": 23734,
-    "tests": 85339,
+    "tests": 85343,
     "orchestrator/api": 4251,
     "orchestrator/backends": 6341,
     "orchestrator/catalogue": 990,

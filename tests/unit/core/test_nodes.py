@@ -245,6 +245,10 @@ def test_generations_that_the_journal_lacks_are_stopped_and_never_numbered_again
     for shard in range(2):
         job.persisted(9, shard)
     assert job.last(CommitManifest).generation == 3, "what they have written is not lost"
+    job.apply(FromNode("c", NodeJoined(facts=facts("c"), generation=3, ranks=(4, 5))))
+    stopped = GroupStopped(action_id=job.last(StopGroup).action_id, generation=3)
+    job.apply(FromNode("c", stopped))
+    assert job.state.nodes["c"].generation == 0, "it can be used, though it was no member"
     job.all_stopped()
     assert job.last(LaunchGroup).membership.generation == 4
     incident = job.state.incidents[0]
