@@ -27,13 +27,10 @@ TARGET_PANEL = "Target"
 HomeOption = Annotated[
     Path | None,
     typer.Option(
-        "--home",
-        envvar="HOLDFAST_HOME",
-        help="Directory of local jobs.",
-        show_default="~/.holdfast",
-        rich_help_panel=TARGET_PANEL,
+        "--home", envvar="HOLDFAST_HOME", help="Directory of local jobs.",
+        show_default="~/.holdfast", rich_help_panel=TARGET_PANEL,
     ),
-]
+]  # fmt: skip
 KubernetesOption = Annotated[
     bool,
     typer.Option("--kubernetes", help="Use a Kubernetes cluster.", rich_help_panel=TARGET_PANEL),

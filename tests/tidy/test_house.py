@@ -25,13 +25,13 @@ MAX_WORDS = 40000
 # Lines of Python. A budget only falls: a feature pays with something that goes. The goal is 66,000
 # for orchestrator and workers, 65,000 for tests.
 BUDGETS = {
-    "orchestrator": 51550,
+    "orchestrator": 51538,
     "workers": 23734,
     "tests": 85343,
     "orchestrator/api": 4251,
     "orchestrator/backends": 6341,
     "orchestrator/catalogue": 990,
-    "orchestrator/cli": 9312,
+    "orchestrator/cli": 9300,
     "orchestrator/client": 1127,
     "orchestrator/core": 7174,
     "orchestrator/explorer": 2339,

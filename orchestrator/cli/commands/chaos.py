@@ -29,12 +29,10 @@ NodeOption = Annotated[
 HoldOption = Annotated[
     float | None,
     typer.Option(
-        "--hold",
-        min=0,
-        metavar="SECONDS",
+        "--hold", min=0, metavar="SECONDS",
         help="Request no replacement for this long, so that the job shrinks.",
     ),
-]
+]  # fmt: skip
 
 
 def kill_worker(

@@ -18,11 +18,10 @@ HTTP_PORT = 8080
 EndpointOption = Annotated[
     str,
     typer.Option(
-        "--agent-endpoint",
-        metavar="HOST:PORT",
+        "--agent-endpoint", metavar="HOST:PORT",
         help="Where agents reach this operator: usually the name of its headless Service.",
     ),
-]
+]  # fmt: skip
 NamespacesOption = Annotated[
     list[str] | None,
     typer.Option("--namespace", "-n", help="Namespace of jobs; may be repeated. Default: all."),
@@ -31,8 +30,12 @@ ListenOption = Annotated[
     str, typer.Option("--listen", metavar="[HOST:]PORT", help="Where agents connect.")
 ]
 MetricsPortOption = Annotated[
-    str, typer.Option("--metrics-port", metavar="PORT", help="Of /healthz, /readyz and /metrics.")
-]
+    int,
+    typer.Option(
+        "--metrics-port", min=0, max=65535, metavar="N",
+        help="Port of /healthz, /readyz and /metrics.",
+    ),
+]  # fmt: skip
 MetricsAddressOption = Annotated[
     str, typer.Option("--metrics-address", help="Address of --metrics-port. Default: all.")
 ]
@@ -52,27 +55,24 @@ RequestsOption = Annotated[
 RootOption = Annotated[
     str,
     typer.Option(
-        "--checkpoint-root",
-        metavar="PATH",
+        "--checkpoint-root", metavar="PATH",
         help="Checkpoints of jobs without spec.checkpoint.path go to NAMESPACE/NAME below it.",
     ),
-]
+]  # fmt: skip
 VolumeOption = Annotated[
     str,
     typer.Option(
-        "--checkpoint-volume",
-        metavar="JSON",
+        "--checkpoint-volume", metavar="JSON",
         help="Volume source that every pod mounts at --checkpoint-root, if that is a directory.",
     ),
-]
+]  # fmt: skip
 CacheOption = Annotated[
     str,
     typer.Option(
-        "--cache-volume",
-        metavar="JSON",
+        "--cache-volume", metavar="JSON",
         help="Volume source for compile caches, with a directory for each namespace.",
     ),
-]
+]  # fmt: skip
 PrefixesOption = Annotated[
     str,
     typer.Option(
@@ -112,12 +112,10 @@ ContextOption = Annotated[
 GangWaitOption = Annotated[
     float,
     typer.Option(
-        "--gang-wait-seconds",
-        min=0,
-        metavar="S",
+        "--gang-wait-seconds", min=0, metavar="S",
         help="An incomplete job releases its nodes after this time to a job that comes first.",
     ),
-]
+]  # fmt: skip
 GangHoldOption = Annotated[
     float,
     typer.Option(
@@ -127,12 +125,10 @@ GangHoldOption = Annotated[
 ProvisioningOption = Annotated[
     float,
     typer.Option(
-        "--provisioning-seconds",
-        min=0,
-        metavar="S",
+        "--provisioning-seconds", min=0, metavar="S",
         help="... not earlier than this while an autoscaler adds machines for it.",
     ),
-]
+]  # fmt: skip
 StatusOption = Annotated[float, typer.Option("--status-interval-seconds", min=0.1, hidden=True)]
 LogOption = Annotated[str, typer.Option("--log-format", help="json or text.")]
 
@@ -145,7 +141,7 @@ def operator(
     agent_endpoint: EndpointOption,
     namespace: NamespacesOption = None,
     listen: ListenOption = str(DEFAULT_PORT),
-    metrics_port: MetricsPortOption = str(HTTP_PORT),
+    metrics_port: MetricsPortOption = HTTP_PORT,
     metrics_address: MetricsAddressOption = "",
     worker_image: ImageOption = "",
     image_pull_policy: PullOption = "",
@@ -198,7 +194,7 @@ def operator(
         lease_name=lease_name,
         lease_s=lease_s,
         metrics_address=metrics_address,
-        metrics_port=_address(metrics_port, "--metrics-port")[1],
+        metrics_port=metrics_port,
         context=context,
     )
     run.log_to_stderr("json" if _is_json(log_format) else "text")
@@ -225,11 +221,11 @@ def _is_json(log_format: str) -> bool:
     return log_format == "json"
 
 
-def _address(listen: str, option: str = "--listen") -> tuple[str, int]:
+def _address(listen: str) -> tuple[str, int]:
     """Raises UserError."""
     address, _, port = listen.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
-        raise UserError(str(Problem(option, listen, "a port, or an address and a port")))
+        raise UserError(str(Problem("--listen", listen, "a port, or an address and a port")))
     return address.strip("[]"), int(port)
 
 

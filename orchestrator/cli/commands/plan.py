@@ -47,80 +47,66 @@ ModelOption = Annotated[
 DevicesOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--devices",
-        "-d",
-        metavar="COUNTxDEVICE",
+        "--devices", "-d", metavar="COUNTxDEVICE",
         help="Devices, such as 64xH100-80; repeat the option to compare them.",
         show_default="this machine's",
     ),
-]
+]  # fmt: skip
 NetworkOption = Annotated[
     str | None,
     typer.Option(
-        "--network",
-        help="Link between nodes, by its name in the catalogue.",
+        "--network", help="Link between nodes, by its name in the catalogue.",
         show_default=f"{DEFAULT_NETWORK}; of a job on this machine's devices by its fabric",
     ),
-]
+]  # fmt: skip
 NodesOption = Annotated[
     int | None,
     typer.Option(
-        "--nodes",
-        min=1,
-        max=limits.MAX_NODES,
+        "--nodes", min=1, max=limits.MAX_NODES,
         help="Plan a job for this number of nodes; may exceed nodes.max, as after a resize.",
         show_default="nodes.max",
     ),
-]
+]  # fmt: skip
 SequenceOption = Annotated[
     int | None,
     typer.Option(
-        "--sequence",
-        min=2,
-        max=limits.MAX_COUNT,
-        help="With --model: tokens of a sample.",
+        "--sequence", min=2, max=limits.MAX_COUNT, help="With --model: tokens of a sample.",
         show_default="8192, or the model's longest",
     ),
-]
+]  # fmt: skip
 BatchOption = Annotated[
     int | None,
     typer.Option(
-        "--batch",
-        min=1,
-        max=limits.MAX_COUNT,
-        help="With --model: samples of a step.",
+        "--batch", min=1, max=limits.MAX_COUNT, help="With --model: samples of a step.",
         show_default="4 Mi tokens",
     ),
-]
+]  # fmt: skip
 ByOption = Annotated[
     str, typer.Option("--by", help="Rank the strategies by tokens (per second) or price.")
 ]
 DeviceMemoryOption = Annotated[
     str | None,
     typer.Option(
-        "--device-memory",
-        metavar="QUANTITY",
+        "--device-memory", metavar="QUANTITY",
         help="Memory of one worker's device, such as 80Gi, without --devices.",
     ),
-]
+]  # fmt: skip
 HostMemoryOption = Annotated[
     str | None,
     typer.Option(
-        "--host-memory",
-        metavar="QUANTITY",
+        "--host-memory", metavar="QUANTITY",
         help="Main memory of a node for offloaded states, such as 2Ti.",
         show_default="this machine's; with --devices or --model 240Gi for each device",
     ),
-]
+]  # fmt: skip
 CatalogueOption = Annotated[
     Path | None,
     typer.Option(
-        "--catalogue",
-        envvar="HOLDFAST_CATALOGUE",
+        "--catalogue", envvar="HOLDFAST_CATALOGUE",
         help="YAML file with devices, links and models of your own.",
         show_default="beside ~/.config/holdfast",
     ),
-]
+]  # fmt: skip
 ExplainOption = Annotated[
     bool, typer.Option("--explain", help="Show formula, numbers and source of every figure.")
 ]

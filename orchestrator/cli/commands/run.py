@@ -49,11 +49,10 @@ RuntimeEnvOption = Annotated[
 LinesOption = Annotated[
     bool | None,
     typer.Option(
-        "--logs/--no-logs",
-        help="Show what rank 0 prints.",
+        "--logs/--no-logs", help="Show what rank 0 prints.",
         show_default="of a script on this machine and on Kubernetes",
     ),
-]
+]  # fmt: skip
 ReportOption = Annotated[
     bool,
     typer.Option("--json", help="Print only JSON: the report at the end; submit: the name."),
@@ -117,7 +116,7 @@ def start(
     target: Target,
 ) -> None:
     """`holdfast run`, and `submit`, which `returns` once the job exists."""
-    from ..targets.base import Launch
+    from ..targets.base import Launch, RunsEnded
 
     def begin(launch: Launch) -> int:
         if returns:
@@ -133,7 +132,7 @@ def start(
         nodes=nodes, workers=workers, gpus=gpus, name=name, env=env, python=python,
         resume_args=resume_args,
     )  # fmt: skip
-    if runtime_env is not None and not getattr(target, "takes_runtime_env", False):
+    if runtime_env is not None and not target.takes_runtime_env:
         problem = Problem("--runtime-env", str(runtime_env), "it with --ray http://HEAD:8265")
         raise UserError(str(problem))
     if script is None and file is None:
@@ -141,7 +140,7 @@ def start(
     if script is None:
         assert file is not None
         raise typer.Exit(begin(Launch(file, file.absolute().parent, None, runtime_env)))
-    local = hasattr(target, "run_ended")
+    local = isinstance(target, RunsEnded)
     script = replace(script, is_local=local)
     with spec_file(script, save, target.free_name, show, uploads=not local) as (made, shown):
         directory = Path.cwd() if save is None else save.absolute().parent
@@ -226,13 +225,14 @@ def again(
 
     from holdfast.orchestrator.core.transitions import TERMINAL
 
+    from ..targets.base import RunsEnded
+
     begin = time.monotonic()
     found = target.find(job)
     view = found.view()
     before = view.generation
-    run_ended = getattr(target, "run_ended", None)
-    if file is None and view.state in TERMINAL and run_ended is not None:
-        raise typer.Exit(_shown(target, as_json, lines, lambda shown: run_ended(job, shown)))
+    if file is None and view.state in TERMINAL and isinstance(target, RunsEnded):
+        raise typer.Exit(_shown(target, as_json, lines, lambda shown: target.run_ended(job, shown)))
     if lines:
         expected = "it for a job that has ended; `holdfast logs -f` shows those of one that runs"
         raise UserError(str(Problem("--logs", f"it with {job}, which runs", expected)))

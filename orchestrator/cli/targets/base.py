@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from holdfast.orchestrator.runtime.observe.view import JobView
 
@@ -55,6 +55,9 @@ def first_free(wanted: str, used: Container[str]) -> str:
 class Target(Protocol):
     """Where jobs live: this machine, a Kubernetes cluster or a Ray cluster."""
 
+    takes_runtime_env: bool = False
+    """Whether `Launch.runtime_env` has an effect."""
+
     def find(self, name: str) -> RemoteJob:
         """Raises UserError that lists the existing jobs."""
         ...
@@ -96,5 +99,11 @@ class Target(Protocol):
         """Show an existing job until it ends."""
         ...
 
-    # Only where they can: `takes_runtime_env` (True), and run_ended(name, display), which runs a
-    # job again that has ended, from its newest checkpoint.
+
+@runtime_checkable
+class RunsEnded(Target, Protocol):
+    """This machine: its nodes read the files where they are."""
+
+    def run_ended(self, name: str, display: Display) -> RunResult:
+        """Run a job that has ended again, from its newest checkpoint."""
+        ...

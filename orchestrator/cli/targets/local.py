@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.orchestrator.core.journal import JournalError
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import Damaged, HoldfastError, Problem, SpecError, UserError
 from holdfast.orchestrator.protocol import python_command
@@ -28,7 +29,7 @@ from holdfast.orchestrator.runtime.observe.view import JobView
 from ..display import Display, watch_job
 from ..output import plural, stderr, without_controller
 from ..report import local_command
-from .base import Launch, RunResult, exit_code, first_free
+from .base import Launch, RunResult, RunsEnded, exit_code, first_free
 from .remote_job import (
     ControllerGone,
     LogSelector,
@@ -205,12 +206,13 @@ class LocalTransport:
             view = view_through(self)
         except Damaged as error:
             return self._deleting_damaged(keep, error)
-        except SpecError as error:
-            raise UserError(
-                f"{error}\njob {self.name}: this version cannot read the job spec, so it does not "
-                f"know whether the job has ended; delete it with the Holdfast that wrote it, or "
-                f"remove {self._directory.path} once none of its processes runs"
-            ) from None
+        except (SpecError, JournalError) as error:
+            text = (
+                f"{error}\njob {self.name}: whether it has ended is not known; delete it with the "
+                f"Holdfast that wrote it, or remove {self._directory.path} once none of its "
+                f"processes runs"
+            )
+            raise (UserError if error.exit_code == 2 else HoldfastError)(text) from None
         expect_ended(view, f"`{self.command('cancel', self.name)}`")
         return self._deleted_files(keep)
 
@@ -248,7 +250,7 @@ class LocalTransport:
         return remarks
 
 
-class LocalTarget:
+class LocalTarget(RunsEnded):
     def __init__(self, home: Path | None) -> None:
         self._home = Home(home)
 

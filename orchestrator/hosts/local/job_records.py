@@ -92,7 +92,7 @@ def _name_taken(home: Home, directory: JobDirectory) -> Problem:
     elif isinstance(error, Damaged):
         fix = f"restore it from a copy, remove it with `holdfast delete {name}`"
     elif error is not None:
-        fix = "make it readable (a newer Holdfast may have written it)"
+        fix = f"make it readable, remove {directory.path} once none of its processes runs"
     elif state in TERMINAL:
         fix = (
             f"remove it with `holdfast delete {name}` (to continue from its checkpoints: "

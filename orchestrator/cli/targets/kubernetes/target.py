@@ -37,7 +37,7 @@ from holdfast.orchestrator.kube.errors import (
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from ..base import Launch, RunResult, exit_code, first_free
+from ..base import Launch, RunResult, Target, exit_code, first_free
 from ..remote_job import RemoteJob
 from . import code_upload
 from .job import KubernetesTransport, pods_of
@@ -54,7 +54,7 @@ LAST_LINES_S = 6.0
 """Limit for the last lines of a job that has ended; its pods go soon."""
 
 
-class KubernetesTarget:
+class KubernetesTarget(Target):
     """One namespace of a cluster."""
 
     def __init__(

@@ -25,7 +25,7 @@ from holdfast.orchestrator.runtime.control_api import view_body
 from holdfast.orchestrator.runtime.job_directory import JobDirectory
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from ..base import Launch, RunResult
+from ..base import Launch, RunResult, Target
 from ..remote_job import LogSelector, RemoteJob
 from ..tempdir import scratch
 from .jobs_api import follow, forward, submit
@@ -44,7 +44,7 @@ START_S = 3.0
 """A controller that has just started has published nothing yet; a Ray job takes longer."""
 
 
-class DashboardTarget:
+class DashboardTarget(Target):
     """One cluster, by the address of its dashboard."""
 
     takes_runtime_env = True

@@ -34,7 +34,7 @@ from holdfast.orchestrator.planner.gpus import resolve
 from holdfast.orchestrator.protocol.certificate import make_keys
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from ..base import Launch, RunResult, exit_code
+from ..base import Launch, RunResult, Target, exit_code
 from ..remote_job import RemoteJob, view_through
 from ..supervisor import accept_stop, supervise
 from ..tempdir import on_sigterm
@@ -42,7 +42,7 @@ from .job import RayTransport
 from .jobs_api import metadata
 
 
-class RayTarget:
+class RayTarget(Target):
     """One cluster. Connects at the first call."""
 
     def __init__(self, address: str, *, answer_s: float = actors.ANSWER_S) -> None:
