@@ -1,7 +1,7 @@
 """Builds a release into one folder with checksums, and pushes its images and chart to a registry.
 
     python -m tools.release [--skip-images] [--out dist]
-    python -m tools.release --push registry.example.com/holdfast
+    python -m tools.release --push registry.example.com/holdfast [--plain-http]
 
 A release contains what the last commit contains: with other changes in the tree it is not built.
 """
@@ -23,6 +23,7 @@ from images.build import PREFIX, ROLES, ROOT, BuildError, distributions, epoch, 
 from images.build import main as build_images
 from tests.e2e.kubernetes.rig.binaries import locate
 
+OUT = ROOT / "dist"
 CHART = ROOT / "helm" / "holdfast"
 PYTHON = f"{PREFIX}/bin/python"
 BIN = Path(sys.executable).parent
@@ -74,6 +75,8 @@ def package_chart(out: Path) -> None:
 def build(out: Path, *, skip_images: bool) -> None:
     if changed := run("git", "status", "--porcelain", wanted="to see changes", package="git"):
         raise BuildError(f"commit these changes first:\n{changed.decode().rstrip()}")
+    if out != OUT and out.exists() and any(out.iterdir()):
+        raise BuildError(f"--out: got {out}, which has files; expected a new folder")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     os.environ["SOURCE_DATE_EPOCH"] = str(epoch())
@@ -103,28 +106,27 @@ def build(out: Path, *, skip_images: bool) -> None:
     print(f"release {RELEASE}: {len(paths)} files in {out}, listed in SHA256SUMS")
 
 
-def push(out: Path, registry: str) -> None:
-    """Push what `build` wrote. A registry on this machine is reached without TLS."""
-    local = registry.startswith(("127.", "localhost", "10."))
+def push(out: Path, registry: str, *, plain_http: bool = False) -> None:
+    """Push what `build` wrote. `plain_http`: without TLS, as to a registry on this machine."""
     for role in ROLES:
         target = f"docker://{registry}/{role}:{RELEASE}"
         layout = f"oci:{out / 'images' / role}:{RELEASE}"
-        skopeo(
-            "--insecure-policy", "copy", f"--dest-tls-verify={not local}".lower(), layout, target
-        )
-    plain = ["--plain-http"] if local else []
+        verify = f"--dest-tls-verify={not plain_http}".lower()
+        skopeo("--insecure-policy", "copy", verify, layout, target)
+    plain = ["--plain-http"] if plain_http else []
     helm("push", out / f"holdfast-{RELEASE}.tgz", f"oci://{registry}/charts", *plain)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.release")
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR")
     parser.add_argument("--skip-images", action="store_true")
     parser.add_argument("--push", metavar="REGISTRY", help="push images and chart of DIR")
+    parser.add_argument("--plain-http", action="store_true", help="push without TLS")
     words = parser.parse_args()
     try:
         if words.push:
-            push(words.out.resolve(), words.push)
+            push(words.out.resolve(), words.push, plain_http=words.plain_http)
         else:
             build(words.out.resolve(), skip_images=words.skip_images)
     except BuildError as error:

@@ -121,7 +121,8 @@ def shard_persisted(ctx: StepContext, node: str, fact: ShardPersisted) -> None:
         return
     mesh = state.meshes.get(shard.generation)
     if mesh is None or mesh.num_shards != shard.num_shards or shard.shard >= shard.num_shards:
-        ctx.note(f"{rejected}generation {shard.generation} has other shards")
+        number, has = shard.num_shards, mesh.num_shards if mesh is not None else "no"
+        ctx.note(f"{rejected}of {number}, and generation {shard.generation} has {has} shards")
         return
     pending = state.catalog.pending.get(key)
     if pending is None:

@@ -192,10 +192,10 @@ def _lost(ctx: StepContext, event: e.NodeLost) -> None:
 
 
 def _exited(ctx: StepContext, node: str, fact: m.WorkerExited) -> None:
-    if fact.generation == ctx.state.generation:
+    if fact.generation == ctx.state.generation and ctx.state.is_member(node):
         recovery.worker_exited(ctx, node, fact.exit)
     else:
-        ctx.note(f"{node}: a worker of generation {fact.generation} ended, which is over")
+        ctx.note(f"{node}: ignored the end of a worker of generation {fact.generation}")
 
 
 def _stopped(ctx: StepContext, node: str, fact: m.GroupStopped) -> None:

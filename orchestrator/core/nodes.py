@@ -89,14 +89,13 @@ def joined(ctx: StepContext, name: str, fact: NodeJoined) -> Cause | None:
         offered_port=fact.offered_port or state.nodes[name].offered_port,
         generation=fact.generation,
     )
-    cause = None
     newest = max([fact.generation, *(one.generation for one in fact.staged)])
-    if newest > state.generation:
-        cause = _journal_is_behind(state, newest)
-    if cause is None and state.is_member(name):
+    cause = _journal_is_behind(state, newest) if newest > state.generation else None
+    if not state.is_member(name):
+        if fact.generation:
+            _stop_stale(ctx, node)
+    elif cause is None:
         cause = _member_rejoined(ctx, node, fact)
-    elif cause is None and fact.generation:
-        _stop_stale(ctx, node)
     _check_rejoined(ctx)
     return cause
 

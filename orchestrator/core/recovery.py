@@ -507,9 +507,8 @@ def _not_this_size(ctx: StepContext, failure: Failure, incident: IncidentRecord)
     another. Such failures are not charged: there are few, see sizes.py."""
     state, exit, world = ctx.state, failure.exit, incident.world_size_before
     early_s = state.sizes.early_s(state.job.spec.recovery.startup_timeout_s)
-    early = not state.group.first_step_ns and ctx.now_ns - state.group.launched_ns < seconds(
-        early_s
-    )
+    group = state.group
+    early = not group.first_step_ns and ctx.now_ns - group.launched_ns < seconds(early_s)
     is_script = state.job.spec.entrypoint.recipe is None
     if not (is_script and early and failure.rule in sizes.RULES and state.sizes.is_new(world)):
         return False

@@ -12,8 +12,7 @@ PARTS = ("numpy", "safetensors", "xxhash", "psutil")
 
 
 def problem(*, torch: bool = True) -> str:
-    """What is missing here and how to install it; empty: nothing. `torch`: also torch, which a
-    program in another interpreter finds there."""
+    """What is missing here and how to install it; empty: nothing. `torch`: torch is needed too."""
     oldest = ".".join(map(str, OLDEST_TORCH))
     needed = ("torch", *PARTS) if torch else PARTS
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
@@ -24,8 +23,9 @@ def problem(*, torch: bool = True) -> str:
             f"{', '.join(missing)}; pip install {packages}"
         )
     spec = importlib.util.find_spec("torch") if torch else None
-    places = (spec and spec.submodule_search_locations) or ["torch"]
-    text, numbers = _torch_version(Path(places[0]))
+    if spec is None or not spec.submodule_search_locations:
+        return ""
+    text, numbers = _torch_version(Path(spec.submodule_search_locations[0]))
     if numbers < OLDEST_TORCH:
         return f"torch: got {text}; expected {oldest} or newer; pip install --upgrade torch"
     return ""

@@ -147,8 +147,8 @@ class ControlApi:
         await self._request(
             events.AgainRequested(code=None if code is None else str(code), by=_by(arguments))
         )
-        when = ("the next generation has it", "a new generation starts with it")[state.group.active]
-        return wire.Reply(ok=True, detail=f"new code: {when}", body={"before": before})
+        new = f"{'a new' if state.group.active else 'the next'} generation starts with it"
+        return wire.Reply(ok=True, detail=f"new code: {new}", body={"before": before})
 
     async def _suspend(self, arguments: dict[str, Any]) -> wire.Reply:
         await self._request(events.SuspendRequested(by=_by(arguments)))

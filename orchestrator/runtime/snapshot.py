@@ -26,7 +26,7 @@ from ..errors import Damaged
 from ..protocol.facts import Membership, WorkerSeat
 from .observe.projection import ProjectionState
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"holdfast snapshot "
 COMPRESSION = 3
 """zlib level: inventories and launches are repetitive, and a recovery waits for the compression."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -209,6 +210,14 @@ def test_the_chart_has_the_version_of_the_program_and_of_the_images() -> None:
 
 # -- images ------------------------------------------------------------------------------------
 IMAGES = ("operator", "worker")
+# Image -> folders whose libraries it installs, but for these: parts that the image does not run.
+INSTALLED = {
+    "operator": (("orchestrator",), {"opentelemetry", "psutil", "ray"}),
+    "worker": (("orchestrator", "workers"), {
+        "accelerate", "cryptography", "kubernetes", "lightning", "opentelemetry", "ray",
+        "torchtitan", "transformers",
+    }),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("image", IMAGES)
@@ -245,3 +254,20 @@ def test_a_lock_has_no_contradictions(image: str) -> None:
     if "Failed to fetch" in done.stderr:
         pytest.skip("no package index can be reached")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_installs_the_libraries_that_its_code_imports(image: str) -> None:
+    folders, left_out = INSTALLED[image]
+    found = {"yaml": "pyyaml", "pydantic_core": "pydantic"}
+    wanted = set[str]()
+    for path in [path for folder in folders for path in (render.ROOT / folder).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                wanted |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                wanted.add(str(node.module).partition(".")[0])
+    wanted -= {"holdfast", *sys.stdlib_module_names}
+    names = {name: found.get(name, name.replace("_", "-")) for name in wanted}
+    missing = {name for name in wanted if names[name] not in locked(image)}
+    assert missing == left_out

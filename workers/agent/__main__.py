@@ -1,5 +1,5 @@
-"""`python -m holdfast.workers.agent`: the stand-alone agent, if this Python has what it needs but
-torch: the program of the job may have an interpreter of its own."""
+"""`python -m holdfast.workers.agent`: the stand-alone agent, if this Python has its packages. A
+worker checks torch: the program of a job may have an interpreter of its own."""
 
 from holdfast.orchestrator.protocol import training_packages
 

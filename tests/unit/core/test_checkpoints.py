@@ -59,8 +59,8 @@ def test_a_shard_of_another_mesh_is_refused(shard: int, num_shards: int) -> None
     job = Transcript().started()
     assert not job.persisted(9, shard, num_shards=num_shards)
     assert not job.state.catalog.pending
-    text = f"rejected shard {shard} of step 9 from n: generation 1 has other shards"
-    assert job.state.notes[-1][1] == text
+    text = f"shard {shard} of step 9 from n: of {num_shards}, and generation 1 has 2 shards"
+    assert job.state.notes[-1][1] == f"rejected {text}"
 
 
 def test_a_shard_before_the_first_launch_is_refused() -> None:
@@ -68,7 +68,7 @@ def test_a_shard_before_the_first_launch_is_refused() -> None:
     job.submit()
     file = _files(9, generation=0)[0]
     assert not job.apply(FromNode("n", ShardPersisted(generation=0, shard=file)))
-    assert "generation 0 has other shards" in job.state.notes[-1][1]
+    assert "of 2, and generation 0 has no shards" in job.state.notes[-1][1]
 
 
 def test_a_committed_checkpoint_whose_shard_is_reported_late_is_not_deleted() -> None:

@@ -334,7 +334,7 @@ def test_the_events_of_an_old_generation_change_nothing() -> None:
     job.exits(0, signal=9)
     job.all_stopped(3)
     assert not job.apply(FromNode("b", WorkerExited(generation=1, exit=Exit(rank=2, signal=9))))
-    assert job.state.notes[-1][1] == "b: a worker of generation 1 ended, which is over"
+    assert job.state.notes[-1][1] == "b: ignored the end of a worker of generation 1"
     assert job.state.group.exits == {} and job.state.stop is None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from holdfast.orchestrator.core.actions import (
     CommitManifest,
     LaunchGroup,
@@ -18,8 +20,13 @@ from holdfast.orchestrator.core.events import (
 )
 from holdfast.orchestrator.core.nodes import MAX_DETAIL, num_usable, possible_size, usable
 from holdfast.orchestrator.core.provisioning import rejoin_s
-from holdfast.orchestrator.protocol.facts import StagedShard
-from holdfast.orchestrator.protocol.messages import GroupStopped, NodeJoined, PreemptionNoticed
+from holdfast.orchestrator.protocol.facts import Exit, StagedShard
+from holdfast.orchestrator.protocol.messages import (
+    GroupStopped,
+    NodeJoined,
+    PreemptionNoticed,
+    WorkerExited,
+)
 
 from .harness import Transcript, facts, spec
 
@@ -234,21 +241,26 @@ def test_a_new_controller_keeps_promises_that_the_backend_still_has() -> None:
     assert [one.name for one in job.state.supply.promised] == ["x"]
 
 
-def test_generations_that_the_journal_lacks_are_stopped_and_never_numbered_again() -> None:
-    """The last controller launched generations 2 and 3, and could not write that to a full disk."""
+@pytest.mark.parametrize("order", ["abc", "cab"])
+def test_generations_that_the_journal_lacks_are_stopped_and_never_numbered_again(
+    order: str,
+) -> None:
+    """The last controller launched generations 2 and 3, and could not write that to a full disk. c
+    is no member by the journal."""
     job = Transcript().started()
     job.controller = job.replayed()
     job.apply(ControllerStarted(incarnation=2))
-    for name, ranks in (("a", (0, 1)), ("b", (2, 3))):
-        job.apply(FromNode(name, NodeJoined(facts=facts(name), generation=3, ranks=ranks)))
-    assert {(stop.node, stop.generation) for stop in job.all(StopGroup)} == {("a", 3), ("b", 3)}
+    for name in order:
+        job.apply(FromNode(name, NodeJoined(facts=facts(name), generation=3, ranks=(0, 1))))
+    assert {(stop.node, stop.generation) for stop in job.all(StopGroup)} == {(n, 3) for n in order}
     for shard in range(2):
         job.persisted(9, shard)
     assert job.last(CommitManifest).generation == 3, "what they have written is not lost"
-    job.apply(FromNode("c", NodeJoined(facts=facts("c"), generation=3, ranks=(4, 5))))
-    stopped = GroupStopped(action_id=job.last(StopGroup).action_id, generation=3)
-    job.apply(FromNode("c", stopped))
-    assert job.state.nodes["c"].generation == 0, "it can be used, though it was no member"
+    job.apply(FromNode("c", WorkerExited(generation=3, exit=Exit(rank=0, code=0))))
+    assert job.state.group.exits == {}, "c has another rank 0"
+    (action_id,) = [stop.action_id for stop in job.all(StopGroup) if stop.node == "c"]
+    job.apply(FromNode("c", GroupStopped(action_id=action_id, generation=3)))
+    assert job.state.nodes["c"].generation == 0, "it can be used"
     job.all_stopped()
     assert job.last(LaunchGroup).membership.generation == 4
     incident = job.state.incidents[0]

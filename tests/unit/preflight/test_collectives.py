@@ -15,107 +15,59 @@ FOUND = [
     pytest.param(HEAD + "if not rank:\n    dist.barrier()\n", ("HANG101", 5), id="not rank"),
     pytest.param(HEAD + "x = dist.broadcast(t, 0) if rank else None\n", ("HANG101", 4), id="ifexp"),
     pytest.param(HEAD + "rank == 0 and dist.barrier()\n", ("HANG101", 4), id="and"),
-    pytest.param(
-        "import os\nfrom torch.distributed import barrier as wait\n"
-        "main = int(os.environ['RANK']) == 0\nif main and True:\n    wait()\n",
-        ("HANG101", 5),
-        id="aliases and a variable made from RANK",
-    ),
-    pytest.param(
-        HEAD + "def main():\n    if rank != 0:\n        return\n    dist.barrier()\n",
-        ("HANG102", 7),
-        id="return",
-    ),
-    pytest.param(
-        HEAD + "for i in range(9):\n    if rank == 1 and i == 3:\n        continue\n"
-        "    dist.all_reduce(t)\n",
-        ("HANG102", 7),
-        id="continue",
-    ),
-    pytest.param(
-        HEAD + "def main(s):\n    with s:\n        if rank:\n            return\n"
-        "    dist.barrier()\n",
-        ("HANG102", 8),
-        id="return inside a with",
-    ),
+    pytest.param("import os\nfrom torch.distributed import barrier as wait\n"
+        "main = int(os.environ['RANK']) == 0\nif main and True:\n    wait()\n", ("HANG101", 5),
+        id="aliases and a variable made from RANK"),
+    pytest.param(HEAD + "def main():\n    if rank != 0:\n        return\n    dist.barrier()\n",
+        ("HANG102", 7), id="return"),
+    pytest.param(HEAD + "for i in range(9):\n    if rank == 1 and i == 3:\n        continue\n"
+        "    dist.all_reduce(t)\n", ("HANG102", 7), id="continue"),
+    pytest.param(HEAD + "def main(s):\n    with s:\n        if rank:\n            return\n"
+        "    dist.barrier()\n", ("HANG102", 8), id="return inside a with"),
     pytest.param(
         HEAD + "match rank:\n    case 0:\n        dist.barrier()\n", ("HANG101", 6), id="match"
     ),
     pytest.param(
         HEAD + "if rank == 0:\n    g = dist.new_group([0])\n", ("HANG101", 5), id="new_group"
     ),
-    pytest.param(
-        HEAD + "class A:\n    def log(self):\n        dist.all_reduce(t)\n"
-        "    def run(self):\n        if rank == 0:\n            self.log()\n",
-        ("HANG101", 9),
-        id="through a method",
-    ),
-    pytest.param(
-        HEAD + "def log():\n    dist.all_reduce(t)\ndef outer():\n    log()\n"
-        "if rank == 0:\n    outer()\n",
-        ("HANG101", 9),
-        id="through two functions",
-    ),
-    pytest.param(
-        HEAD + "class Logger:\n    def log(self):\n        dist.all_reduce(t)\n"
-        "logger = Logger()\nif rank == 0:\n    logger.log()\n",
-        ("HANG101", 9),
-        id="through an object",
-    ),
-    pytest.param(
-        "from accelerate import Accelerator\na = Accelerator()\nif a.is_main_process:\n"
-        "    a.wait_for_everyone()\n",
-        ("HANG101", 4),
-        id="accelerate",
-    ),
+    pytest.param(HEAD + "class A:\n    def log(self):\n        dist.all_reduce(t)\n"
+        "    def run(self):\n        if rank == 0:\n            self.log()\n", ("HANG101", 9),
+        id="through a method"),
+    pytest.param(HEAD + "def log():\n    dist.all_reduce(t)\ndef outer():\n    log()\n"
+        "if rank == 0:\n    outer()\n", ("HANG101", 9), id="through two functions"),
+    pytest.param(HEAD + "class Logger:\n    def log(self):\n        dist.all_reduce(t)\n"
+        "logger = Logger()\nif rank == 0:\n    logger.log()\n", ("HANG101", 9),
+        id="through an object"),
+    pytest.param("from accelerate import Accelerator\na = Accelerator()\nif a.is_main_process:\n"
+        "    a.wait_for_everyone()\n", ("HANG101", 4), id="accelerate"),
     pytest.param(
         "import deepspeed, torch.distributed as dist\nengine, *_ = deepspeed.initialize()\n"
-        "if dist.get_rank() == 0:\n    engine.save_checkpoint('x')\n",
-        ("HANG101", 4),
-        id="deepspeed",
-    ),
+        "if dist.get_rank() == 0:\n    engine.save_checkpoint('x')\n", ("HANG101", 4),
+        id="deepspeed"),
     pytest.param(
         "from holdfast import session\ns = session.init()\nif s.rank == 0:\n    s.step(1)\n",
-        ("HANG101", 4),
-        id="the session",
-    ),
+        ("HANG101", 4), id="the session"),
     pytest.param(
         FSDP2 + "if rank == 0:\n    w = model.weight.full_tensor()\n", ("HANG103", 7), id="full"
     ),
     pytest.param(
         FSDP2 + "from torch.distributed.checkpoint.state_dict import get_model_state_dict as g\n"
-        "if rank == 0:\n    s = g(model)\n",
-        ("HANG103", 8),
-        id="get_model_state_dict",
-    ),
+        "if rank == 0:\n    s = g(model)\n", ("HANG103", 8), id="get_model_state_dict"),
     pytest.param(FSDP2 + "if rank == 0:\n    model(t)\n", ("HANG104", 7), id="forward"),
-    pytest.param(
-        FSDP2 + "if rank == 0:\n    torch.save(model.state_dict(), 'a')\n",
-        ("FSDP203", 7),
-        id="the state of one shard",
-    ),
+    pytest.param(FSDP2 + "if rank == 0:\n    torch.save(model.state_dict(), 'a')\n", ("FSDP203", 7),
+        id="the state of one shard"),
     pytest.param(
         FSDP1 + "m = FSDP(make(), auto_wrap_policy=p)\nif rank == 0:\n    m.state_dict()\n",
-        ("FSDP203", 7),
-        id="the state of FSDP1",
-    ),
+        ("FSDP203", 7), id="the state of FSDP1"),
     pytest.param(
         FSDP1 + "def wrap(m):\n    return FSDP(m, auto_wrap_policy=p)\nnet = wrap(make())\n"
-        "def save(m):\n    return m.state_dict()\nif rank == 0:\n    save(net)\n",
-        ("FSDP203", 11),
-        id="the state of FSDP1 through functions",
-    ),
-    pytest.param(
-        HEAD + "try:\n    pass\nexcept Exception:\n    dist.barrier()\n",
-        ("HANG106", 7),
-        id="except",
-    ),
-    pytest.param(
-        HEAD + "data = read()[rank::8]\nfor batch in data:\n    dist.all_reduce(t)\n",
-        ("HANG107", 6),
-        id="uneven batches",
-    ),
-]
+        "def save(m):\n    return m.state_dict()\nif rank == 0:\n    save(net)\n", ("FSDP203", 11),
+        id="the state of FSDP1 through functions"),
+    pytest.param(HEAD + "try:\n    pass\nexcept Exception:\n    dist.barrier()\n", ("HANG106", 7),
+        id="except"),
+    pytest.param(HEAD + "data = read()[rank::8]\nfor batch in data:\n    dist.all_reduce(t)\n",
+        ("HANG107", 6), id="uneven batches"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "place"), FOUND)

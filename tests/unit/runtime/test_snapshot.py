@@ -152,18 +152,17 @@ def test_a_snapshot_of_another_version_is_refused_with_the_reason() -> None:
     replay = Replay(job_from_mapping(transcript.document))
     replay.take([Record(*one) for one in transcript.journal])
     data = snapshot.encode(replay.controller.state, replay.projection.memory)
-    newer = data.replace(b"holdfast snapshot 1\n", b"holdfast snapshot 2\n", 1)
-    with pytest.raises(
-        snapshot.SnapshotUnreadable, match="got version 2; expected 1; use the"
-    ) as it:
-        snapshot.decode(newer)
+    older = data.replace(b"holdfast snapshot 2\n", b"holdfast snapshot 1\n", 1)
+    text = "got version 1; expected 2; use the"
+    with pytest.raises(snapshot.SnapshotUnreadable, match=text) as it:
+        snapshot.decode(older)
     assert not isinstance(it.value, Damaged)
     for damaged in (b"", b"x" + data, data[:-9], data[:20] + b"\0" + data[21:]):
         with pytest.raises(snapshot.SnapshotDamaged, match="is damaged"):
             snapshot.decode(damaged)
     body = msgspec.msgpack.encode({"memberships": 3})
     with pytest.raises(snapshot.SnapshotUnreadable, match="is damaged, or of another ver") as it:
-        snapshot.decode(snapshot.MAGIC + b"1\n" + zlib.compress(body))
+        snapshot.decode(snapshot.MAGIC + b"2\n" + zlib.compress(body))
     assert not isinstance(it.value, Damaged)
 
 

@@ -1,8 +1,7 @@
 """Which modules a script imports: those of `spec.preload`, and installed ones, learned from its
 workers for the standbys to come.
 
-The learned ones are kept in a file of the machine's cache as well, for agents that start later and
-for the next run of the job.
+The learned ones are kept in a file of the machine's cache, for later agents and the next run.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Modules that a script will import: those of `spec.preload`, and those that its workers
-imported."""
+"""Modules that a script will import: of `spec.preload`, and those that its workers imported."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.protocol import training_packages
 
 from ..process import process_env
 from . import preload
@@ -51,8 +51,10 @@ def installed_since(before: frozenset[str]) -> tuple[str, ...]:
 
 
 def expect_imported(job: TrainingJob) -> None:
-    """Check the imports of a worker before its entrypoint. Raises UserError for a module that
-    cannot be imported."""
+    """Check the imports of a worker before its entrypoint. Raises UserError for a torch that is too
+    old or missing, and for a module that cannot be imported."""
+    if lacking := training_packages.problem():
+        raise UserError(lacking)
     for position, name in enumerate(job.spec.preload):
         try:
             importlib.import_module(name)

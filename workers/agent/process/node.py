@@ -339,9 +339,9 @@ class AgentProcess:
         process_env.adopt(self._job.spec.env)
         if self._facts is not None and self._facts.cache_directory:
             self._workers.imports.keep_in(self._facts.cache_directory, self._job)
+        self._workers.imports.preload = tuple(self._job.spec.preload)
         if self._job.spec.learn_preload:
             self._workers.imports.learned(welcome.imports)
-        self._workers.imports.preload = tuple(self._job.spec.preload)
         self._workers.configure(welcome.spec, welcome.spec_directory)
         self._give(inputs.JobConfigured(bool(self._workers.imports.known())))
 

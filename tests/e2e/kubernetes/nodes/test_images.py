@@ -84,7 +84,7 @@ def test_the_chart_of_a_registry_trains_a_job_from_its_images(
     where = cluster.registry
     system, kubectl = cluster.kubectl(render.NAMESPACE), cluster.kubectl(JOBS)
     release.package_chart(dist)
-    release.push(dist, where)
+    release.push(dist, where, plain_http=True)
     for inside in (system, kubectl):
         inside.run("create", "namespace", inside.namespace)
         inside.run("label", "namespace", inside.namespace, RESTRICTED)
@@ -122,4 +122,4 @@ def test_the_chart_of_a_registry_trains_a_job_from_its_images(
 
 def test_a_registry_that_refuses_is_named(dist: Path) -> None:
     with pytest.raises(build.BuildError, match=r"skopeo, to push images: .*127\.0\.0\.1:9"):
-        release.push(dist, "127.0.0.1:9/holdfast")
+        release.push(dist, "127.0.0.1:9/holdfast", plain_http=True)

@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.protocol import training_packages
 from holdfast.workers.agent.pool import user_modules
 from holdfast.workers.agent.pool.learned_imports import LearnedImports
 
@@ -78,6 +79,12 @@ def test_the_worker_names_a_module_that_cannot_be_imported() -> None:
         "'no_such_module'); expected a module that can be imported on every node; install it "
         "there, or remove it from the list"
     )
+
+
+def test_a_worker_needs_a_torch_that_is_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_packages, "OLDEST_TORCH", (99, 0))
+    with pytest.raises(UserError, match="expected 99"):
+        user_modules.expect_imported(_job())
 
 
 def test_modules_of_the_spec_come_first_and_are_not_learned_again(tmp_path: Path) -> None:
