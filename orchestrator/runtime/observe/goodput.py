@@ -148,14 +148,15 @@ class TimeAccounting:
         self._totals.step = restore.step if restore else -1
 
     def _progress(self, event: StepCompleted, every: int) -> None:
-        if event.step > self._totals.step and self._totals.unassigned_ns:
+        totals = self._totals
+        if event.step > totals.step and totals.unassigned_ns:
             self._assign(event.step)
-        elif event.step > self._totals.step:
-            since_ns = min(int(event.ago_s * SECOND_NS), self._totals.open_ns)
-            self._settle(self._totals.open_ns - since_ns, event.step, event.stall_s / every)
-            self._totals.open_ns = since_ns
-        self._totals.step_s = event.step_s or self._totals.step_s
-        self._totals.reported = True
+        elif event.step > totals.step and not (totals.interrupted_ns and totals.reported):
+            since_ns = min(int(event.ago_s * SECOND_NS), totals.open_ns)
+            self._settle(totals.open_ns - since_ns, event.step, event.stall_s / every)
+            totals.open_ns = since_ns
+        # `_conclude` counts what is reported while the generation stops.
+        totals.step_s, totals.reported = event.step_s or totals.step_s, True
 
     def _first(self, event: StepCompleted, state: JobState) -> None:
         """The first report of a generation: the time before its first step was not training. A

@@ -131,15 +131,19 @@ def test_steps_before_a_new_controller_knew_of_the_launch_are_productive() -> No
     assert job.seconds(11) == {"starting": 1, "productive": 4 + 4, "recovering": 2}
 
 
-@pytest.mark.parametrize("reported", [False, True])
-def test_the_time_of_an_unfinished_step_belongs_to_the_recovery(reported: bool) -> None:
+@pytest.mark.parametrize("reported", ["", "before", "while it stops"])
+def test_the_time_of_an_unfinished_step_belongs_to_the_recovery(reported: str) -> None:
     """A hang: the last step was finished at 3 s, the hang detected at 10 s."""
     job = Accounted()
+    late = StepCompleted(generation=1, step=2, step_s=1.0, ago_s=7.0)
     job.launch(0, 1)
     job.step(1, 0)
-    if reported:  # late, as the hang is detected
-        job.at(10, StepCompleted(generation=1, step=2, step_s=1.0, ago_s=7.0))
+    if reported == "before":
+        job.at(10, late)
+    stop = PendingStop("failure", Reason("infrastructure", "a test"), 10 * SECOND_NS, False, 0)
+    job.at(10, stop=stop if reported == "while it stops" else None)
     job.fail(10, step_before=2)
+    job.at(10, late, stop=None)
     assert job.seconds(12) == {"starting": 1, "productive": 2, "recovering": 7 + 2}
 
 
