@@ -158,8 +158,8 @@ class Oracle:
         if nodes.min <= members <= nodes.max:
             self._resized_since_s = None
         else:
-            self._resized_since_s = self._resized_since_s or self.world.time_s
-            soon = self.world.time_s - self._resized_since_s < RESIZED_S
+            since_s = self._resized_since_s = self._resized_since_s or self.world.time_s
+            soon = self.world.time_s - max(since_s, self.world.crashed_s) < RESIZED_S
             self.require(soon, f"{members} nodes train, not {nodes.min} to {nodes.max}")
         cordoned = [name for name in self.world.backend_nodes() if name in state.ledger.cordoned]
         room = self.world.capacity - len(cordoned) >= nodes.max + (nodes.spares or 0)

@@ -237,8 +237,7 @@ class TimeAccounting:
         self._totals.open_ns = 0
 
     def _not_productive(self, state: JobState) -> None:
-        """A script that reports no steps trained until the fault, not until it was noticed. The
-        time of a hang is known from its event."""
+        """A script that reports no steps trained until the fault. `_hang` counts a hang's time."""
         last = state.incidents[-1] if state.incidents else None
         silent_ns, self._totals.silent_ns = self._totals.silent_ns, 0
         if last is not None and last.failure_class != "hang":

@@ -14,12 +14,8 @@ from holdfast.orchestrator.core.events import (
     StepCompleted,
     Tick,
 )
-from holdfast.orchestrator.core.state import (
-    IncidentRecord,
-    JobState,
-    OwnCheckpointState,
-    PendingStop,
-)
+from holdfast.orchestrator.core.state import IncidentRecord as Incident
+from holdfast.orchestrator.core.state import JobState, OwnCheckpointState, PendingStop
 from holdfast.orchestrator.protocol.facts import Membership, Restore
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.orchestrator.protocol.messages import OwnCheckpointSeen
@@ -28,8 +24,8 @@ from holdfast.orchestrator.runtime.observe.goodput import TimeAccounting
 from ..harness import make_job
 
 
-def incident(second: float, step_before: int) -> IncidentRecord:
-    return IncidentRecord(
+def incident(second: float, step_before: int) -> Incident:
+    return Incident(
         number=1, at_ns=int(second * SECOND_NS), noticed_ns=int(second * SECOND_NS),
         purpose="failure", generation_before=1, world_size_before=1, step_before=step_before,
     )  # fmt: skip
@@ -134,8 +130,7 @@ def test_steps_before_a_new_controller_knew_of_the_launch_are_productive() -> No
 @pytest.mark.parametrize("reported", ["", "before", "while it stops"])
 def test_the_time_of_an_unfinished_step_belongs_to_the_recovery(reported: str) -> None:
     """A hang: the last step was finished at 3 s, the hang detected at 10 s."""
-    job = Accounted()
-    late = StepCompleted(generation=1, step=2, step_s=1.0, ago_s=7.0)
+    job, late = Accounted(), StepCompleted(generation=1, step=2, step_s=1.0, ago_s=7.0)
     job.launch(0, 1)
     job.step(1, 0)
     if reported == "before":
