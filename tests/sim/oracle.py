@@ -455,9 +455,9 @@ class Storage:
         until: tuple[int, int] = (MAX_NUMBER, MAX_NUMBER),
         kept: tuple[tuple[int, int], ...] = (),
     ) -> None:
-        """Up to this checkpoint there are: the newest `keepLast` good ones, and damaged ones that
-        are newer than all good ones; while the job runs, one that is restored, and those whose
-        commit is under way. A launch may have changed the restored one since `kept` was decided."""
+        """Up to this checkpoint there are: the newest `keepLast` good ones, damaged ones that are
+        newer; while the job runs, one that is restored (a launch may have changed it since `kept`
+        was decided), and those whose commit is under way."""
         keep = self.world.host.job.spec.checkpoint.retention.keep_last
         state, good = self.world.host.state, [key for key in self._good() if key <= until]
         keys = {name: key for name in self.files if (key := parse_directory_name(name))}
@@ -474,6 +474,8 @@ class Storage:
             before = {directory_name(*key) for key in kept if key <= until} - allowed
             self.world.oracle.require(len(before) <= 1, f"{sorted(before)} are kept too")
             allowed |= before
+        # One with a larger number is of a launch that a full disk kept out of the journal.
+        allowed |= {name for name, (_, number) in keys.items() if number > state.generation}
         extra = [name for name, key in keys.items() if key <= until and name not in allowed]
         self.world.oracle.require(not extra, f"{extra} are kept; {keep} are wanted")
 
