@@ -1,8 +1,8 @@
 """Builds the images without a base image and without a container engine: Debian packages and wheels
 go file by file into the layers of an OCI layout, each with a software bill of materials.
 
-The same packages give the same digest: no file has a time, and bytecode has no references that
-depend on the process that wrote it.
+The same packages and commit give the same digest: no file has a time, and bytecode has no
+references that depend on the process that wrote it.
 """
 
 from __future__ import annotations

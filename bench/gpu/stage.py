@@ -50,12 +50,14 @@ def measurements() -> list[Measurement]:
 class Buffers(Memory):
     """Three page-locked buffers in memory files, as the agent's."""
 
+    _prepare: Callable[[Bytes], None] | None = None
+
     def prepare_with(self, prepare: Callable[[Bytes], None]) -> None:
         self._prepare = prepare
 
     def request_buffers(self, num_bytes: int) -> None:
         super().request_buffers(num_bytes)
-        for memory in self._maps if hasattr(self, "_prepare") else ():
+        for memory in self._maps if self._prepare else ():
             self._prepare(self.view(memory))
 
     def put_back(self, buffer: int) -> None:
