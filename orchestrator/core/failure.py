@@ -257,7 +257,7 @@ def _outside_signal(facts: FailureEvidence) -> Failure | None:
         return None
     node, exit = found
     title = f"{_where(exit, node)} was killed by {_signal(exit)}"
-    evidence = f"{_signal(exit)} {when(exit)}, not sent by Holdfast{_others(facts, exit)}"
+    evidence = f"{_signal(exit)} {when(exit)}, from outside the job{_others(facts, exit)}"
     return Failure("infrastructure", "outside-signal", title, evidence, node, exit.rank, exit)
 
 

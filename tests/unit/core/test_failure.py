@@ -176,7 +176,7 @@ def test_the_evidence_counts_the_secondary_failures(peers: int, text: str) -> No
     others = [Exit(rank=rank, code=1, secondary=True) for rank in range(1, peers + 1)]
     killed = Exit(rank=0, signal=9, step=4)
     failure = attribute(Evidence(exits=exits(*others, killed)))
-    assert failure.evidence == f"SIGKILL after step 4, not sent by Holdfast{text}"
+    assert failure.evidence == f"SIGKILL after step 4, from outside the job{text}"
     assert failure.title == "worker 0 on node-0 was killed by SIGKILL"
 
 
