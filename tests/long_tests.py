@@ -63,10 +63,9 @@ LONG = (
     "tests/e2e/local/test_twins.py",
     "tests/e2e/local/test_wheel.py",
     "tests/e2e/workers/test_shards.py",
-    # More meshes and entry points than one; plans of the largest models.
+    # More meshes and entry points than one.
     *(f"{_WARM_UP}_no_group_no_random_state_and_no_threads_behind[entrypoint{n}" for n in "123"),
     "tests/planner_accuracy/test_real_ranks.py::test_a_traced_rank_needs_and_sends_what_a_real_one_does[t",
-    "tests/unit/explorer/test_advice.py::test_no_way_has_a_change_too_many[70B",
     "tests/unit/workers/training/test_calibrate.py::test_two_workers",
     # Each rare order of an import and a fork.
     "tests/e2e/agent/test_import_template.py::test_a_module",

@@ -18,13 +18,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from holdfast.orchestrator.api.v1alpha1.crd import NAME
 from holdfast.orchestrator.cli.main import main
 from holdfast.orchestrator.hosts.kubernetes.spec import owner_of
 from holdfast.orchestrator.hosts.kubernetes.status import StatusContext, status_of
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import KubeClient
-from holdfast.orchestrator.kube.definition import definition_text
 from holdfast.orchestrator.kube.errors import EVENTS, JOBS
 from holdfast.orchestrator.kube.event_recorder import event_document
 from holdfast.orchestrator.runtime.observe.view import JobView
@@ -96,12 +94,6 @@ SCRIPT: dict[str, Any] = {
         "checkpoint": {"path": "s3://bucket/demo"},
     },
 }
-
-
-def serve_jobs(kubectl: Kubectl) -> None:
-    """Return when the API server serves TrainingJobs."""
-    kubectl.run("apply", "--server-side", "--filename=-", stdin=definition_text())
-    kubectl.served(NAME)
 
 
 def write_status(kubectl: Kubectl, view: JobView) -> None:

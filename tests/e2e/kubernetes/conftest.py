@@ -11,7 +11,9 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tests.e2e.kubernetes.commands import SCRIPT, HoldfastCli
 from tests.e2e.kubernetes.rig import binaries as programs
 from tests.e2e.kubernetes.rig.cluster import Cluster
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
@@ -98,6 +100,24 @@ def operator(cluster: Cluster) -> Operator:
     made.install()
     made.start()
     return made
+
+
+@pytest.fixture
+def jobs(plane: ControlPlane | GivenCluster, namespace: Kubectl) -> Kubectl:
+    """A namespace without an operator."""
+    return namespace
+
+
+@pytest.fixture
+def holdfast(jobs: Kubectl) -> HoldfastCli:
+    return HoldfastCli(jobs)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(SCRIPT))
+    return path
 
 
 def fresh(kubectl: Kubectl) -> Iterator[Kubectl]:

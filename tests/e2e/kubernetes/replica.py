@@ -8,7 +8,10 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+
+from pytest import TempPathFactory
 
 from tests.e2e.kubernetes.rig.waiting import until
 from tests.e2e.ports import free_port
@@ -57,6 +60,10 @@ class Replica:
             timeout_s=READY_TIMEOUT_S, last=self.tail,
         )  # fmt: skip
 
+    def start_leading(self) -> None:
+        self.start()
+        self.wait_leading()
+
     def wait_leading(self) -> None:
         until(self.leads, "the operator to lead", timeout_s=READY_TIMEOUT_S, last=self.tail)
 
@@ -88,3 +95,11 @@ class Replica:
 
     def tail(self, num_lines: int = 20) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
+
+
+def leading(kubeconfig: Path, factory: TempPathFactory, *namespaces: str) -> Iterator[Replica]:
+    """A fixture's operator."""
+    replica = Replica(kubeconfig, factory.mktemp("operator"), namespaces)
+    replica.start_leading()
+    yield replica
+    assert replica.close() == 0, replica.tail()

@@ -50,8 +50,7 @@ def operator(
 ) -> Iterator[Replica]:
     directory = tmp_path_factory.mktemp("operator")
     replica = Replica(plane.kubeconfig, directory, (jobs.namespace,), f"--worker-image={IMAGE}")
-    replica.start()
-    replica.wait_leading()
+    replica.start_leading()
     yield replica
     assert replica.close() == 0, replica.tail()
 

@@ -16,17 +16,9 @@ import yaml
 from holdfast.orchestrator.cli.main import kubectl_main as plugin
 from holdfast.orchestrator.kube.client import KubeClient
 from holdfast.orchestrator.kube.errors import JOBS, NotAuthenticated
-from tests.e2e.kubernetes.commands import (
-    SCRIPT,
-    HoldfastCli,
-    called,
-    serve_jobs,
-    trained,
-    write_status,
-)
+from tests.e2e.kubernetes.commands import SCRIPT, HoldfastCli, called, trained, write_status
 from tests.e2e.kubernetes.rig.certificates import Authority
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
-from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.waiting import until
 from tests.e2e.ports import free_port
@@ -34,29 +26,6 @@ from tests.e2e.ports import free_port
 pytestmark = pytest.mark.e2e
 
 BOUND_S = 90
-
-
-@pytest.fixture(scope="module")
-def crd(control_plane: ControlPlane | GivenCluster) -> None:
-    serve_jobs(control_plane.kubectl())
-
-
-@pytest.fixture
-def jobs(crd: None, namespace: Kubectl) -> Kubectl:
-    """A namespace without an operator."""
-    return namespace
-
-
-@pytest.fixture
-def holdfast(jobs: Kubectl) -> HoldfastCli:
-    return HoldfastCli(jobs)
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(SCRIPT))
-    return path
 
 
 def test_an_unknown_job_is_refused_with_the_names_of_existing_ones(

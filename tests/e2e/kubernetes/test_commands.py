@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.kubernetes.commands import SCRIPT, HoldfastCli, serve_jobs, trained, write_status
+from tests.e2e.kubernetes.commands import SCRIPT, HoldfastCli, trained, write_status
 from tests.e2e.kubernetes.conftest import fresh
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
-from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.process import Server
 from tests.e2e.kubernetes.rig.waiting import until
@@ -29,29 +28,6 @@ from tests.e2e.ports import free_port
 pytestmark = pytest.mark.e2e
 
 AGENTS = "127.0.0.1"
-
-
-@pytest.fixture(scope="module")
-def crd(control_plane: ControlPlane | GivenCluster) -> None:
-    serve_jobs(control_plane.kubectl())
-
-
-@pytest.fixture
-def jobs(crd: None, namespace: Kubectl) -> Kubectl:
-    """A namespace without an operator."""
-    return namespace
-
-
-@pytest.fixture
-def holdfast(jobs: Kubectl) -> HoldfastCli:
-    return HoldfastCli(jobs)
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(SCRIPT))
-    return path
 
 
 # -- jobs that have trained -------------------------------------------------------------------
@@ -219,7 +195,7 @@ def test_a_request_that_waits_for_an_operator_is_reported(
 # -- with the operator ------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def attended(
-    crd: None, own_control_plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory
+    plane: object, own_control_plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Kubectl]:
     """A namespace with its own operator."""
     plane = own_control_plane

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.kubernetes.conftest import fresh
-from tests.e2e.kubernetes.replica import Replica
+from tests.e2e.kubernetes.replica import Replica, leading
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.kubectl import Kubectl, Refused, condition
 from tests.e2e.kubernetes.rig.waiting import until
@@ -52,12 +52,7 @@ def small(plane: Plane) -> Iterator[Kubectl]:
 def operator(
     plane: Plane, jobs: Kubectl, small: Kubectl, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Replica]:
-    directory = tmp_path_factory.mktemp("operator")
-    replica = Replica(plane.kubeconfig, directory, (jobs.namespace, small.namespace))
-    replica.start()
-    replica.wait_leading()
-    yield replica
-    assert replica.close() == 0, replica.tail()
+    yield from leading(plane.kubeconfig, tmp_path_factory, jobs.namespace, small.namespace)
 
 
 # -- a job's objects ---------------------------------------------------------------------------

@@ -9,9 +9,7 @@ import pytest
 
 from holdfast import Client
 from holdfast.orchestrator.errors import UserError
-from tests.e2e.kubernetes.commands import SCRIPT, serve_jobs, trained, write_status
-from tests.e2e.kubernetes.rig.control_plane import ControlPlane
-from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster
+from tests.e2e.kubernetes.commands import SCRIPT, trained, write_status
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 
 pytestmark = pytest.mark.e2e
@@ -23,24 +21,20 @@ def train() -> None:
 
 
 def test_a_job_is_created_changed_awaited_and_deleted(
-    control_plane: ControlPlane | GivenCluster,
-    namespace: Kubectl,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    jobs: Kubectl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No operator runs; its status is written by the test."""
     monkeypatch.chdir(tmp_path)
-    serve_jobs(control_plane.kubectl())
     client = Client(
-        kubernetes=True, namespace=namespace.namespace, kubeconfig=namespace.kubeconfig,
+        kubernetes=True, namespace=jobs.namespace, kubeconfig=jobs.kubeconfig,
         home=tmp_path / "home",
     )  # fmt: skip
     (tmp_path / "train.py").write_text("print('training')\n")
     job = client.submit(SCRIPT)
-    assert namespace.get("trainingjob", "demo") is not None and job.view().state == "pending"
+    assert jobs.get("trainingjob", "demo") is not None and job.view().state == "pending"
     assert "to 1 node" in job.resize(1)
     view = trained(state="failed", reason="no", finished_ns=time.time_ns())
-    write_status(namespace, view)
+    write_status(jobs, view)
     ended = job.wait(BOUND_S)
     assert (ended.state, ended.reason, ended.step) == ("failed", "no", view.step)
     assert [one.name for one in client.jobs()] == ["demo"] and job.events()
@@ -48,6 +42,6 @@ def test_a_job_is_created_changed_awaited_and_deleted(
         client.submit(SCRIPT)
     job.delete()
     made = client.submit(train, workers=2, gpus=0)
-    assert made.name.startswith("train") and namespace.get("trainingjob", made.name) is not None
+    assert made.name.startswith("train") and jobs.get("trainingjob", made.name) is not None
     assert [one.name for one in client.jobs()] == [made.name]
     assert not list(tmp_path.glob(".holdfast*")) and not list(tmp_path.glob("home/client/*"))

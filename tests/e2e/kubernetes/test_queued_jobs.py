@@ -17,7 +17,7 @@ from holdfast.orchestrator.api.v1alpha1.crd import NAME
 from holdfast.orchestrator.kube.definition import definition_text
 from tests.e2e.kubernetes.conftest import api_server, fresh
 from tests.e2e.kubernetes.published import get as published
-from tests.e2e.kubernetes.replica import Replica
+from tests.e2e.kubernetes.replica import Replica, leading
 from tests.e2e.kubernetes.rig.binaries import Binaries
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster
@@ -61,12 +61,7 @@ def jobs(control_plane: Plane) -> Iterator[Kubectl]:
 def operator(
     control_plane: Plane, jobs: Kubectl, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Replica]:
-    directory = tmp_path_factory.mktemp("operator")
-    replica = Replica(control_plane.kubeconfig, directory, (jobs.namespace,))
-    replica.start()
-    replica.wait_leading()
-    yield replica
-    assert replica.close() == 0, replica.tail()
+    yield from leading(control_plane.kubeconfig, tmp_path_factory, jobs.namespace)
 
 
 def job(name: str, gang: str, **spec: Any) -> Document:

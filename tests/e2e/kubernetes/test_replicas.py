@@ -56,8 +56,7 @@ def test_an_operator_that_stops_releases_its_lease_and_its_jobs(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
     replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,), "--lease-seconds=600")
-    replica.start()
-    replica.wait_leading()
+    replica.start_leading()
     namespace.apply(job("left"))
     wait_pods(namespace, "left", 2)
     assert replica.close() == 0
@@ -80,8 +79,7 @@ def test_a_killed_operator_continues_from_the_journal(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
     replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
-    replica.start()
-    replica.wait_leading()
+    replica.start_leading()
     namespace.apply(job("orphan"))
     before = names_of(wait_pods(namespace, "orphan", 2))
     secret = namespace.json("get", "secret", "orphan-agents")["data"]
@@ -89,8 +87,7 @@ def test_a_killed_operator_continues_from_the_journal(
     victim = sorted(before)[0]
     namespace.run("delete", "pod", victim)
     namespace.run("scale", "trainingjob/orphan", "--replicas=3")
-    replica.start()
-    replica.wait_leading()
+    replica.start_leading()
     until(
         lambda: len(names_of(pods(namespace, "orphan")) - {victim}) == 3,
         "what was requested without an operator",
@@ -106,8 +103,7 @@ def test_a_finished_job_is_in_the_metrics_of_the_next_leader(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
     replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
-    replica.start()
-    replica.wait_leading()
+    replica.start_leading()
     namespace.apply(job("over"))
     wait_pods(namespace, "over", 2)
     namespace.run("annotate", "trainingjob", "over", "holdfast.dev/cancel=ann")
@@ -116,8 +112,7 @@ def test_a_finished_job_is_in_the_metrics_of_the_next_leader(
         lambda d: bool((d or {}).get("status", {}).get("completionTime")), "to have ended",
     )  # fmt: skip
     assert replica.close() == 0
-    replica.start()
-    replica.wait_leading()
+    replica.start_leading()
     state = f'{{job="over",namespace="{namespace.namespace}",state="cancelled"}} 1.0'
     until(
         lambda: f"holdfast_job_state{state}" in replica.get("/metrics")[1],
@@ -133,23 +128,20 @@ def test_a_secret_deleted_without_an_operator_is_restored_or_its_loss_reported(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
     replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
-    replica.start()
-    replica.wait_leading()
+    replica.start_leading()
     namespace.apply(job("keyless"))
     wait_pods(namespace, "keyless", 2)
     before = namespace.json("get", "secret", "keyless-agents")["data"]
     replica.kill()
     namespace.run("delete", "secret", "keyless-agents")
-    replica.start()
-    replica.wait_leading()
+    replica.start_leading()
     until(
         lambda: (namespace.get("secret", "keyless-agents") or {}).get("data") == before,
         "the Secret to be restored from its copy", timeout_s=BOUND_S, last=replica.tail,
     )  # fmt: skip
     replica.kill()
     namespace.run("delete", "secret", "keyless-agents", "keyless-agents-copy")
-    replica.start()
-    replica.wait_leading()
+    replica.start_leading()
     namespace.wait(
         "trainingjob",
         "keyless",
@@ -204,8 +196,7 @@ def test_a_job_keeps_its_checkpoint_path_under_an_operator_with_another_root(
     for nodes, root in ((2, f"{tmp_path}/one"), (3, f"{tmp_path}/two"), (4, "")):
         option = f"--checkpoint-root={root}"
         replica = Replica(plane.kubeconfig, tmp_path, (name,), "--lease-name=rooted", option)
-        replica.start()
-        replica.wait_leading()
+        replica.start_leading()
         namespace.apply(job("rooted", nodes={"min": 1, "max": nodes}))
         wait_pods(namespace, "rooted", nodes)
         until(

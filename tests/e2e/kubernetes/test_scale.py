@@ -69,8 +69,7 @@ def operator(
         f"--lease-seconds={LEASE_S}",
         "--status-interval-seconds=5",
     )
-    replica.start()
-    replica.wait_leading()
+    replica.start_leading()
     yield replica
     assert replica.close() == 0, replica.tail()
 

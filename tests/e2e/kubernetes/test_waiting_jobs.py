@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.kubernetes.conftest import fresh
-from tests.e2e.kubernetes.replica import Replica
+from tests.e2e.kubernetes.replica import Replica, leading
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.waiting import until
 from tests.e2e.kubernetes.unschedulable import (
@@ -36,12 +36,7 @@ def jobs(plane: Plane) -> Iterator[Kubectl]:
 def operator(
     plane: Plane, jobs: Kubectl, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Replica]:
-    directory = tmp_path_factory.mktemp("operator")
-    replica = Replica(plane.kubeconfig, directory, (jobs.namespace,))
-    replica.start()
-    replica.wait_leading()
-    yield replica
-    assert replica.close() == 0, replica.tail()
+    yield from leading(plane.kubeconfig, tmp_path_factory, jobs.namespace)
 
 
 def wait_message(kubectl: Kubectl, name: str, text: str) -> dict[str, Any]:

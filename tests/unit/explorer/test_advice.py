@@ -75,6 +75,12 @@ JOBS = {
 AXES = ("tensor", "context", "pipeline")
 
 
+@pytest.fixture(autouse=True)
+def _without_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are most of the work of a plan, and no way depends on them."""
+    monkeypatch.setattr("holdfast.orchestrator.explorer.plan.strategies_of", lambda *_: None)
+
+
 def facts_of(device: str) -> NodeFacts:
     memory = catalogue().device(device).memory_bytes
     return replace(FACTS, gpus=(Gpu(device, memory),) * 8)
