@@ -1,7 +1,7 @@
 """Your own training loop with fast recovery: six lines of `holdfast.session`.
 
-    holdfast run examples/session.yaml      # recovers in a second, loses no finished step
-    torchrun --nproc-per-node 2 examples/session_loop.py    # the same script, without recovery
+holdfast run examples/session.yaml      # recovers in a second, loses no finished step
+torchrun --nproc-per-node 2 examples/session_loop.py    # the same script, without recovery
 
 The model learns the parity of bits, which needs no data.
 """

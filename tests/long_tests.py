@@ -9,6 +9,10 @@ _RAY = (
     "again autoscaler client commands dashboard drain gang head http journal kills metrics pip "
     "placement placement_groups python_client runtime_env token two_jobs verbs"
 )
+_KILLED = (
+    "tests/frameworks/test_recovery.py::"
+    "test_a_killed_worker_costs_the_steps_since_the_scripts_checkpoint"
+)
 _DELETED = "tests/e2e/kubernetes/nodes/test_deletion.py::test_a_deleted_job_leaves_nothing"
 _WARM_UP = "tests/unit/workers/agent/pool/test_warmup.py::test_a_warm_up_leaves"
 LONG = (
@@ -135,9 +139,10 @@ LONG = (
     "tests/e2e/storage/test_unwritable.py",
     # Of the frameworks CI has killed workers, a lost node, hangs, planned stops, state in memory;
     # shrinking is in tests/e2e/local, torn checkpoints in tests/unit/workers/agent/storage, phases
-    # of evaluations in tests/frameworks/test_phases.py.
+    # of evaluations in tests/frameworks/test_phases.py. test_examples kills the others' workers.
     "tests/frameworks/test_evaluations.py",
     "tests/frameworks/test_recovery.py::test_a_job_without_a_replacement",
+    *(f"{_KILLED}[{name}]" for name in ["accelerate", "ddp", "hf", "lightning", "trl", "zero1"]),
     "tests/frameworks/test_recovery.py::test_a_lost_node_is_replaced_and_the_script_goes_on[ddp]",
     "tests/frameworks/test_recovery.py::test_a_lost_node_is_replaced_and_the_script_goes_on[light",
     "tests/frameworks/test_recovery.py::test_a_suspended_script",

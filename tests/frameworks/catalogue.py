@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 SCRIPTS = Path(__file__).parent / "scripts"
+EXAMPLES = Path(__file__).parents[2] / "examples/frameworks"
 LOG = "steps.jsonl"
 
 
@@ -22,6 +23,9 @@ class Framework:
     package: str
     """What must be installed; its version is shown beside the title."""
     args: tuple[str, ...] = ()
+    example: str = ""
+    """What `logged.py` runs."""
+    options: tuple[str, str, str] = ("--out", "--steps", "--save-every")
     checkpoints: str = "."
     """Folder below `--out` in which a save begins with a new or changed entry."""
     preload: tuple[str, ...] = ()
@@ -37,8 +41,9 @@ class Framework:
 
     def words(self, out: Path, steps: int, save_every: int) -> list[str]:
         """Arguments of the script."""
-        numbers = ["--steps", str(steps), "--save-every", str(save_every)]
-        return ["--out", str(out), *numbers, *self.args]
+        example = [str(EXAMPLES / self.example)] if self.example else []
+        values = zip(self.options, (out, steps, save_every), strict=True)
+        return [*example, *(str(word) for pair in values for word in pair), *self.args]
 
 
 HUGGING_FACE = ("transformers", "accelerate")
@@ -48,11 +53,11 @@ FRAMEWORKS = [
     Framework("muon", "Muon, DDP", "muon.py", "torch"),
     Framework("hf", "HF Trainer", "hf_trainer.py", "transformers", preload=HUGGING_FACE,
               memory="hf_memory.py"),
-    Framework("trl", "TRL SFT, LoRA", "trl_sft.py", "trl", preload=(*HUGGING_FACE, "trl", "peft")),
-    Framework(
-        "accelerate", "accelerate, DDP", "accelerate_loop.py", "accelerate",
-        checkpoints="checkpoints", preload=("accelerate",),
-    ),
+    Framework("trl", "TRL SFT, LoRA", "logged.py", "trl", example="trl_lora.py",
+              options=("--output_dir", "--max_steps", "--save_steps"),
+              preload=(*HUGGING_FACE, "trl", "peft")),
+    Framework("accelerate", "accelerate, DDP", "logged.py", "accelerate",
+              example="accelerate_loop.py", preload=("accelerate",)),
     Framework("lightning", "Lightning, DDP", "lightning_ddp.py", "lightning",
               preload=("lightning",), memory="lightning_memory.py"),
     Framework(

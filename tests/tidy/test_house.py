@@ -110,6 +110,7 @@ def test_every_part_has_a_budget_of_lines() -> None:
 def test_files_stay_below_1000_lines() -> None:
     lengths = {name(path): len(path.read_text().splitlines()) for path in tracked("*.py")}
     assert {n: lines for n, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
+    assert [n for n in lengths if n.startswith("examples/") and lengths[n] > 60] == []
 
 
 def functions(pattern: str) -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
