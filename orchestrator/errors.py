@@ -16,6 +16,13 @@ class HoldfastError(Exception):
 
     exit_code = 1
 
+    @staticmethod
+    def of_command(code: int, output: str) -> HoldfastError:
+        """The error with which a command ended; `output`: its stderr."""
+        message = re.search(r"^error: (.*)", output, re.MULTILINE | re.DOTALL)
+        text = message[1] if message else f"the command ended with code {code}: {output[-2000:]}"
+        return (UserError if code == UserError.exit_code else HoldfastError)(text.strip())
+
 
 class UserError(HoldfastError):
     """The request cannot be carried out as it was made."""

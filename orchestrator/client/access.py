@@ -6,10 +6,8 @@ here. Everything else is a command in a child process.
 
 from __future__ import annotations
 
-import re
 import secrets
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,12 +19,10 @@ from ..cli.targets.remote_job import view_through
 from ..core.transitions import TERMINAL
 from ..runtime.job_directory import Home
 from ..runtime.observe.view import JobView
-from .commands import Commands, failure
+from .commands import Commands
 
 POLL_S = 0.2
 """Interval of looks at files of this machine."""
-_VIEW_LINE = re.compile(r"^\d\d:\d\d:\d\d  ", re.MULTILINE)
-"""What `holdfast run` prints of a view, without a terminal: the job exists."""
 
 
 class ClusterAccess(Commands):
@@ -38,19 +34,6 @@ class ClusterAccess(Commands):
 
     def free_name(self, wanted: str) -> str:
         return f"{wanted}-{secrets.token_hex(2)}"
-
-    def start(self, file: Path, name: str, output: Path) -> None:
-        """Start the job in a file; returns when it exists. `output`: a new file for what the
-        command prints. Raises UserError for what the target refuses."""
-        with output.open("wb") as stream:
-            child = self.begin(["run", str(file)], stream, subprocess.STDOUT)
-        try:
-            _until(lambda: child.poll() is not None or _shows_a_view(output))
-        finally:
-            child.terminate()  # it would only watch
-            child.wait()
-        if not _shows_a_view(output):
-            raise failure(child.returncode, output)
 
     def view(self, name: str) -> JobView:
         return _decoded(self.run("status", name, "--json"))
@@ -79,10 +62,6 @@ class LocalAccess(Commands):
     def free_name(self, wanted: str) -> str:
         return self._target.free_name(wanted)
 
-    def start(self, file: Path, name: str, output: Path) -> None:
-        """Start it. Nothing is written to `output`: the controller prints into the job's logs."""
-        self.run("submit", str(file), "--json")
-
     def view(self, name: str) -> JobView:
         return self._target.find(name).view()
 
@@ -110,8 +89,7 @@ Access = LocalAccess | ClusterAccess
 
 
 def client_directory(home: Home, name: str) -> Path:
-    """Directory of what the client made for jobs of this name: the scripts of functions, and
-    output."""
+    """Directory of the scripts that the client made of functions for jobs of this name."""
     return home.path / "client" / name
 
 
@@ -122,14 +100,6 @@ def _until(condition: Callable[[], bool], timeout_s: float | None = None) -> Non
         if give_up is not None and time.monotonic() >= give_up:
             raise TimeoutError
         time.sleep(POLL_S)
-
-
-def _shows_a_view(output: Path) -> bool:
-    return _VIEW_LINE.search(_text(output)) is not None
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _decoded(text: str) -> JobView:

@@ -27,8 +27,6 @@ from .access import Access, ClusterAccess, LocalAccess, client_directory
 from .function_script import function_title, write_script
 from .handle import JobHandle
 
-OUTPUT = "output.log"
-
 
 class Client:
     """Jobs of this machine, of a Ray cluster or of a Kubernetes cluster:
@@ -160,10 +158,17 @@ class Client:
         as `submit`."""
         name = document["metadata"]["name"]
         place = self._place(name)
-        job = place / "job"  # without the output, as a cluster gets all of it
+        job = place / "job"
         shutil.copytree(script.parent, job)
         _write(job / "job.yaml", document)
-        return self._start(job / "job.yaml", name, place)
+        is_needed = False
+        try:
+            handle = self._start(job / "job.yaml", name)
+            is_needed = isinstance(self._access, LocalAccess)  # a cluster has a copy
+            return handle
+        finally:
+            if not is_needed:
+                _remove(place)
 
     def _place(self, name: str) -> Path:
         """A new directory for what belongs to a job of this name."""
@@ -175,15 +180,9 @@ class Client:
             raise UserError(str(Problem("home", got, "a directory that can be written"))) from None
         return place
 
-    def _start(self, file: Path, name: str, place: Path | None = None) -> JobHandle:
-        place = place or self._place(name)
-        try:
-            self._access.start(file, name, place / OUTPUT)
-        except BaseException:
-            _remove(place)
-            raise
-        if isinstance(self._access, ClusterAccess):
-            _remove(place)  # the cluster has what it needs
+    def _start(self, file: Path, name: str) -> JobHandle:
+        """Raises UserError for what the target refuses."""
+        self._access.run("submit", str(file), "--json")
         return JobHandle(self._access, name)
 
 

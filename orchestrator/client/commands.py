@@ -8,19 +8,15 @@ kernel would reach the controller of a job.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import IO, Any
 
-from ..errors import HoldfastError, UserError
+from ..errors import HoldfastError
 from ..protocol import python_command
 
 PROGRAM = "holdfast.orchestrator.cli.main"
-LAST_CHARS = 2000
-"""Lines of the output of a command that ended without a message for the user."""
 END_S = 10.0
 """Seconds from SIGTERM to SIGKILL."""
 _INTERACTIVE = ("FORCE_COLOR", "CLICOLOR_FORCE", "CLICOLOR", "TTY_COMPATIBLE")
@@ -45,7 +41,7 @@ class Commands:
         finally:
             _end(child)
         if child.returncode and not (child.returncode == 1 and out.startswith("{")):
-            raise failure(child.returncode, err)
+            raise HoldfastError.of_command(child.returncode, err)
         return str(out)
 
     def lines(self, *words: str) -> Iterator[str]:
@@ -62,7 +58,7 @@ class Commands:
                 _end(child)
             if child.returncode:
                 errors.seek(0)
-                raise failure(child.returncode, errors.read())
+                raise HoldfastError.of_command(child.returncode, errors.read())
 
     def begin(
         self, words: Sequence[str], stdout: int | IO[Any], stderr: int | IO[Any]
@@ -84,16 +80,6 @@ def environment() -> dict[str, str]:
         del found["MPLBACKEND"]
     path = python_command.import_path()
     return found | ({"PYTHONPATH": path} if path else {})
-
-
-def failure(code: int, output: str | Path) -> HoldfastError:
-    """The error with which a command ended; `output`: its stderr, or a file that has it."""
-    if isinstance(output, Path):
-        output = output.read_text(encoding="utf-8", errors="replace")
-    *_, text = re.split(r"^error: ", output, flags=re.MULTILINE)
-    if text == output:
-        text = f"the command ended with code {code}: {output.strip()[-LAST_CHARS:]}"
-    return (UserError if code == UserError.exit_code else HoldfastError)(text.strip())
 
 
 def _end(child: subprocess.Popen[str]) -> None:

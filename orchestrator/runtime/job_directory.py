@@ -270,9 +270,9 @@ class Home:
     def directory(self, name: str) -> JobDirectory:
         return JobDirectory(self.jobs / name)
 
-    def create(self, job: TrainingJob, spec_directory: str | Path) -> JobDirectory:
-        """Create a job's directory. Raises UserError when the name is taken or the directory
-        cannot be written; then nothing is left behind."""
+    def create(self, job: TrainingJob, place: str | Path, job_id: str = "") -> JobDirectory:
+        """Create a job's directory; `place`: the spec's. Raises UserError when the name is taken or
+        the directory cannot be written; then nothing is left behind."""
         directory = self.directory(job.name)
         socket_bytes = len(os.fsencode(directory.host_socket))
         if socket_bytes > SOCKET_PATH_BYTES:
@@ -286,7 +286,7 @@ class Home:
         new = self.jobs / f".{job.name}.{secrets.token_hex(4)}"
         try:
             new.mkdir(parents=True, mode=0o700)
-            self._fill(new, job, spec_directory)
+            self._fill(new, job, place, job_id or secrets.token_hex(8))
             # A rename is atomic and refuses to replace a directory that is not empty: if two
             # processes create the same job at once, one wins.
             new.rename(directory.path)
@@ -298,12 +298,12 @@ class Home:
             raise UserError(str(self._unusable(error, "written"))) from None
         return directory
 
-    def _fill(self, path: Path, job: TrainingJob, spec_directory: str | Path) -> None:
+    def _fill(self, path: Path, job: TrainingJob, place: str | Path, job_id: str) -> None:
         for name in ("logs", "checkpoints"):
             (path / name).mkdir()
         record = {
-            "job_id": secrets.token_hex(8),
-            "spec_directory": str(Path(spec_directory).absolute()),
+            "job_id": job_id,
+            "spec_directory": str(Path(place).absolute()),
             "document": job_to_mapping(job),
         }
         text = json.dumps(record, indent=2, sort_keys=True, ensure_ascii=False)

@@ -25,14 +25,14 @@ MAX_WORDS = 40000
 # Lines of Python. A budget only falls: a feature pays with something that goes. The goal is 66,000
 # for orchestrator and workers, 65,000 for tests.
 BUDGETS = {
-    "orchestrator": 51538,
-    "workers": 23734,
-    "tests": 85343,
+    "orchestrator": 51496,
+    "workers": 23730,
+    "tests": 85342,
     "orchestrator/api": 4251,
     "orchestrator/backends": 6341,
     "orchestrator/catalogue": 990,
-    "orchestrator/cli": 9300,
-    "orchestrator/client": 1127,
+    "orchestrator/cli": 9297,
+    "orchestrator/client": 1082,
     "orchestrator/core": 7174,
     "orchestrator/explorer": 2339,
     "orchestrator/hosts": 3509,

@@ -135,6 +135,10 @@ def start(
     if runtime_env is not None and not target.takes_runtime_env:
         problem = Problem("--runtime-env", str(runtime_env), "it with --ray http://HEAD:8265")
         raise UserError(str(problem))
+    if target.takes_runtime_env and not returns and (lines or as_json):
+        got = f"it with `{target.command('run')}`"
+        expected = "it with `attach`, after `submit`: run shows what the Ray job prints"
+        raise UserError(str(Problem("--json" if as_json else "--logs", got, expected)))
     if script is None and file is None:
         raise UserError("FILE: got nothing; expected a TrainingJob in YAML, or a script")
     if script is None:

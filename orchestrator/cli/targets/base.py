@@ -6,8 +6,9 @@ Every method raises HoldfastError, and UserError for what a target cannot do at 
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Callable, Container
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -38,7 +39,7 @@ class Launch(NamedTuple):
     runtime_env: Path | None = None
     """Ray's, in YAML."""
     show: Callable[[], None] = lambda: None
-    """Prints the spec, once the job is accepted."""
+    """Prints the spec, once this machine's checks have accepted it."""
 
 
 def exit_code(view: JobView) -> int:
@@ -56,7 +57,7 @@ class Target(Protocol):
     """Where jobs live: this machine, a Kubernetes cluster or a Ray cluster."""
 
     takes_runtime_env: bool = False
-    """Whether `Launch.runtime_env` has an effect."""
+    """Whether it submits Ray jobs: `Launch.runtime_env` is theirs, `run` shows what they print."""
 
     def find(self, name: str) -> RemoteJob:
         """Raises UserError that lists the existing jobs."""
@@ -76,16 +77,17 @@ class Target(Protocol):
         ...
 
     def can_read(self, path: str) -> bool:
-        """Whether the checkpoint commands can read this checkpoint path from here."""
-        ...
+        """Whether the checkpoint commands can read this checkpoint path, from here or in the
+        cluster."""
+        return True
 
     def guard(self) -> AbstractContextManager[None]:
         """Wraps a command: turns the loss of the target into an error message."""
-        ...
+        return nullcontext()
 
     def free_name(self, wanted: str) -> str:
-        """A name for the job of a run without a spec."""
-        ...
+        """A name for the job of a run without a spec; here without a look at the target."""
+        return f"{wanted}-{secrets.token_hex(2)}"
 
     def run(self, launch: Launch, display: Display) -> RunResult:
         """Start a job, and show it until it ends."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +31,8 @@ from ..display import Display, watch_job
 from ..output import plural, stderr, without_controller
 from ..report import local_command
 from .base import Launch, RunResult, RunsEnded, exit_code, first_free
-from .remote_job import (
-    ControllerGone,
-    LogSelector,
-    RemoteJob,
-    expect_ended,
-    extra_s,
-    view_through,
-)
-from .supervisor import accept_stop, supervise
+from .remote_job import ControllerGone, LogSelector, RemoteJob, expect_ended, extra_s, view_through
+from .supervisor import supervise
 
 if TYPE_CHECKING:
     from holdfast.orchestrator.api.v1alpha1 import TrainingJob
@@ -49,6 +43,7 @@ if TYPE_CHECKING:
 PROGRAM = "holdfast.orchestrator.cli.main"
 OUTPUT = "command.log"
 """File among a job's logs: what the background process of `holdfast submit` prints."""
+GOES_ON = "Ctrl-C: job {0} goes on; `holdfast attach {0}` watches it, `holdfast cancel {0}` ends it"
 START_POLL_S = 0.1
 REPLACEMENT_S = 10.0
 """A supervised controller that was killed has a successor by then."""
@@ -80,7 +75,7 @@ class LocalTransport:
         """One connection, one request, one reply."""
         controller = self._directory.controller()
         if controller is None:
-            raise self._gone("none is running")
+            raise self.gone("none is running")
         request = Request(token=self._directory.token(), verb=verb, arguments=arguments)
         address = (str(controller["address"]), int(controller["port"]))
         try:
@@ -90,12 +85,12 @@ class LocalTransport:
                 with connection.makefile("rb") as stream:  # its read() returns less only at the end
                     reply = decode(stream.read(frame_length(stream.read(4))))
         except (OSError, BadFrame) as error:
-            raise self._gone(str(error) or type(error).__name__) from None
+            raise self.gone(str(error) or type(error).__name__) from None
         if not isinstance(reply, Reply):
-            raise self._gone(f"unexpected answer: {type(reply).__name__}")
+            raise self.gone(f"unexpected answer: {type(reply).__name__}")
         return reply
 
-    def _gone(self, why: str) -> ControllerGone:
+    def gone(self, why: str) -> ControllerGone:
         return ControllerGone(
             f"job {self.name}: no controller answers ({why}). Its agents, if any, keep training "
             f"for 15 minutes; take the job over with `holdfast attach {self.name}`"
@@ -272,18 +267,21 @@ class LocalTarget(RunsEnded):
     def command(self, *words: str) -> str:
         return local_command(*words)
 
-    def can_read(self, path: str) -> bool:
-        return True
-
-    def guard(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def free_name(self, wanted: str) -> str:
         used = {directory.name for directory in self._home.list()}
         return first_free(wanted, used)
 
     def run(self, launch: Launch, display: Display) -> RunResult:
-        directory, notes = self._create(launch)
+        from holdfast.orchestrator.api.v1alpha1 import load_job
+
+        job_id = secrets.token_hex(8)
+        # Nothing else before the fork: libraries of storage start threads, which it would lose.
+        if supervise("controller"):
+            directory = self._home.directory(load_job(launch.file).name)
+            with suppress(HoldfastError):  # the killed one has not created the job
+                if directory.job_id == job_id:
+                    return self._controlled(directory, display)
+        directory, notes = self._create(launch, job_id)
         return self._controlled(directory, display, notes, is_new=True)
 
     def submit(self, launch: Launch, display: Display) -> dict[str, str]:
@@ -300,32 +298,36 @@ class LocalTarget(RunsEnded):
                 stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
-        while directory.controller() is None and child.poll() is None:
-            time.sleep(START_POLL_S)
-        if child.poll() is not None and not directory.journal.exists():
-            text = output.read_text(encoding="utf-8", errors="replace")
-            directory.remove()
-            raise HoldfastError(text.rpartition("error: ")[2].strip())
+        transport = LocalTransport(directory)
+        try:
+            while directory.controller() is None and child.poll() is None:
+                time.sleep(START_POLL_S)
+        except KeyboardInterrupt:
+            display.note(GOES_ON.format(directory.name))
+            raise
+        if child.poll() is not None:
+            error = HoldfastError.of_command(child.returncode, output.read_text(errors="replace"))
+            if not directory.journal.exists():
+                directory.remove()
+                raise error
+            if transport.recorded().state not in TERMINAL:
+                raise transport.gone(str(error))
         return {"job": directory.name}
 
     def attach(self, name: str, display: Display) -> RunResult:
-        found = self._home.find(name)
-        transport = LocalTransport(found)
-        if not found.journal.exists() and not any((found.path / "checkpoints").glob("*")):
-            return self._controlled(found, display)  # `submit` has created it
-        view = view_through(transport)
-        if view.state in TERMINAL and transport.has_ended():
-            return RunResult(view, exit_code(view))
-        if view.controller_alive:
-            with display, _lines(found.job(), found, display):
+        directory = self._home.find(name)
+        transport = LocalTransport(directory)
+        if view_through(transport).controller_alive:
+            with display, _lines(directory.job(), directory, display):
                 return _watched(name, transport, display)
-        return self._controlled(found, display)
+        supervise("controller")
+        return self._controlled(directory, display)
 
-    def _create(self, launch: Launch) -> tuple[JobDirectory, list[str]]:
+    def _create(self, launch: Launch, job_id: str = "") -> tuple[JobDirectory, list[str]]:
         from holdfast.orchestrator.hosts.local.job_records import create_job
 
         job, notes = self._load(launch.file, launch.directory)
-        directory = create_job(self._home, job, launch.directory)
+        directory = create_job(self._home, job, launch.directory, job_id)
         launch.show()
         return directory, notes
 
@@ -337,15 +339,12 @@ class LocalTarget(RunsEnded):
         *,
         is_new: bool = False,
     ) -> RunResult:
-        """Be the controller of a job until it ends, in a child process: a killed one is replaced,
-        and the next one takes the job over."""
-        if supervise("controller"):
-            accept_stop()
-            is_new = False
-            transport = LocalTransport(directory)
-            view = view_through(transport)
-            if view.state in TERMINAL and transport.has_ended():
-                return RunResult(view, exit_code(view))
+        """Be the controller of a job until it ends, in a supervised process: a killed one is
+        replaced, and the next one takes the job over."""
+        transport = LocalTransport(directory)
+        view = view_through(transport)
+        if view.state in TERMINAL and transport.has_ended():
+            return RunResult(view, exit_code(view))
         from holdfast.orchestrator.hosts.local.service import run_job
 
         with display, _lines(directory.job(), directory, display):
@@ -368,7 +367,7 @@ class LocalTarget(RunsEnded):
             f"job {name}: {view.state} before; it runs again with the code as it is now, from "
             f"{begin}; journal and logs of before are in {place}"
         )
-        return self._controlled(directory, display, [note])
+        return self._controlled(directory, display, [] if supervise("controller") else [note])
 
     def _load(self, file: Path, directory: Path) -> tuple[TrainingJob, list[str]]:
         """The job in a file with its number of GPUs, after expired jobs made room for it; and notes
@@ -416,7 +415,7 @@ def _watched(name: str, transport: LocalTransport, display: Display) -> RunResul
     try:
         view = watch_job(lambda: attended_view(transport), display)
     except KeyboardInterrupt:
-        display.note(f"job {name} goes on; `holdfast cancel {name}` ends it")
+        display.note(GOES_ON.format(name))
         return RunResult(None, 130)
     return RunResult(view, exit_code(view))
 

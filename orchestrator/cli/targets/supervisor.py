@@ -22,14 +22,14 @@ MAX_EARLY = 5
 _PR_SET_PDEATHSIG = 1
 _SI_KERNEL = 0x80
 """si_code of a signal that a terminal has sent, to parent and child."""
-_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD}
+_STOPS = {signal.SIGINT, signal.SIGTERM}
 
 
 def supervise(what: str, *, pause_s: float = PAUSE_S, max_early: int = MAX_EARLY) -> int:
     """Returns in the child, which is `what`: how many were killed before it. The calling process
     never returns: it ends with the child's exit code. The child ends with it."""
-    parent, num_killed, num_early = os.getpid(), 0, 0
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    parent, num_killed, num_early, stop = os.getpid(), 0, 0, None
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_STOPS, signal.SIGCHLD})
     while True:
         started = time.monotonic()
         sys.stdout.flush()
@@ -40,11 +40,13 @@ def supervise(what: str, *, pause_s: float = PAUSE_S, max_early: int = MAX_EARLY
             if os.getppid() != parent:
                 os._exit(128 + signal.SIGTERM)
             # The job exists for a second child: a stop waits until this one can cancel the job.
-            after = {*before, signal.SIGTERM} if num_killed else before
+            after = {*before, *_STOPS} if num_killed else before
             signal.pthread_sigmask(signal.SIG_SETMASK, after)
             return num_killed
+        if stop:
+            os.kill(pid, stop.si_signo)
         code, stopped = _wait(pid)
-        if code >= 0 or stopped:
+        if code >= 0 or stopped or stop:
             os._exit(code if code >= 0 else 128 - code)
         num_killed += 1
         num_early = num_early + 1 if time.monotonic() - started < EARLY_S else 0
@@ -54,25 +56,26 @@ def supervise(what: str, *, pause_s: float = PAUSE_S, max_early: int = MAX_EARLY
                    f"start, each the {what}; this command ends, the job continues")  # fmt: skip
             os._exit(128 - code)
         _print(f"the {what} was killed ({name}); training continues, and another one starts")
-        time.sleep(pause_s)
+        stop = signal.sigtimedwait(_STOPS, pause_s)
 
 
 def _wait(pid: int) -> tuple[int, bool]:
-    """(Exit code of the child, whether this process was asked to stop). A request is
-    passed on, unless the terminal has sent it to the child too."""
+    """(Exit code of the child, whether it was asked to stop). A request is passed on, unless the
+    terminal has sent it to the child too, and kept for the next child if this one has ended."""
     stopped = False
     while (done := os.waitpid(pid, os.WNOHANG))[0] == 0:
-        request = signal.sigwaitinfo(_SIGNALS)
-        if request.si_signo != signal.SIGCHLD:
-            stopped = True
-            if request.si_code != _SI_KERNEL:
-                os.kill(pid, request.si_signo)
+        request = signal.sigwaitinfo({*_STOPS, signal.SIGCHLD})
+        if request.si_signo == signal.SIGCHLD:
+            continue
+        stopped = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        if request.si_code != _SI_KERNEL or not stopped:
+            os.kill(pid if stopped else os.getpid(), request.si_signo)
     return os.waitstatus_to_exitcode(done[1]), stopped
 
 
 def accept_stop() -> None:
-    """This child handles SIGTERM now, also one from before."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    """This child handles SIGTERM and Ctrl-C now, also those from before."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
 
 
 def _print(text: str) -> None:

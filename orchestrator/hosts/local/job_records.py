@@ -72,11 +72,11 @@ def expire(home: Home, now_ns: int) -> list[str]:
     return deleted
 
 
-def create_job(home: Home, job: TrainingJob, spec_directory: str | Path) -> JobDirectory:
-    """Create a job's directory. Raises UserError that describes the existing job when the name is
-    taken."""
+def create_job(home: Home, job: TrainingJob, place: str | Path, job_id: str = "") -> JobDirectory:
+    """Create a job's directory; `place`: the spec's. Raises UserError that describes the existing
+    job when the name is taken."""
     try:
-        return home.create(job, spec_directory)
+        return home.create(job, place, job_id)
     except NameTaken as taken:
         raise UserError(str(_name_taken(home, taken.directory))) from None
 

@@ -213,8 +213,7 @@ class LocalJobHost:
         await self.runtime.prepare(fresh=not self._directory.journal.exists())
         await self.endpoint.open()
         stack.push_async_callback(self.endpoint.close)
-        journal = await ChunkJournal.open(self._open_store(self._directory.journal))
-        self._journal = journal
+        journal = self._journal = await ChunkJournal.open(self._open_store(self._directory.journal))
         stack.callback(journal.close)
         await self.runtime.begin(journal)
         # From here on agents find this controller.
@@ -274,6 +273,7 @@ class LocalJobHost:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number))
             stack.callback(loop.remove_signal_handler, number)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # a replacement has waited
 
     def _on_signal(self, number: signal.Signals) -> None:
         self.interrupted |= number == signal.SIGINT

@@ -30,6 +30,7 @@ from holdfast.orchestrator.runtime.job_directory import Home, JobDirectory
 from holdfast.orchestrator.runtime.observe.view import JobView
 from holdfast.workers.checkpoint import inspect
 from holdfast.workers.checkpoint.shard_sources import CheckpointFiles
+from tests.documents import job_document
 
 BOUND_S = 120.0
 ENDLESS = 1_000_000
@@ -45,11 +46,9 @@ def spec(name: str, steps: int, **changes: Any) -> dict[str, Any]:
         "model": {"dim": 32, "numLayers": 1, "numHeads": 2},
         "data": {"sequenceLength": 16},
     }
-    return {
-        "apiVersion": "holdfast.dev/v1alpha1",
-        "kind": "TrainingJob",
-        "metadata": {"name": name},
-        "spec": {
+    return job_document(
+        name,
+        {
             "entrypoint": {"recipe": {"name": "pretrain", "config": config}},
             "nodes": {"min": 1, "max": 2},
             "workersPerNode": 2,
@@ -58,7 +57,7 @@ def spec(name: str, steps: int, **changes: Any) -> dict[str, Any]:
             "checkpoint": {"storage": {"everySteps": 50}, "memory": {"everySteps": 1}},
             **changes,
         },
-    }
+    )
 
 
 def _environment() -> dict[str, str]:

@@ -139,6 +139,18 @@ def test_a_killed_controller_is_replaced_and_the_job_ends_as_without_it(make: Ma
     assert_nothing_is_left(job)
 
 
+def test_a_job_is_cancelled_while_its_killed_controller_is_replaced(make: Make) -> None:
+    job = make(spec("stopped", steps=1_000_000))
+    job.run()
+    job.running(incidents=0)
+    job.kill(job.controller_pid)
+    while "the controller was killed" not in job.output():
+        time.sleep(0.01)
+    job.command.send_signal(signal.SIGTERM)
+    assert job.wait().state == "cancelled"
+    assert_nothing_is_left(job)
+
+
 def test_a_job_whose_node_launcher_was_lost_trains_on_and_leaves_nothing(make: Make) -> None:
     job = make(spec("host", steps=1_000_000))
     job.run()

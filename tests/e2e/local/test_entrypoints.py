@@ -19,6 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.documents import job_document
+
 from .local_rig import BOUND_S, Job
 
 pytestmark = pytest.mark.e2e
@@ -91,17 +93,15 @@ sleep 1000 & wait
 
 
 def job(place: Path, name: str, entrypoint: dict[str, Any], **spec: Any) -> Job:
-    document = {
-        "apiVersion": "holdfast.dev/v1alpha1",
-        "kind": "TrainingJob",
-        "metadata": {"name": name},
-        "spec": {
+    document = job_document(
+        name,
+        {
             "entrypoint": entrypoint,
             "workersPerNode": 2,
             "resources": {"cpu": 1, "gpu": 0},
             **spec,
         },
-    }
+    )
     return Job(place, document)
 
 

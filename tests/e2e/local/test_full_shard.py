@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.documents import job_document
+
 from .local_rig import Job
 
 pytestmark = pytest.mark.e2e
@@ -54,18 +56,16 @@ def job(tmp_path: Path) -> Iterator[Job]:
     """No word on parallelism in the spec, and none on the mesh in the script."""
     (tmp_path / "train.py").write_text(SCRIPT)
     arguments = [str(tmp_path / "weights.pt"), "0.04"]
-    document: dict[str, Any] = {
-        "apiVersion": "holdfast.dev/v1alpha1",
-        "kind": "TrainingJob",
-        "metadata": {"name": "world"},
-        "spec": {
+    document: dict[str, Any] = job_document(
+        "world",
+        {
             "entrypoint": {"script": "train.py", "args": arguments},
             "nodes": {"min": 1, "max": 3},
             "workersPerNode": 1,
             "resources": {"cpu": 1},
             "checkpoint": {"storage": {"everySteps": 10_000}, "memory": {"everySteps": 1}},
         },
-    }
+    )
     job = Job(tmp_path, document)
     job.run()
     try:

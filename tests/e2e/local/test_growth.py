@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.documents import job_document
+
 from .local_rig import Job
 
 pytestmark = pytest.mark.e2e
@@ -53,11 +55,9 @@ def job(tmp_path: Path, library: Path) -> Iterator[Job]:
     project = tmp_path / "project"
     project.mkdir()
     (project / "train.py").write_text(SCRIPT)
-    document = {
-        "apiVersion": "holdfast.dev/v1alpha1",
-        "kind": "TrainingJob",
-        "metadata": {"name": "growth"},
-        "spec": {
+    document = job_document(
+        "growth",
+        {
             "entrypoint": {"script": "train.py"},
             "nodes": {"min": 1, "max": 2},
             "workersPerNode": 2,
@@ -65,7 +65,7 @@ def job(tmp_path: Path, library: Path) -> Iterator[Job]:
             "preload": ["hf_library"],
             "recovery": {"growDelaySeconds": 0.5},
         },
-    }
+    )
     made = Job(project, document)
     made.run()
     yield made

@@ -8,6 +8,8 @@ from textwrap import dedent
 
 import pytest
 
+from tests.documents import job_document
+
 from .local_rig import Job
 from .test_entrypoints import log_of, writers_of
 
@@ -37,16 +39,11 @@ for step in range(start, 60):
 
 def test_a_script_reads_which_incident_led_to_its_start(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(dedent(SCRIPT))
-    one = Job(tmp_path, {
-        "apiVersion": "holdfast.dev/v1alpha1",
-        "kind": "TrainingJob",
-        "metadata": {"name": "restarted"},
-        "spec": {
+    one = Job(tmp_path, job_document("restarted", {
             "entrypoint": {"script": "train.py"},
             "workersPerNode": 2,
             "resources": {"cpu": 1, "gpu": 0},
-        },
-    })  # fmt: skip
+        }))  # fmt: skip
     one.run()
     try:
         one.until(lambda view: view.step >= 8)

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from holdfast.orchestrator.protocol.rank_stacks import RankStacks
+from tests.documents import job_document
 
 from .local_rig import Job
 
@@ -50,16 +51,14 @@ for step in itertools.count():
 
 def job_of(place: Path, name: str, script: str) -> Job:
     (place / "train.py").write_text(script)
-    document = {
-        "apiVersion": "holdfast.dev/v1alpha1",
-        "kind": "TrainingJob",
-        "metadata": {"name": name},
-        "spec": {
+    document = job_document(
+        name,
+        {
             "entrypoint": {"script": "train.py"},
             "workersPerNode": 2,
             "resources": {"cpu": 1, "gpu": 0},
         },
-    }
+    )
     return Job(place, document)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.documents import job_document
 from tests.pages import ROOT, blocks
 
 from .local_rig import BOUND_S, Job
@@ -70,12 +71,7 @@ def test_averaged_weights_survive_a_kill_and_are_read_without_holdfast(tmp_path:
     }
     job = Job(
         tmp_path,
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": "averaged"},
-            "spec": spec,
-        },
+        job_document("averaged", spec),
     )
     try:
         job.run()

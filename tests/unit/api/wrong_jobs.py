@@ -10,6 +10,8 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.documents import job_document
+
 Document = dict[str, Any]
 
 
@@ -38,12 +40,7 @@ SCRIPT: Document = {"entrypoint": {"script": "train.py"}}
 
 
 def job(spec: Document, name: str = "right") -> Document:
-    return {
-        "apiVersion": "holdfast.dev/v1alpha1",
-        "kind": "TrainingJob",
-        "metadata": {"name": name},
-        "spec": copy.deepcopy(spec),
-    }
+    return job_document(name, copy.deepcopy(spec))
 
 
 def script(**spec: Any) -> Document:

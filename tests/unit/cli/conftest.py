@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from holdfast.orchestrator.cli.main import main
+from holdfast.orchestrator.cli.targets import local
 
 
 class Result(NamedTuple):
@@ -24,8 +25,9 @@ Holdfast = Callable[..., Result]
 def holdfast(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Holdfast:
-    """`holdfast("spec plan", "--json")`, in an empty home."""
+    """`holdfast("spec plan", "--json")`, in an empty home and without a fork."""
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(local, "supervise", lambda what: 0)
 
     def run(*arguments: str | Path) -> Result:
         with pytest.raises(SystemExit) as ended:

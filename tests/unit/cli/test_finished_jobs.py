@@ -19,6 +19,7 @@ from holdfast.orchestrator.core.events import CancelRequested, JobSubmitted
 from holdfast.orchestrator.core.journal import Record, frame
 from holdfast.orchestrator.hosts.local.job_records import expire, read_view
 from holdfast.orchestrator.runtime.job_directory import Home, JobDirectory
+from tests.documents import job_document
 
 from ..journal import files
 from .conftest import Holdfast
@@ -27,14 +28,7 @@ from .conftest import Holdfast
 def ended_job(home: Path, name: str, ended: bool = True, **more: object) -> JobDirectory:
     """A job that was cancelled ten seconds after its submission, with a checkpoint."""
     entry = {"entrypoint": {"script": "train.py"}}
-    job = job_from_mapping(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": name},
-            "spec": {**entry, **more},
-        }
-    )
+    job = job_from_mapping(job_document(name, {**entry, **more}))
     directory = Home(home).create(job, home)
     (directory.path / "checkpoints" / "shard").write_text("data")
     submitted = JobSubmitted(job_id="x", spec=job_to_mapping(job), spec_directory="/")
@@ -116,19 +110,13 @@ def test_checkpoints_cannot_be_moved_into_the_deleted_directory(
     assert (directory.path / "checkpoints" / "shard").exists()
 
 
-def test_checkpoints_elsewhere_stay_there(tmp_path: Path, holdfast: Holdfast) -> None:
-    directory = ended_job(tmp_path / "home", "done", checkpoint={"path": str(tmp_path / "there")})
-    result = holdfast("delete", "done", "--yes", "--keep-checkpoints", tmp_path / "kept")
-    assert result.code == 2
-    assert f"checkpoints stay in {tmp_path / 'there'} (spec.checkpoint.path)" in result.err
-    assert directory.path.exists() and not (tmp_path / "kept").exists()
-
-
-def test_checkpoints_elsewhere_stay_there_when_the_journal_is_damaged_too(
-    tmp_path: Path, holdfast: Holdfast
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_checkpoints_elsewhere_stay_there(
+    is_damaged: bool, tmp_path: Path, holdfast: Holdfast
 ) -> None:
     directory = ended_job(tmp_path / "home", "done", checkpoint={"path": str(tmp_path / "there")})
-    files.live(directory.journal).write_text("nonsense that is long enough to be no journal")
+    if is_damaged:
+        files.live(directory.journal).write_text("nonsense that is long enough to be no journal")
     result = holdfast("delete", "done", "--yes", "--keep-checkpoints", tmp_path / "kept")
     assert result.code == 2
     assert f"checkpoints stay in {tmp_path / 'there'} (spec.checkpoint.path)" in result.err

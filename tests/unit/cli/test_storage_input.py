@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import parse_job
-from holdfast.orchestrator.runtime.checkpoint_store.options import (
-    job_environment,
-    storage_place,
-)
+from holdfast.orchestrator.runtime.checkpoint_store.options import job_environment, storage_place
 
 from .conftest import Holdfast
 

@@ -12,14 +12,10 @@ from holdfast.orchestrator.client import commands
 from holdfast.orchestrator.client.access import LocalAccess
 from holdfast.orchestrator.errors import HoldfastError, SpecError, UserError
 from holdfast.orchestrator.runtime.job_directory import Home
+from tests.documents import job_document
 from tests.unit.cli.test_finished_jobs import ended_job
 
-SPEC = {
-    "apiVersion": "holdfast.dev/v1alpha1",
-    "kind": "TrainingJob",
-    "metadata": {"name": "demo"},
-    "spec": {"entrypoint": {"script": "train.py"}},
-}
+SPEC = job_document("demo", {"entrypoint": {"script": "train.py"}})
 
 
 @pytest.mark.parametrize(
@@ -74,14 +70,12 @@ def test_a_job_that_does_not_exist_is_named(tmp_path: Path) -> None:
         client.job("gone")
 
 
-def test_the_text_of_a_command_that_failed_becomes_the_error(tmp_path: Path) -> None:
+def test_the_text_of_a_command_that_failed_becomes_the_error() -> None:
     text = "a note\nerror: 1 problem in the job spec\n  spec.nodes: got 0\n"
-    found = commands.failure(2, text)
+    found = HoldfastError.of_command(2, text)
     assert type(found) is UserError
     assert str(found) == "1 problem in the job spec\n  spec.nodes: got 0"
-    file = tmp_path / "output"
-    file.write_text("Killed\n")
-    found = commands.failure(-9, file)
+    found = HoldfastError.of_command(-9, "Killed\n")
     assert type(found) is HoldfastError and str(found) == "the command ended with code -9: Killed"
 
 

@@ -42,6 +42,7 @@ from holdfast.orchestrator.protocol.messages import (
     StandbysReported,
     WorkerExited,
 )
+from tests.documents import job_document
 
 SECOND = 1_000_000_000
 A = TypeVar("A", bound=Action)
@@ -57,18 +58,16 @@ def spec(
 ) -> dict[str, Any]:
     """A job document. Sections in `more` (recovery, checkpoint ...) replace the empty ones."""
     entry = {"script": "train.py"} if script else {"recipe": {"name": "pretrain"}}
-    return {
-        "apiVersion": "holdfast.dev/v1alpha1",
-        "kind": "TrainingJob",
-        "metadata": {"name": "tale"},
-        "spec": {
+    return job_document(
+        "tale",
+        {
             "entrypoint": entry,
             "nodes": nodes or {"min": 1, "max": 2},
             "workersPerNode": workers,
             "parallelism": {"shard": shard},
             **more,
         },
-    }
+    )
 
 
 def facts(name: str, workers: int = 2, **more: Any) -> NodeFacts:

@@ -10,6 +10,7 @@ from holdfast.orchestrator.planner.terms import Term
 from holdfast.orchestrator.planner.workload import ParallelLayout, Workload, layout_of, workload_of
 from holdfast.orchestrator.protocol.facts import NodeFacts
 from holdfast.orchestrator.protocol.mesh import Mesh
+from tests.documents import job_document
 
 
 def make_job(
@@ -20,17 +21,15 @@ def make_job(
     if recipe is not None:
         entrypoint = {"recipe": {"name": "pretrain", "config": recipe}}
     return job_from_mapping(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": "demo"},
-            "spec": {
+        job_document(
+            "demo",
+            {
                 "entrypoint": entrypoint,
                 "nodes": {"min": nodes[0], "max": nodes[1]},
                 "workersPerNode": workers,
                 **spec,
             },
-        }
+        )
     )
 
 

@@ -23,21 +23,20 @@ from holdfast.orchestrator.protocol.facts import (
     WorkerSeat,
 )
 from holdfast.orchestrator.protocol.mesh import Mesh
+from tests.documents import job_document
 
 
 def make_job(**spec: Any) -> TrainingJob:
     return job_from_mapping(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": "demo"},
-            "spec": {
+        job_document(
+            "demo",
+            {
                 "entrypoint": {"script": "train.py"},
                 "nodes": {"min": 1, "max": 2},
                 "workersPerNode": 2,
                 **spec,
             },
-        }
+        )
     )
 
 

@@ -23,6 +23,7 @@ from holdfast.orchestrator.protocol.facts import Exit, NodeFacts, ShardFile, Sta
 from holdfast.orchestrator.protocol.manifest import directory_name, shard_file_name
 from holdfast.orchestrator.runtime.job_directory import Home, JobDirectory
 from holdfast.orchestrator.runtime.observe.view import JobView
+from tests.documents import job_document
 
 from .frames import Frames
 
@@ -35,11 +36,9 @@ def make_job(name: str = "tiny", **spec: Any) -> TrainingJob:
     """Two nodes of two workers, HSDP 2 x 2, three steps."""
     recipe = {"name": "pretrain", "config": {"steps": 1000, "globalBatch": 8}}
     return job_from_mapping(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": name},
-            "spec": {
+        job_document(
+            name,
+            {
                 "entrypoint": {"recipe": recipe},
                 "nodes": {"min": 1, "max": 2},
                 "workersPerNode": 2,
@@ -47,7 +46,7 @@ def make_job(name: str = "tiny", **spec: Any) -> TrainingJob:
                 "recovery": {"replacementWaitSeconds": 0.2},
                 **spec,
             },
-        }
+        )
     )
 
 

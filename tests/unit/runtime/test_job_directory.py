@@ -17,17 +17,13 @@ from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.hosts.local.job_records import create_job
 from holdfast.orchestrator.runtime import job_directory as home_module
 from holdfast.orchestrator.runtime.job_directory import HOME_VARIABLE, Home, copy_tree
+from tests.documents import job_document
 from tests.unit.journal import files
 
 
 def make_job(name: str = "tiny") -> TrainingJob:
     return job_from_mapping(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": name},
-            "spec": {"entrypoint": {"script": "train.py"}, "env": {"A": "ä"}},
-        }
+        job_document(name, {"entrypoint": {"script": "train.py"}, "env": {"A": "ä"}})
     )
 
 

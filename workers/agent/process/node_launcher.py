@@ -141,8 +141,7 @@ class NodeLauncher:
         if order.devices is not None:
             taken = {device for held in self._devices.values() for device in held}
             free = [device for device in order.devices if device not in taken]
-            count = order.num_devices or order.slots
-            if len(free) < count:
+            if len(free) < (count := order.num_devices or order.slots):
                 self._waiting[order.node] = order
                 return
             self._devices[order.node] = tuple(free[:count])
@@ -214,6 +213,7 @@ def main() -> NoReturn:
     parser.add_argument("--socket", type=Path, required=True, help="where to listen")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a controller that starts may block SIGTERM
     output.never_fail()
     processes.adopt_orphans()
     processes.name_process("host")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,9 +94,6 @@ class KubernetesTarget(Target):
 
     def can_read(self, path: str) -> bool:
         return "://" in path  # other paths are directories in the pods
-
-    def guard(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def free_name(self, wanted: str) -> str:
         async def act(cluster: KubeClient, namespace: str) -> set[str]:

@@ -4,10 +4,9 @@ Ray's log directory. Every other command, and one that finds nothing there, runs
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +19,7 @@ from holdfast.orchestrator.backends.ray.state_api import ControllerProcess, Stat
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.log_files import older_part, print_files
 from holdfast.orchestrator.core.context import SECOND_NS
+from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.protocol.messages import Reply
 from holdfast.orchestrator.runtime.control_api import view_body
 from holdfast.orchestrator.runtime.job_directory import JobDirectory
@@ -28,7 +28,7 @@ from holdfast.orchestrator.runtime.observe.view import JobView
 from ..base import Launch, RunResult, Target
 from ..remote_job import LogSelector, RemoteJob
 from ..tempdir import scratch
-from .jobs_api import follow, forward, submit
+from .jobs_api import OWNER, follow, forward, submit
 
 COMMANDS = ("status", "logs", "run", "submit")
 POLL_S = 0.2
@@ -99,15 +99,6 @@ class DashboardTarget(Target):
     def command(self, *words: str) -> str:
         return " ".join(["holdfast", *words, "--ray", self._address])
 
-    def can_read(self, path: str) -> bool:
-        return True  # on a Ray node
-
-    def guard(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def free_name(self, wanted: str) -> str:
-        return f"{wanted}-{secrets.token_hex(2)}"
-
     def run(self, launch: Launch, display: Display) -> RunResult:
         submitted = submit(launch, self._address, display.note)
         try:
@@ -122,7 +113,19 @@ class DashboardTarget(Target):
     def submit(self, launch: Launch, display: Display) -> dict[str, str]:
         submitted = submit(launch, self._address, display.note)
         display.note(f"its log: `ray job logs -f {submitted.ray_job} --address {self._address}`")
+        while not self._exists(submitted.job):
+            if submitted.api.running(OWNER, submitted.job) is None:  # the cluster rejects it
+                outcome, output = submitted.api.wait(submitted.ray_job)
+                if outcome.status != "SUCCEEDED":
+                    raise HoldfastError.of_command(outcome.exit_code, output)
+                break
+            time.sleep(POLL_S)
         return {"job": submitted.job, "ray_job": submitted.ray_job}
+
+    def _exists(self, job: str) -> bool:
+        with suppress(Exception):  # of Ray and of requests, as in `find`
+            return self._open(self._address).controller(job) is not None
+        return True
 
     def attach(self, name: str, display: Display) -> RunResult:
         self._inside()

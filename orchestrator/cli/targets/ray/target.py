@@ -11,11 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.orchestrator.api.v1alpha1 import (
-    TrainingJob,
-    job_to_mapping,
-    parse_job,
-)
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_to_mapping, parse_job
 from holdfast.orchestrator.api.v1alpha1.load import read_job_file
 from holdfast.orchestrator.api.v1alpha1.remarks import remarks
 from holdfast.orchestrator.backends.ray import actors, cluster, kv, names, ray_nodes
@@ -84,9 +80,6 @@ class RayTarget(Target):
     def command(self, *words: str) -> str:
         return " ".join(["holdfast", *words, "--ray", self._address])
 
-    def can_read(self, path: str) -> bool:
-        return True  # on a Ray node, where not on this machine
-
     @contextmanager
     def guard(self) -> Iterator[None]:
         try:
@@ -98,10 +91,6 @@ class RayTarget(Target):
                 f"the connection to the Ray cluster at {self._address} was lost ({error}); its "
                 f"jobs go on without this command, and `{self.command('status')}` finds them again"
             ) from None
-
-    def free_name(self, wanted: str) -> str:
-        # Without looking: nothing connects before the driver of a submitted job has forked.
-        return f"{wanted}-{secrets.token_hex(2)}"
 
     # -- run -----------------------------------------------------------------------------------
     def run(self, launch: Launch, display: Display) -> RunResult:
@@ -126,8 +115,8 @@ class RayTarget(Target):
             transport.perform("cancel", {"by": "SIGTERM"})
 
         with display, on_sigterm(stop), transport.lines_of_rank_0(display):
-            accept_stop()
             try:
+                accept_stop()
                 view = transport.watch(display)
             except KeyboardInterrupt:
                 display.note(
@@ -223,15 +212,15 @@ class RayTarget(Target):
         if not store.create(kv.RECORD, msgspec.msgpack.encode(order)):
             raise UserError(str(self._taken(self.transport(job.name))))
         store.delete(*old)
-        if code is not None:
-            KeyValueCodeStore(store).upload(code.name, code.archive)
         try:
+            if code is not None:
+                KeyValueCodeStore(store).upload(code.name, code.archive)
             actor.create(order, RayHost)
         # Ray's own errors: an actor of that name without a record, a head that was just lost.
         except Exception as error:
             store.clear()  # the name is free again
             raise HoldfastError(
-                f"job {job.name}: its controller could not be made ({error}); nothing was started"
+                f"job {job.name}: its controller cannot be created ({error}); nothing was started"
             ) from None
 
     def _taken(self, job: RayTransport) -> Problem:

@@ -15,6 +15,7 @@ from holdfast.orchestrator.api.v1alpha1.command_line import read
 from holdfast.orchestrator.api.v1alpha1.job import redacted_document
 from holdfast.orchestrator.api.v1alpha1.remarks import remarks
 from holdfast.orchestrator.errors import SpecError
+from tests.documents import job_document
 
 STARTED: dict[str, dict[str, Any]] = {
     "torchrun --nproc_per_node 2 train.py a --lr 3": {"script": "train.py",
@@ -211,12 +212,7 @@ def test_the_options_of_torchrun_are_those_of_this_torch() -> None:
 
 
 def job(command: str, **spec: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": "holdfast.dev/v1alpha1",
-        "kind": "TrainingJob",
-        "metadata": {"name": "demo"},
-        "spec": {"entrypoint": {"command": command}, **spec},
-    }
+    return job_document("demo", {"entrypoint": {"command": command}, **spec})
 
 
 SIZES = [

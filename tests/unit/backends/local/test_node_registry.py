@@ -14,19 +14,13 @@ from holdfast.orchestrator.backends.local.node_registry import LocalNodeRegistry
 from holdfast.orchestrator.backends.local.processes import Identity
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.protocol import files
+from tests.documents import job_document
 
 AGENT = Identity(pid=4242, start_ticks=7)
 
 
 def make_job() -> TrainingJob:
-    return job_from_mapping(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": "tiny"},
-            "spec": {"entrypoint": {"script": "train.py"}},
-        }
-    )
+    return job_from_mapping(job_document("tiny", {"entrypoint": {"script": "train.py"}}))
 
 
 def test_saved_nodes_are_loaded(tmp_path: Path) -> None:

@@ -14,16 +14,12 @@ from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.backends.ray.backend import RayBackend
 from holdfast.orchestrator.backends.ray.kv import JobKeyValueStore, RayNodeRegistry
 from holdfast.orchestrator.protocol.certificate import TlsKeyPair
+from tests.documents import job_document
 
 from .fake_cluster import FakeCluster
 
 JOB = job_from_mapping(
-    {
-        "apiVersion": "holdfast.dev/v1alpha1",
-        "kind": "TrainingJob",
-        "metadata": {"name": "job"},
-        "spec": {"entrypoint": {"script": "train.py"}, "nodes": {"min": 1, "max": 4}},
-    }
+    job_document("job", {"entrypoint": {"script": "train.py"}, "nodes": {"min": 1, "max": 4}})
 )
 BOUND_S = 30.0
 

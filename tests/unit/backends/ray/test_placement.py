@@ -24,6 +24,7 @@ from holdfast.orchestrator.backends.ray.placement import (
 )
 from holdfast.orchestrator.backends.ray.ray_nodes import fits
 from holdfast.orchestrator.errors import HoldfastError
+from tests.documents import job_document
 
 from .fake_cluster import FakeCluster
 
@@ -412,16 +413,14 @@ def test_a_wait_that_the_head_breaks_off_goes_on() -> None:
 
 
 def test_a_bundle_has_the_resources_of_all_workers_of_a_node() -> None:
-    document = {
-        "apiVersion": "holdfast.dev/v1alpha1",
-        "kind": "TrainingJob",
-        "metadata": {"name": "bundle"},
-        "spec": {
+    document = job_document(
+        "bundle",
+        {
             "entrypoint": {"script": "train.py"},
             "workersPerNode": 8,
             "resources": {"cpu": "500m", "gpu": 1, "memory": "4Gi"},
         },
-    }
+    )
     bundle = bundle_of(job_from_mapping(document))
     assert bundle == {"CPU": 4.0, "GPU": 8.0, "memory": 32.0 * 2**30}
     assert fits(bundle, {"CPU": 16.0, "GPU": 8.0, "memory": 64.0 * 2**30})
@@ -435,17 +434,15 @@ def test_a_job_without_resources_takes_a_core_per_worker() -> None:
 # -- which Ray nodes ---------------------------------------------------------------------------
 def placed_job(resources: dict[str, Any] | None = None, **ray: Any) -> TrainingJob:
     return job_from_mapping(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": "job"},
-            "spec": {
+        job_document(
+            "job",
+            {
                 "entrypoint": {"script": "train.py"},
                 "workersPerNode": 2,
                 "resources": {"gpu": 1} if resources is None else resources,
                 "ray": ray,
             },
-        }
+        )
     )
 
 

@@ -23,14 +23,10 @@ from holdfast.orchestrator.protocol.messages import Reply, Request, decode, enco
 from holdfast.orchestrator.runtime.control_api import view_body
 from holdfast.orchestrator.runtime.job_directory import Home, JobDirectory
 from holdfast.orchestrator.runtime.observe.view import JobView
+from tests.documents import job_document
 from tests.unit.runtime.harness import make_job
 
-JOB = {
-    "apiVersion": "holdfast.dev/v1alpha1",
-    "kind": "TrainingJob",
-    "metadata": {"name": "demo"},
-    "spec": {"entrypoint": {"script": "train.py"}},
-}
+JOB = job_document("demo", {"entrypoint": {"script": "train.py"}})
 
 
 @pytest.fixture

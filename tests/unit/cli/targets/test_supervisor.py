@@ -3,6 +3,8 @@ killed. Each case is a process of its own, which forks."""
 
 from __future__ import annotations
 
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import pytest
 
 PROGRAM = """
 import os, signal, sys, time
-from holdfast.orchestrator.cli.targets.supervisor import supervise
+from holdfast.orchestrator.cli.targets.supervisor import accept_stop, supervise
 num_killed = supervise("driver", pause_s=0.0, max_early=3)
 assert "ray" not in sys.modules
 print("driver", num_killed, flush=True)
@@ -64,12 +66,25 @@ def test_a_stop_while_another_driver_starts_is_handled_once_it_can_cancel_the_jo
     process = start(
         f"if not num_killed: {KILL}"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "from holdfast.orchestrator.cli.targets.supervisor import accept_stop\n"
         "from holdfast.orchestrator.cli.targets.tempdir import on_sigterm\n"
         "with on_sigterm(lambda: sys.exit(1)): accept_stop(); print('not here')\n"
     )
     stdout, _stderr = process.communicate()
     assert stdout == "driver 0\ndriver 1\n" and process.returncode == 1
+
+
+def test_ctrl_c_between_two_drivers_reaches_the_next() -> None:
+    pid, terminal = pty.fork()
+    if not pid:
+        program = PROGRAM.replace("pause_s=0.0", "pause_s=600") + (
+            f"if not num_killed: {KILL}try: accept_stop()\nexcept KeyboardInterrupt: sys.exit(3)\n"
+        )
+        os.execv(sys.executable, [sys.executable, "-c", program])
+    with os.fdopen(terminal, "r+b", buffering=0) as screen:
+        while b"was killed" not in screen.readline():
+            pass
+        screen.write(b"\x03")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
 
 
 def test_a_stop_that_is_delivered_twice_is_one_request() -> None:

@@ -17,6 +17,7 @@ from holdfast.orchestrator.hosts.kubernetes.status import ACCEPTED, ConditionSta
 from holdfast.orchestrator.runtime.job_loop import replay
 from holdfast.orchestrator.runtime.observe.prometheus import JobCollector, build_labels
 from holdfast.orchestrator.runtime.observe.view import CheckpointView, JobView
+from tests.documents import job_document
 from tests.sim.run_seed import play
 from tools.metrics_page import LEAST, MOST, page
 
@@ -84,14 +85,7 @@ def test_metrics_of_a_job_are_the_same_as_on_its_own_endpoint() -> None:
 
 def named(name: str) -> TrainingJob:
     spec = {"entrypoint": {"script": "train.py"}}
-    return job_from_mapping(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": name},
-            "spec": spec,
-        }
-    )
+    return job_from_mapping(job_document(name, spec))
 
 
 def test_there_is_no_series_per_rank_or_node() -> None:

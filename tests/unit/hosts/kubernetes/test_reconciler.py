@@ -30,14 +30,7 @@ from holdfast.orchestrator.kube.errors import CONFIG_MAPS, JOBS, SECRETS
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 from tests.unit.kube.fake_api import BOUND_S, eventually, status
 
-from .operator_harness import (
-    BUSY,
-    QUICK,
-    Request,
-    StatefulFakeApi,
-    running_operator,
-    training_job,
-)
+from .operator_harness import BUSY, QUICK, Request, StatefulFakeApi, running_operator, training_job
 
 AT = "2026-01-01T00:00:00Z"
 PAST_STATUS = {

@@ -28,6 +28,7 @@ from holdfast.orchestrator.hosts.ray.host import RayHost, RayHostTiming
 from holdfast.orchestrator.journal.chunk_journal import ChunkJournal
 from holdfast.orchestrator.protocol.certificate import make_keys
 from holdfast.orchestrator.runtime.control_api import WATCH_INTERVAL_S
+from tests.documents import job_document
 from tests.unit.backends.ray.fake_cluster import FakeCluster
 
 from .memory_store import MemoryStore
@@ -62,14 +63,7 @@ def store() -> MemoryStore:
 
 
 def make_order(directory: Path, **spec: Any) -> ControllerOrder:
-    job = job_from_mapping(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": "job"},
-            "spec": {"entrypoint": {"script": "train.py"}} | spec,
-        }
-    )
+    job = job_from_mapping(job_document("job", {"entrypoint": {"script": "train.py"}} | spec))
     made = make_keys(names.tls("id"))
     return ControllerOrder(
         document=job_to_mapping(job), job="job", job_id="id", spec_directory=str(directory),

@@ -10,12 +10,7 @@ from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.cli.render import outcome
 from holdfast.orchestrator.core.actions import LaunchGroup
 from holdfast.orchestrator.core.events import CancelRequested, CollectivesBegun, StepCompleted
-from holdfast.orchestrator.protocol.facts import (
-    StepReport,
-    WorkerBeat,
-    largest,
-    report_fields,
-)
+from holdfast.orchestrator.protocol.facts import StepReport, WorkerBeat, largest, report_fields
 from holdfast.orchestrator.protocol.messages import Heartbeat
 from holdfast.orchestrator.runtime.job_loop import replay
 from holdfast.orchestrator.runtime.observe.projection import JobProjection

@@ -12,10 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.orchestrator.runtime.observe.incidents import KINDS
-from holdfast.orchestrator.runtime.observe.prometheus import (
-    METRICS,
-    MetricsServer,
-)
+from holdfast.orchestrator.runtime.observe.prometheus import METRICS, MetricsServer
 from holdfast.orchestrator.runtime.observe.view import (
     CheckpointView,
     IncidentCount,

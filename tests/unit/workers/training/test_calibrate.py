@@ -16,6 +16,7 @@ from holdfast.orchestrator.api.v1alpha1 import load_job
 from holdfast.orchestrator.catalogue.calibration import Measured
 from holdfast.orchestrator.protocol import python_command
 from holdfast.workers.training import calibrate
+from tests.documents import job_document
 
 CPU = torch.device("cpu")
 
@@ -23,17 +24,15 @@ CPU = torch.device("cpu")
 def job_file(directory: Path, parallelism: Any = None, **config: Any) -> Path:
     model = {"dim": 32, "numLayers": 2, "numHeads": 2, "vocabSize": 256}
     config = {"globalBatch": 4, "data": {"sequenceLength": 16}, "model": model} | config
-    document = {
-        "apiVersion": "holdfast.dev/v1alpha1",
-        "kind": "TrainingJob",
-        "metadata": {"name": "tiny"},
-        "spec": {
+    document = job_document(
+        "tiny",
+        {
             "entrypoint": {"recipe": {"name": "pretrain", "config": config}},
             "workersPerNode": 2,
             "resources": {"gpu": 0},
             "parallelism": parallelism or {},
         },
-    }
+    )
     path = directory / "job.yaml"
     path.write_text(yaml.safe_dump(document))
     return path

@@ -15,12 +15,11 @@ from holdfast.workers.session import shards
 from holdfast.workers.session.core import Session
 from holdfast.workers.session.distributed import RankEnv
 from holdfast.workers.training.recipes import pretrain
+from tests.documents import job_document
 
-JOB = {
-    "apiVersion": "holdfast.dev/v1alpha1",
-    "kind": "TrainingJob",
-    "metadata": {"name": "job"},
-    "spec": {
+JOB = job_document(
+    "job",
+    {
         "entrypoint": {
             "recipe": {
                 "name": "pretrain",
@@ -33,7 +32,7 @@ JOB = {
         },
         "nodes": {"min": 1, "max": 1},
     },
-}
+)
 
 
 def trainer() -> pretrain.Trainer:

@@ -7,11 +7,7 @@ import asyncio
 import pytest
 
 from holdfast.orchestrator.cli.log_files import LogMissing
-from holdfast.orchestrator.cli.targets.kubernetes.output import (
-    LineFilter,
-    _LogReader,
-    select_pods,
-)
+from holdfast.orchestrator.cli.targets.kubernetes.output import LineFilter, _LogReader, select_pods
 from holdfast.orchestrator.cli.targets.kubernetes.session import ClusterSession
 from holdfast.orchestrator.cli.targets.remote_job import LogSelector
 from holdfast.orchestrator.kube.client import Document

@@ -14,11 +14,7 @@ import typer
 from holdfast.orchestrator.backends.ray import names
 from holdfast.orchestrator.backends.ray.state_api import ControllerProcess
 from holdfast.orchestrator.cli.log_files import older_part
-from holdfast.orchestrator.cli.targets.ray.dashboard import (
-    NOT_YET,
-    OLD_S,
-    DashboardTarget,
-)
+from holdfast.orchestrator.cli.targets.ray.dashboard import NOT_YET, OLD_S, DashboardTarget
 from holdfast.orchestrator.cli.targets.remote_job import LogSelector
 from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.hosts.ray.host import RayHostTiming

@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.orchestrator.backends.ray import jobs_api
+from holdfast.orchestrator.api.v1alpha1 import parse_job
+from holdfast.orchestrator.backends.ray import jobs_api, state_api
+from holdfast.orchestrator.cli.code_files import Code
 from holdfast.orchestrator.cli.options import complete
+from holdfast.orchestrator.errors import HoldfastError
+from tests.unit.hosts.ray.memory_store import MemoryStore
 
 from ...conftest import Holdfast
 
@@ -120,8 +124,34 @@ def test_a_working_dir_that_may_hold_the_spec_is_not_refused_here(
     assert result.code == 2 and f"--ray: got {NOWHERE}" in result.err
 
 
-def test_submit_prints_the_command_to_go_on_with(
-    holdfast: Holdfast, write: Write, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("option", ["--json", "--logs"])
+def test_what_the_log_of_a_ray_job_cannot_show_is_rejected(
+    option: str, holdfast: Holdfast, write: Write
+) -> None:
+    result = holdfast("run", write(RECIPE), "--ray", NOWHERE, option)
+    text = f"{option}: got it with `holdfast run --ray {NOWHERE}`; expected it with `attach`, after"
+    assert result.code == 2 and text in result.err
+
+
+def test_a_name_is_free_again_when_the_upload_of_the_code_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
+    from holdfast.orchestrator.cli.targets.ray import target
+
+    store = MemoryStore()
+    monkeypatch.setattr(store, "put", lambda *_: 1 / 0)
+    monkeypatch.setattr(target.kv, "JobKeyValueStore", lambda _job: store)
+    monkeypatch.setattr(target.actor, "own_runtime_env", dict)
+    with pytest.raises(HoldfastError, match="nothing was started"):
+        job = parse_job(RECIPE, "job.yaml")
+        target.RayTarget("auto")._create(job, Code("a", b"x", (), ()), tmp_path, "1")
+    assert store.list("") == []
+
+
+@pytest.mark.parametrize("is_rejected", [False, True])
+def test_submit_returns_when_the_cluster_has_the_job_or_rejects_it(
+    is_rejected: bool, holdfast: Holdfast, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Api:
         def __init__(self, _address: str) -> None:
@@ -133,8 +163,17 @@ def test_submit_prints_the_command_to_go_on_with(
         def submit(self, name: str, *_: object) -> str:
             return name
 
+        def wait(self, _name: str) -> tuple[jobs_api.Outcome, str]:
+            return jobs_api.Outcome("FAILED", "", 2), "a note\nerror: demo: is taken\n"
+
+    controller = None if is_rejected else state_api.ControllerProcess("node", 1)
+    monkeypatch.setattr(state_api.StateApi, "__init__", lambda *_: None)
+    monkeypatch.setattr(state_api.StateApi, "controller", lambda *_: controller)
     monkeypatch.setattr(jobs_api, "JobsApi", Api)
     result = holdfast("submit", write(RECIPE), "--ray", "http://head:8265")
+    if is_rejected:
+        assert result.code == 2 and result.err.endswith("\nerror: demo: is taken\n")
+        return
     assert result.code == 0, result.err
     assert "watch it with `holdfast attach demo --ray http://head:8265`" in result.out
     assert "--address http://head:8265`" in result.err

@@ -12,17 +12,11 @@ from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol import training_packages
 from holdfast.workers.agent.pool import user_modules
 from holdfast.workers.agent.pool.learned_imports import LearnedImports
+from tests.documents import job_document
 
 
 def _job(script: str = "train.py", **spec: object) -> TrainingJob:
-    return job_from_mapping(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": "learned"},
-            "spec": {"entrypoint": {"script": script}, **spec},
-        }
-    )
+    return job_from_mapping(job_document("learned", {"entrypoint": {"script": script}, **spec}))
 
 
 def _kept(place: Path, job: TrainingJob | None = None) -> LearnedImports:

@@ -28,17 +28,11 @@ from holdfast.workers.agent.pool import (
     other_python,
 )
 from holdfast.workers.agent.pool.entrypoint import Descriptors
+from tests.documents import job_document
 
 
 def job(**entry: Any) -> TrainingJob:
-    return job_from_mapping(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": "demo"},
-            "spec": {"entrypoint": entry},
-        }
-    )
+    return job_from_mapping(job_document("demo", {"entrypoint": entry}))
 
 
 Ended = tuple[int, str, worker_protocol.Failed | None]

@@ -12,23 +12,22 @@ import pytest
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.agent.pool.warmup import calls_session, likely_mesh
+from tests.documents import job_document
 
 ROOT = Path(__file__).parents[5]
 
 
 def job(entrypoint: dict[str, Any], **spec: Any) -> TrainingJob:
     return job_from_mapping(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": "job"},
-            "spec": {
+        job_document(
+            "job",
+            {
                 "nodes": {"min": 2, "max": 2},
                 "workersPerNode": 2,
                 "entrypoint": entrypoint,
                 **spec,
             },
-        }
+        )
     )
 
 

@@ -16,6 +16,7 @@ from holdfast.workers.agent.pool.warmup import calls_session
 from holdfast.workers.agent.pool.worker_main import enter_directory
 from holdfast.workers.session.core import working_directory
 from holdfast.workers.training.corpus import Corpus
+from tests.documents import job_document
 
 from .test_worker_pool import ASSIGN
 
@@ -23,14 +24,7 @@ RECIPE = {"recipe": {"name": "pretrain"}}
 
 
 def job(entrypoint: dict[str, Any], **spec: Any) -> TrainingJob:
-    return job_from_mapping(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": "job"},
-            "spec": {"entrypoint": entrypoint, **spec},
-        }
-    )
+    return job_from_mapping(job_document("job", {"entrypoint": entrypoint, **spec}))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.workers.agent.pool.file_audit import checkpoint_of
 from holdfast.workers.agent.storage import checkpoint_guard, script_checkpoints
 from holdfast.workers.agent.storage.checkpoint_guard import ASIDE, MAX_ENTRIES, look, roots
+from tests.documents import job_document
 
 DAY_NS = 86_400 * 10**9
 
@@ -428,15 +429,10 @@ def test_arguments_of_the_script_name_directories(tmp_path: Path) -> None:
     def job(**checkpoint: object) -> list[Path]:
         args = ["--output_dir", "out", "--ckpt=saved", "--lr", "0.1", "missing"]
         return roots(
-            job_from_mapping({
-                "apiVersion": "holdfast.dev/v1alpha1",
-                "kind": "TrainingJob",
-                "metadata": {"name": "a"},
-                "spec": {
+            job_from_mapping(job_document("a", {
                     "entrypoint": {"script": "t.py", "args": args},
                     "checkpoint": checkpoint,
-                },
-            }),
+                })),
             str(tmp_path),
         )  # fmt: skip
 

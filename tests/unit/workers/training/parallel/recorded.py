@@ -17,6 +17,7 @@ from holdfast.workers.agent.pool.warmup import _fake_groups
 from holdfast.workers.session.core import Session
 from holdfast.workers.session.distributed import Meshes, RankEnv
 from holdfast.workers.training.recipes import pretrain
+from tests.documents import job_document
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 """torch's libraries: of calls that write their result, and of those that return it."""
@@ -59,16 +60,14 @@ def job_of(
     model = {"dim": 32, "numLayers": 3, "numHeads": 2}
     settings = {"globalBatch": 8, "model": model, "data": {"sequenceLength": 16}, **(config or {})}
     return job_from_mapping(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": "one"},
-            "spec": {
+        job_document(
+            "one",
+            {
                 "entrypoint": {"recipe": {"name": "pretrain", "config": settings}},
                 "workersPerNode": workers,
                 "parallelism": parallelism,
             },
-        }
+        )
     )
 
 
