@@ -71,14 +71,16 @@ test-ray-oldest: $(STAMP)  ## what leans on Ray, with the oldest that is promise
 # the user's cache: before the tests, not by four ranks of which one is killed.
 frameworks: $(STAMP)  ## .venv/frameworks: other frameworks, for their tests and bench/frameworks
 	test -x $(VENV)/frameworks/bin/python || $(PYTHON) -m venv --without-pip $(VENV)/frameworks
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/frameworks/bin/python --editable . setuptools wheel
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/frameworks/bin/python \
+	  --editable '.[ray,kubernetes]' setuptools wheel
 	DS_BUILD_OPS=0 $(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/frameworks/bin/python \
 	  --no-build-isolation-package deepspeed -r tests/frameworks/requirements.txt
 	DS_ACCELERATOR=cpu $(VENV)/frameworks/bin/python -c \
 	  'from deepspeed.comm.torch import build_shm_op; build_shm_op()'
 
 test-frameworks: frameworks  ## scripts of other frameworks under Holdfast, in environments of their own
-	$(VENV)/frameworks/bin/python -m pytest -p no:xdist --all tests/frameworks
+	$(VENV)/frameworks/bin/python -m pytest -p no:xdist --all -k frameworks tests/frameworks \
+	  tests/e2e/ray/test_jobs_api.py tests/e2e/kubernetes/nodes/test_examples.py
 	test -x $(VENV)/torchtitan/bin/python || $(PYTHON) -m venv --without-pip $(VENV)/torchtitan
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/torchtitan/bin/python --editable . \
 	  setuptools -r tests/frameworks/requirements-torchtitan.txt

@@ -93,6 +93,7 @@ LONG = (
     "tests/e2e/kubernetes/nodes/test_pod_failures.py::test_a_pod_whose_label",
     "tests/e2e/kubernetes/nodes/test_capacity.py",
     "tests/e2e/kubernetes/nodes/test_code_in_pods.py",
+    "tests/e2e/kubernetes/nodes/test_examples.py",
     "tests/e2e/kubernetes/nodes/test_commands_training.py",
     "tests/e2e/kubernetes/nodes/test_placement.py",
     # test_commands watches through an outage, and the rights of one namespace are fewer.

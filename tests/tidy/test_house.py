@@ -27,7 +27,7 @@ MAX_WORDS = 40000
 BUDGETS = {
     "orchestrator": 51496,
     "workers": 23730,
-    "tests": 85342,
+    "tests": 85286,
     "orchestrator/api": 4251,
     "orchestrator/backends": 6341,
     "orchestrator/catalogue": 990,

@@ -22,13 +22,13 @@ import yaml
 
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.runtime.observe.view import JobView
-from tests.pages import blocks
+from tests.pages import ROOT, blocks
 
 from ..local.local_rig import spec
 from . import cluster_rig
 from .jobs import BOUND_S, holdfast
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "stdlib-bytes.yaml"
+EXAMPLE = ROOT / "examples" / "stdlib-bytes.yaml"
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
@@ -124,17 +124,32 @@ def test_inside_the_cluster_auto_is_the_address_and_code_is_uploaded(
     assert holdfast("delete", "from-inside", "--yes", "--ray").returncode == 0
 
 
+QUICKSTART = blocks((ROOT / "docs/user/quickstart-ray.md").read_text(), "bash")
+
+
 def test_the_quickstart_runs_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first line names the cluster; a worker is killed once the job trains."""
     monkeypatch.setenv("RAY_ADDRESS", cluster_rig.connected().dashboard)
-    monkeypatch.chdir(EXAMPLE.parents[1])
-    page = (EXAMPLE.parents[1] / "docs/user/quickstart-ray.md").read_text()
-    (first,), lines = blocks(page, "bash")
+    monkeypatch.chdir(ROOT)
+    (first,), lines, _scripts = QUICKSTART
     assert first.startswith("export RAY_ADDRESS=") and len(lines) == 5
     for line in lines:
         while (done := holdfast(*shlex.split(line)[1:])).returncode and "kill-worker" in line:
             assert "no worker" in done.stderr or "not" in done.stderr, done.stderr
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("line", QUICKSTART[2])
+def test_the_quickstarts_scripts_train(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "frameworks" in line:
+        pytest.importorskip("transformers", reason="`make test-frameworks` runs this test")
+    monkeypatch.setenv("RAY_ADDRESS", cluster_rig.connected().dashboard)
+    monkeypatch.chdir(ROOT)
+    done = holdfast(*shlex.split(line)[1:])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 workers; generation 1" in done.stdout
+    name = re.search(r"^([\w-]+)  succeeded after ", done.stdout, re.MULTILINE)
+    assert name is not None and holdfast("delete", name[1], "--yes", "--ray").returncode == 0
 
 
 def test_stopping_the_ray_job_cancels_the_training_job(client: Any, tmp_path: Path) -> None:
