@@ -144,9 +144,9 @@ def find(
             known = sorted(p.stem[len("agent-") :] for p in directory.logs.glob("agent-*.log"))
             raise LogMissing(str(Problem("--node", node, one_of(known, "node"))))
         return [LogTail(path, "")]
-    numbers = generations(directory)
-    if generation is None:
-        generation = numbers[-1] if numbers else 0
+    if not (numbers := generations(directory)):
+        raise LogMissing(f"job {directory.name}: there are no logs yet")
+    generation = numbers[-1] if generation is None else generation
     if generation not in numbers:
         known = [str(number) for number in numbers]
         raise LogMissing(str(Problem("--generation", str(generation), one_of(known, "generation"))))

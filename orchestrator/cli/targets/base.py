@@ -77,8 +77,7 @@ class Target(Protocol):
         ...
 
     def can_read(self, path: str) -> bool:
-        """Whether the checkpoint commands can read this checkpoint path, from here or in the
-        cluster."""
+        """Whether the checkpoint commands can read this checkpoint path, here or in the cluster."""
         return True
 
     def guard(self) -> AbstractContextManager[None]:

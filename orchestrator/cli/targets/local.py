@@ -92,8 +92,8 @@ class LocalTransport:
 
     def gone(self, why: str) -> ControllerGone:
         return ControllerGone(
-            f"job {self.name}: no controller answers ({why}). Its agents, if any, keep training "
-            f"for 15 minutes; take the job over with `holdfast attach {self.name}`"
+            f"job {self.name}: no controller answers ({why}). Any agents of it train on for "
+            f"15 minutes; take the job over with `holdfast attach {self.name}`; Ctrl-C cancels it"
         )
 
     def recorded(self) -> JobView:
@@ -348,8 +348,9 @@ class LocalTarget(RunsEnded):
         from holdfast.orchestrator.hosts.local.service import run_job
 
         with display, _lines(directory.job(), directory, display):
-            for note in notes:
-                display.note(note)
+            with suppress(OSError):  # of `| head`: the job trains
+                for note in notes:
+                    display.note(note)
             done = run_job(directory, display.show, display.note, is_new=is_new)
         return RunResult(done.view, 130 if done.interrupted else exit_code(done.view))
 

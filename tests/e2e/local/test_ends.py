@@ -81,7 +81,7 @@ def test_a_script_that_raises_at_once_fails_the_job_with_its_traceback(
 
 
 def test_a_job_whose_output_pipe_is_closed_trains_to_its_end(make: Make) -> None:
-    job = make(spec("unread", steps=100))
+    job = make(spec("unread", steps=100, resources={"cpu": 1}))  # a note that there is no GPU
     job.run_unread()
     view = job.wait()
     assert (view.state, view.step) == ("succeeded", 99)

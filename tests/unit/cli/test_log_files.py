@@ -123,7 +123,7 @@ def test_a_job_without_logs(tmp_path: Path, holdfast: Holdfast) -> None:
     Home().create(job_from_mapping(JOB), tmp_path)
     result = holdfast("logs", "demo")
     assert result.code == 2
-    assert "there are no logs yet" in result.err
+    assert result.err == "error: job demo: there are no logs yet\n"
 
 
 def test_a_rotated_log_is_followed_without_losing_lines(tmp_path: Path) -> None:
