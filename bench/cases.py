@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from typing import Any
 import psutil
 
 from . import timeline
-from .contestants.base import Contestant, Workload
+from .contestants.base import Contestant, Workload, print_logs
 from .contestants.holdfast import Holdfast
 from .contestants.torchrun import Bare, Torchrun
 
@@ -77,6 +78,7 @@ def run(case: Case, **workload: Any) -> Result:
                 contestant.workload.timeline, FAULT_STEP, case.start_bound_s
             )
         except TimeoutError:
+            print_logs(directory, sys.stdout)
             note = f"did not reach step {FAULT_STEP} in {case.start_bound_s:g} s; no fault yet"
             return Result(case.name, case.contestant, None, note=note)
         first = before.finished_by_all(before.first_step)
@@ -89,6 +91,7 @@ def run(case: Case, **workload: Any) -> Result:
         try:
             after = timeline.wait_for_next(contestant.workload.timeline, before.name, case.bound_s)
         except TimeoutError:
+            print_logs(directory, sys.stdout)
             base.note = f"nothing within {case.bound_s:g} s"
             return base
         old = next(o for o in timeline.read(contestant.workload.timeline) if o.name == before.name)

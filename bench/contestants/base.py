@@ -9,11 +9,13 @@ import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "bench" / "train.py"
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 @dataclass
@@ -78,7 +80,7 @@ class Contestant(ABC):
         return {}
 
     def spawn(self, command: list[str], log: str, **env: str) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
         environment |= {**self.workload.environment, **env}
         with (self.workload.directory / log).open("ab") as out:
             process = subprocess.Popen(
@@ -97,6 +99,13 @@ class Contestant(ABC):
         kill_trees([process.pid for process in self.processes])
         for process in self.processes:
             process.wait()
+
+
+def print_logs(directory: Path, out: TextIO) -> None:
+    """Print the ends of the logs below a directory that is about to be removed."""
+    for log in sorted(directory.rglob("*.log")):
+        text = log.read_text(errors="replace")[-3000:]
+        print(f"== {log.relative_to(directory)}", text, sep="\n", file=out)
 
 
 def python() -> str:

@@ -1,6 +1,6 @@
 """Measurements of one GPU: `python -m bench.gpu PART`, `all`, or `page`.
 
-What a folder has already is not measured again, so a command that was cut off goes on. `page`
+What a folder or the page has is not measured again, so a command that was cut off goes on. `page`
 copies the records of a folder into bench/results/gpu.json and renders gpu.md from that file.
 """
 
@@ -24,7 +24,10 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="show the order, and run nothing")
     parser.add_argument("--folder", type=Path, help="default: build/gpu, or build/gpu-rehearsal")
     given = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # lost if cut off
     folder = kit.Folder(given.folder or Path(page.folder_name(given.rehearse)))
+    if not given.rehearse:
+        page.unpack(folder)
     names = set(PARTS) if "all" in given.parts else set(given.parts)
     chosen = [m for m in EVERY if m.part in names and (given.only or "") in m.name]
     if given.list:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -69,16 +70,14 @@ def _illegal_access(device: torch.device) -> None:
     """A sticky error: no further call to CUDA works in this process."""
     if device.type != "cuda":
         os.abort()
-    source = torch.zeros(4, device=device)
-    wild = torch.tensor([2**40], device=device)
-    try:
-        from .wild import load
-
-        load[(1,)](source, wild)
-    except ImportError as error:
-        print(f"bench: no kernel of our own ({error}); an assertion on the device instead")
-        torch.index_select(source, 0, wild)
+    memory = torch.empty(2**30, dtype=torch.uint8, device=device)
+    place = {"data": (memory.data_ptr(), False), "shape": (2**30,), "typestr": "|u1", "version": 3}
+    freed = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=place), device=device)
+    del memory
+    torch.cuda.empty_cache()
+    freed.fill_(1)
     torch.cuda.synchronize()
+    raise AssertionError("memory that was given back could be written")
 
 
 FAULTS = {

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import psutil
 
-from bench.contestants.base import ROOT, kill_trees
+from bench.contestants.base import PYTHONPATH, ROOT, kill_trees, print_logs
 
 OLDEST_TORCH = (2, 11)
 PART_S = 540.0
@@ -264,7 +264,7 @@ def _run_one(one: Measurement, folder: Folder, limit_s: float, rehearse: bool) -
         process = subprocess.Popen(
             [*words, *(["--rehearse"] if rehearse else [])], cwd=ROOT, stdin=subprocess.DEVNULL,
             stdout=out, stderr=out, start_new_session=True,
-            env={**os.environ, "TMPDIR": str(scratch), "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "TMPDIR": str(scratch), "PYTHONPATH": PYTHONPATH},
         )  # fmt: skip
     try:
         process.wait(limit_s)
@@ -276,10 +276,14 @@ def _run_one(one: Measurement, folder: Folder, limit_s: float, rehearse: bool) -
             process.wait(10)
     finally:
         kill_trees([process.pid, *_started_in(scratch)])
+        last = _last_error(log)
+        if process.returncode != 0:
+            with log.open("a") as out:
+                print_logs(scratch, out)
         shutil.rmtree(scratch, ignore_errors=True)
     took_s = time.monotonic() - began
     outcome: Outcome = "failed"
-    why, figures = f"{ended}; {log.name}: {_last_error(log)}", {}
+    why, figures = f"{ended}; {log.name}: {last}", {}
     if process.returncode == 0 and result.exists():
         reply = json.loads(result.read_text())
         why, figures = reply["skip"], reply["figures"]

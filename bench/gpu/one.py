@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import faulthandler
 import json
@@ -16,6 +17,7 @@ def main(words: list[str]) -> int:
     faulthandler.enable()
     # A measurement that takes too long cleans up behind itself.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: the kit was cut off
     if words == ["--machine"]:
         print(json.dumps(dataclasses.asdict(kit.describe_here())))
         return 0

@@ -21,13 +21,15 @@ PAGE = JSON.with_suffix(".md")
 RANK = {"measured": 2, "failed": 1, "skipped": 0}
 HOW = """\
 Every measurement runs in a process of its own, and its record is written at once, so a command that
-was cut off goes on where it ended. In a checkout, on the machine with the GPU:
+was cut off goes on where it ended; on another machine, from bench/results/gpu.json. In a checkout,
+which may lack .git but not build/wheels, on the machine with the GPU:
 
 ```bash
 python -m bench.gpu.wheels download    # where there is a network: 20 MB to build/wheels
 python3 -m bench.gpu.wheels install    # on the target: Python 3.12, torch with CUDA, no network
 python3 -m bench.gpu all --minutes 9   # the most valuable measurements first; repeat to go on
-python3 -m bench.gpu page              # this page, from build/gpu
+python3 -m bench.gpu page              # this page and gpu.json, if a command was cut off
+tar czf build/gpu.tar.gz build/gpu bench/results/gpu.*   # what to bring back, logs too
 python -m bench.gpu all --rehearse     # the same order on a CPU, tiny sizes, no figures
 ```
 
@@ -50,6 +52,17 @@ def publish(folder: Folder) -> None:
             every[key] = record
     JSON.write_text(json.dumps([asdict(every[key]) for key in sorted(every)], indent=1) + "\n")
     PAGE.write_text(render(every))
+
+
+def unpack(folder: Folder) -> None:
+    """Give a folder the records of the page that it lacks, so that a new machine goes on."""
+    from .parts import EVERY
+
+    records, known = load(), folder.records()
+    for one in EVERY:
+        key = one.part, one.name
+        if key in records and key not in known:
+            folder.write(one, records[key])
 
 
 def load() -> dict[tuple[str, str], Record]:

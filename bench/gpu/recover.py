@@ -128,7 +128,7 @@ def floors(kit: Kit) -> Figures:
     rows = []
     for _ in range(kit.size(3, 1)):
         words = [sys.executable, "-c", FLOORS, kit.device]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+        done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
         rows.append([float(number) for number in done.stdout.split()])
     contexts, groups = zip(*rows, strict=True)
     return {"context_s": median(contexts), "process_group_s": median(groups)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from bench.contestants.base import ROOT
 
 from . import branches, kit, page
+from .check import outcomes
 from .kit import Folder, Kit, Machine, Measurement, Record, unmet
 
 H100 = Machine("2.11.0+cu130", "13.0", "NVIDIA H100", 85 * kit.GB, (9, 0), "580.159")
@@ -75,14 +77,24 @@ def test_the_reason_why_torch_has_no_gpu_is_named(
     assert words in kit.describe_here().why
 
 
-def test_a_failure_leaves_its_log_and_the_next_one_runs(tmp_path: Path) -> None:
+def test_a_failure_leaves_its_log_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
+
+    def scratch(prefix: str) -> str:
+        (tmp_path / prefix).mkdir()
+        (tmp_path / prefix / "rank.log").write_text("words of a rank")
+        return str(tmp_path / prefix)
+
+    monkeypatch.setattr(kit.tempfile, "mkdtemp", scratch)
     chosen = [measurement(name="not one of the kit", value=0), measurement()]
     folder = Folder(tmp_path)
     kit.run(chosen, folder, H100, minutes=5, rehearse=True, say=lines.append)
     failed, done = (folder.records()["check", one.name] for one in chosen)
     assert failed.outcome == "failed" and failed.figures == {} and "ValueError" in failed.why
-    assert "Traceback" in folder.place(chosen[0], ".log").read_text()
+    log = folder.place(chosen[0], ".log").read_text()
+    assert "Traceback" in log and "words of a rank" in log
     assert done.outcome == "measured" and done.figures["cores"]
     assert [one.name for one in kit.in_order(chosen, folder.records(), True)] == [chosen[0].name]
     assert len(kit.in_order(chosen, folder.records(), rehearse=False)) == 2
@@ -92,6 +104,24 @@ def test_what_does_not_fit_into_the_time_is_left_out(tmp_path: Path) -> None:
     lines: list[str] = []
     kit.run([measurement()], Folder(tmp_path), H100, minutes=0.1, rehearse=True, say=lines.append)
     assert "left out, needs 30 s" in lines[0] and Folder(tmp_path).records() == {}
+
+
+def test_each_measurement_fits_into_one_command() -> None:
+    from .parts import EVERY
+
+    assert max(one.seconds for one in EVERY) <= kit.PART_S - 15
+
+
+def test_a_measurement_finds_packages_where_the_command_does() -> None:
+    words = [sys.executable, "-c", "from bench.contestants import base; print(base.PYTHONPATH)"]
+    environment = {**os.environ, "PYTHONPATH": "/else"}
+    assert subprocess.check_output(words, cwd=ROOT, env=environment, text=True).endswith(":/else\n")
+
+
+def test_a_test_without_a_message_has_an_outcome(tmp_path: Path) -> None:
+    report = tmp_path / "tests.xml"
+    report.write_text('<t><testcase classname="a.b" name="c"><failure message=""/></testcase></t>')
+    assert outcomes(report)["failures"] == ["b::c: failure"]
 
 
 @pytest.mark.parametrize("outcome", ["failed", "skipped"])
@@ -124,6 +154,9 @@ def test_the_page_has_figures_of_gpus_only(tmp_path: Path, monkeypatch: pytest.M
     folder.write(one, Record("check", "machine", "skipped", "a small GPU", where=WHERE))
     page.publish(folder)
     assert "cores: 77" in page.PAGE.read_text(), "a skipped one does not replace a figure"
+    elsewhere = Folder(tmp_path / "another machine")
+    page.unpack(elsewhere)
+    assert kit.in_order([one], elsewhere.records(), rehearse=False) == []
     page.JSON.write_text('[{"part": "check", "name": "x", "outcome": "measured"}]')
     with pytest.raises(ValueError, match="not measured on a GPU"):
         page.load()

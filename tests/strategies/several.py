@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import load_job
 from holdfast.workers.agent.linux import processes
@@ -37,6 +38,17 @@ def port_of(file: Path) -> str:
 
 faulthandler.enable()
 preload.preload()
+draw = sys.modules["holdfast.workers.training.initial_values"]._draw
+
+
+def draw_on_the_host(values: Any, *place: Any) -> None:
+    """A GPU's generator draws other initial values than the CPU's."""
+    drawn = values.cpu()
+    draw(drawn, *place)
+    values.copy_(drawn)
+
+
+sys.modules["holdfast.workers.training.initial_values"]._draw = draw_on_the_host
 preload.import_all(("torch.distributed.pipelining", "torch.distributed.tensor.experimental"))
 parent = os.getpid()
 for argument in sys.argv[1:]:

@@ -23,6 +23,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "one GPU, bfloat16": ({"precision": {"parameters": "bfloat16"}}, {}, ROUNDED),
     **{f"one GPU, {name}": ({}, config, DIGITS) for name, config in OPTIMIZERS.items()},
 }
+FLOAT32 = {"precision": {"parameters": "float32"}}
+"""The default on GPUs is bfloat16."""
 WIDE = {"model": OPTIMIZERS["AdamW with moments of 8 bits"]["model"]}
 """Float8 divides matrices into multiples of 16."""
 ONLY_ON_GPUS: dict[str, tuple[dict[str, Any], float]] = {
@@ -41,7 +43,8 @@ def test_one_gpu_computes_what_a_cpu_computes(shows: Shows, tmp_path: Path) -> N
         plain = {name: value for name, value in config.items() if name != "compile"}
         name = f"v{number}"
         on_cpu.append(document(name, STEPS, {"shard": 1}, workers=1, config=plain))
-        on_gpu.append(document(name, STEPS, {"shard": 1, **mesh}, workers=1, config=config))
+        mesh = {"shard": 1, **FLOAT32, **mesh}
+        on_gpu.append(document(name, STEPS, mesh, workers=1, config=config))
         on_gpu[-1]["spec"]["resources"]["gpu"] = 1
     expected = several(tmp_path / "cpu", on_cpu, 1, on_gpus=False)
     found = several(tmp_path / "gpu", on_gpu, 1, on_gpus=True)
