@@ -149,5 +149,6 @@ LONG = (
     "tests/frameworks/test_recovery.py::test_a_suspended_script",
     "tests/frameworks/test_recovery.py::test_the_steps_of_the_trainer",
     "tests/frameworks/test_recovery.py::test_a_torn_newest_checkpoint",
+    "tests/frameworks/test_resumed_trainers.py::test_a_killed_worker",
     "tests/frameworks/test_zero_sizes.py",
 )

@@ -6,14 +6,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.local.local_rig import Job
+from tests.e2e.local.local_rig import holdfast
 
 from .catalogue import LOG, by_name
 from .test_recovery import BOUND_S, SAVE_EVERY, Start, finish, start, trained
@@ -21,29 +19,18 @@ from .test_recovery import BOUND_S, SAVE_EVERY, Start, finish, start, trained
 __all__ = ["start"]
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-SCRIPTS = {"hf": "hf_plain.py", "lightning": "lightning_plain.py"}
+PLAIN = {
+    "hf": replace(by_name("trl"), name="hf", example="hf_trainer.py", preload=()),
+    "lightning": replace(by_name("accelerate"), name="lightning", example="lightning_fit.py"),
+}
+"""The examples."""
 
 
-def events(job: Job) -> list[str]:
-    words = [
-        "-m",
-        "holdfast.orchestrator.cli.main",
-        "debug",
-        "events",
-        job.name,
-        "--home",
-        str(job.home),
-    ]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", PLAIN)
 def test_a_killed_worker_costs_the_steps_since_the_trainers_checkpoint(
     name: str, start: Start, tmp_path: Path
 ) -> None:
-    framework = replace(by_name(name), script=SCRIPTS[name])
-    job, log = start(framework)
+    job, log = start(PLAIN[name])
     before = trained(log, job, SAVE_EVERY + 2)
     os.kill(job.worker_pids()[1], signal.SIGKILL)
     after = log.recovery(before, before[-1].time, BOUND_S)
@@ -51,20 +38,20 @@ def test_a_killed_worker_costs_the_steps_since_the_trainers_checkpoint(
     assert after.trained_twice <= SAVE_EVERY
     finish(job)
     assert log.lines()[-1].step == 40
-    (event,) = [line for line in events(job) if "continues from" in line]
+    events = holdfast(job, "debug", "events", job.name).stdout.splitlines()
+    (event,) = [line for line in events if "continues from" in line]
     assert f"{tmp_path}/out/" in event and "its newest complete checkpoint" in event
 
 
 def test_a_new_job_and_one_that_turns_it_off_begin_at_step_0(start: Start, tmp_path: Path) -> None:
     """The folder of the job before has checkpoints."""
-    framework = replace(by_name("hf"), script=SCRIPTS["hf"])
-    job, log = start(framework, steps=12)
+    job, log = start(PLAIN["hf"], steps=12)
     finish(job)
     assert log.lines()[-1].step == 12
     shutil.rmtree(tmp_path / "home")
     (tmp_path / LOG).unlink()
     off = {"guard": "never", "memory": {"everySteps": 0}}
-    job, log = start(framework, steps=30, checkpoint=off)
+    job, log = start(PLAIN["hf"], steps=30, checkpoint=off)
     before = trained(log, job, SAVE_EVERY + 2)
     assert before[0].step == 1
     os.kill(job.worker_pids()[1], signal.SIGKILL)

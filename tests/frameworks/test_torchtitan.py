@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from holdfast.orchestrator.api.v1alpha1.load import load_job
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers import worker_transport
 from holdfast.workers.session import agent_channel, reporting
@@ -23,6 +25,7 @@ pytest.importorskip("torchtitan")
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.components.optimizer import default_adamw
+from torchtitan.config import ConfigManager
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
@@ -32,7 +35,9 @@ from holdfast.workers.integrations.torchtitan import (
     InMemoryCheckpoints,
     ReportedCheckpoints,
 )
+from tests.pages import ROOT, blocks
 
+EXAMPLE = ROOT / "examples/frameworks/torchtitan.yaml"
 REPORT, IN_MEMORY = "holdfast.torchtitan.report", "holdfast.torchtitan.in_memory"
 
 
@@ -62,6 +67,18 @@ def test_a_manager_of_the_user_is_refused_by_name() -> None:
     expected = "got holdfast.workers.integrations.torchtitan.ReportedCheckpoints.Config; expected"
     with pytest.raises(UserError, match=expected):
         in_memory(overridden(REPORT))
+
+
+def test_the_example_and_the_lines_of_its_page_are_torchtitans() -> None:
+    """Both are the same. The model needs 8 GPUs, so it is not trained here."""
+    spec = yaml.safe_load(EXAMPLE.read_text())["spec"]
+    assert load_job(EXAMPLE).spec.entrypoint.module == "torchtitan.train"
+    page = blocks((ROOT / "docs/user/frameworks.md").read_text(), "yaml")
+    (lines,) = ["\n".join(block) for block in page if "torchtitan.train" in "".join(block)]
+    assert yaml.safe_load(lines).items() <= spec.items()
+    config = ConfigManager().parse_args(spec["entrypoint"]["args"])
+    apply_overrides(config.override, config)
+    assert config.checkpoint.enable and config.checkpoint._owner is InMemoryCheckpoints
 
 
 class Agent:

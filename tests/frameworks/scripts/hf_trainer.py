@@ -47,11 +47,9 @@ def main(
     *more: TrainerCallback,
     prepare: Callable[[Trainer], Trainer] = lambda t: t,
     begin: Callable[[], None] = lambda: None,
-    plain: bool = False,
     **settings: Any,
 ) -> None:
-    """`begin` is called between the arguments, which `settings` are added to, and the trainer.
-    `plain`: the script does not say from where to go on."""
+    """`begin` is called between the arguments, which `settings` are added to, and the trainer."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -83,9 +81,6 @@ def main(
         model=model, args=arguments, train_dataset=Tokens(), callbacks=[StepLog(), *more]
     )
     trainer = prepare(trainer)
-    if plain:
-        trainer.train()
-        return
     newest = get_last_checkpoint(str(options.out)) if options.out.is_dir() else None
     trainer.train(resume_from_checkpoint=newest)
 

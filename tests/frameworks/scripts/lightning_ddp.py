@@ -43,7 +43,6 @@ class StepLog(Callback):
 def main(
     *more: Callback,
     module: lightning.LightningModule | None = None,
-    ckpt_path: str | None = "last",
     **settings: Any,
 ) -> lightning.Trainer:
     """`settings` are added to those of the trainer, which is returned when it has trained."""
@@ -72,7 +71,7 @@ def main(
         **settings,
     )
     data = DataLoader(dataset, batch_size=32, shuffle=True)
-    trainer.fit(module or Classifier(), data, ckpt_path=ckpt_path)
+    trainer.fit(module or Classifier(), data, ckpt_path="last")
     return trainer
 
 
