@@ -5,6 +5,8 @@ A line is the beginning of test ids.
 """
 
 _LOSSES = "tests/strategies/test_losses.py::test_losses_and_gradient_norms_are_those_of_one_process"
+_MESHES = "CP 2; PP 2 x C; PP 2 x D; PP 2 x FSDP 2,; PP 2 x TP 2,; PP 4; TP 2 x D; TP 2 x FSDP 2]"
+_STRATEGIES = "elastic faults own_loops recipe three_axes variants"
 _RAY = (
     "again autoscaler client commands dashboard drain gang head http journal kills metrics pip "
     "placement placement_groups python_client runtime_env token two_jobs verbs"
@@ -20,15 +22,9 @@ LONG = (
     # Unit tests of three packages once more; the rest of the file removes every part.
     "tests/tidy/test_removable.py::test_a_launch_is_decided_and_shown_without_the_explorer",
     # Every strategy through kills, resizes and reshards, and its variants; test_losses trains each
-    # axis and each pair of them, and tests/e2e/local has the faults with FSDP, HSDP and DDP.
-    "tests/strategies/test_elastic.py",
-    *(f"{_LOSSES}[{mesh}" for mesh in ("CP 2", "PP 2 x C", "PP 2 x D", "PP 4", "TP 2 x D")),
-    f"{_LOSSES}[TP 2 x FSDP 2]",
-    "tests/strategies/test_faults.py",
-    "tests/strategies/test_own_loops.py",
-    "tests/strategies/test_recipe.py",
-    "tests/strategies/test_three_axes.py",
-    "tests/strategies/test_variants.py",
+    # axis and pairs of them, and tests/e2e/local has the faults with FSDP, HSDP and DDP.
+    *(f"{_LOSSES}[{mesh}" for mesh in _MESHES.split("; ")),
+    *(f"tests/strategies/test_{name}.py" for name in _STRATEGIES.split()),
     # All copies of a shard on a node, a cache of compiled code, memory limits, a built wheel, files
     # of the user's with our names, the example of the README; test_soak, test_kill, test_hangs and
     # test_hand_over have each kind of fault.
@@ -40,6 +36,7 @@ LONG = (
     "tests/e2e/local/test_entrypoints.py::test_a_session_in_another_interpreter",
     "tests/e2e/local/test_first_commands.py::test_the_example_survives",
     "tests/e2e/local/test_first_commands.py::test_the_first_program_of_the_client",
+    "tests/e2e/local/test_first_commands.py::test_the_quickstart",
     "tests/e2e/local/test_full_disk.py::test_a_controller_that_ends",
     "tests/e2e/local/test_full_shard.py",
     "tests/e2e/local/test_growth.py",
@@ -75,6 +72,7 @@ LONG = (
     "tests/e2e/agent/test_import_template.py::test_a_module",
     "tests/e2e/agent/test_import_template.py::test_a_signal",
     "tests/e2e/agent/test_import_template.py::test_a_worker",
+    "tests/e2e/agent/test_import_template.py::test_workers",
     "tests/e2e/agent/test_import_template.py::test_more",
     "tests/e2e/agent/test_import_template.py::test_without",
     # A job that is deleted in other phases than running and recovering; a second operator at rest.
@@ -98,6 +96,7 @@ LONG = (
     "tests/e2e/kubernetes/nodes/test_placement.py",
     # test_commands watches through an outage, and the rights of one namespace are fewer.
     "tests/e2e/kubernetes/test_chart.py::test_the_notes_warn",
+    "tests/e2e/kubernetes/test_command_refusals.py::test_kubectl",
     "tests/e2e/kubernetes/test_command_refusals.py::test_watching",
     "tests/e2e/kubernetes/test_rights.py::test_the_whole_life_of_a_job_needs_no_other_rights[n",
     # The test cluster itself; many jobs, several operators and schedulers; a journal of a thousand

@@ -141,7 +141,7 @@ def test_a_name_that_another_actor_has_is_free_after_the_refusal(
     job = Job(tmp_path, NAME, 10)
     try:
         assert job.command.wait(BOUND_S) == 1
-        assert "its controller could not be made" in job.output.read_text()
+        assert "its controller cannot be created" in job.output.read_text()
         assert "Traceback" not in job.output.read_text()
         assert NAME not in kv.jobs()
     finally:
