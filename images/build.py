@@ -65,7 +65,8 @@ class BuildError(Exception):
 def run(*words: str | Path, wanted: str, package: str = "", cwd: Path = ROOT) -> bytes:
     """Run a program; `wanted` says what it is for, `package` which package of Debian has it."""
     if shutil.which(str(words[0])) is None:
-        raise BuildError(f"{words[0]}: not installed, needed {wanted}; apt install {package}")
+        how = f"apt install {package}" if package else "make install"
+        raise BuildError(f"{words[0]}: not installed, needed {wanted}; {how}")
     done = subprocess.run([str(word) for word in words], cwd=cwd, capture_output=True, check=False)
     if done.returncode:
         text = (done.stderr or done.stdout).decode(errors="replace").strip()
