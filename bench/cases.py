@@ -48,6 +48,8 @@ class Result:
     note: str = ""
     phases: dict[str, float] = field(default_factory=dict)
     """Where the time went, as the contestant itself reports it."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """And as the ranks measured their start."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -99,7 +101,7 @@ def run(case: Case, **workload: Any) -> Result:
         assert done is not None
         base.seconds = done - fault
         base.steps_lost = max(0, old.last_step + 1 - after.first_step)
-        base.phases = contestant.phases()
+        base.phases, base.parts = contestant.phases(), after.parts
         if "total" in base.phases:
             # What its own account leaves out: from the fault to the moment it knew.
             base.phases["detect"] = max(0.0, base.seconds - base.phases["total"])

@@ -1,12 +1,14 @@
 """The step files of a run, in one format for all contestants, and the evaluation of them.
 
 Each rank appends one line per finished step to `<directory>/<incarnation>.<rank>`:
-`<unix time> <step>`. An incarnation is one launched membership; its name has the world size.
+`<unix time> <step>`, the first with what it spent before by part, in JSON. An incarnation is one
+launched membership; its name has the world size.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import time
 from collections import defaultdict
@@ -23,9 +25,20 @@ class Recorder:
         name = f"{world}-{port}.{os.environ['RANK']}.{os.getpid()}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._fd = os.open(Path(directory) / name, flags, 0o644)
+        self._parts: dict[str, float] = {}
+        self._marked = time.perf_counter()
+
+    def mark(self, part: str) -> None:
+        """The time since the last mark was this part of the start."""
+        now = time.perf_counter()
+        self._parts[part], self._marked = now - self._marked, now
 
     def finished(self, step: int) -> None:
-        os.write(self._fd, f"{time.time():.6f} {step}\n".encode())
+        when, parts = time.time(), ""
+        if self._parts:
+            self.mark("first step")
+            parts, self._parts = json.dumps(self._parts), {}
+        os.write(self._fd, f"{when:.6f} {step} {parts}\n".encode())
 
 
 @dataclass
@@ -35,6 +48,8 @@ class Incarnation:
     name: str
     pids: dict[int, int] = field(default_factory=dict)
     steps: dict[int, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+    parts: dict[str, float] = field(default_factory=dict)
+    """Part of the start -> seconds, the largest of the ranks."""
 
     @property
     def world_size(self) -> int:
@@ -71,8 +86,10 @@ def read(directory: Path) -> list[Incarnation]:
         one = found.setdefault(name, Incarnation(name))
         one.pids[int(rank)] = int(pid)
         for line in path.read_text().splitlines():
-            when, step = line.split()
+            when, step, *parts = line.split(maxsplit=2)
             one.steps[int(rank)].append((float(when), int(step)))
+            for part, seconds in json.loads(parts[0]).items() if parts else ():
+                one.parts[part] = max(seconds, one.parts.get(part, 0.0))
     begun = [one for one in found.values() if any(one.steps.values())]
     return sorted(begun, key=lambda one: min(s[0][0] for s in one.steps.values() if s))
 

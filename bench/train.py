@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -41,16 +42,28 @@ def main() -> None:
     parser.add_argument("--shard", required=True, help="a number of ranks, or world")
     parser.add_argument("--config", default="{}", help="JSON, settings of the recipe")
     parser.add_argument("--dtype", default="float32", help="of parameters and moments")
+    parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
 
+    recorder = Recorder(options.timeline)
     torch.set_num_threads(1)
     sharing.share_one_gpu()
+    if torch.cuda.is_available():
+        torch.zeros(1, device=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    recorder.mark("context")
     s = session.init(shard=None if options.shard == "world" else int(options.shard))
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1, device=s.device))
+    recorder.mark("process group")
     ours = options.engine in ("holdfast", "shards")
     fresh = not s.restoring and not Dcp.saved(options.checkpoints)
     config = Pretrain(steps=options.steps, **json.loads(options.config))
     dtype = getattr(torch, options.dtype)
     trainer = Trainer(s, config, fresh, local=options.engine == "shards", dtype=dtype)
+    if options.compile:
+        for block in trainer.model.blocks:
+            block.compile()
+    recorder.mark("model")
     keeper = Dcp(trainer, options.checkpoints) if options.engine == "dcp" else None
     if keeper:
         start = keeper.load()
@@ -58,7 +71,7 @@ def main() -> None:
         start = s.restore(trainer.model, trainer.optimizer)
     else:
         start = 0
-    recorder = Recorder(options.timeline)
+    recorder.mark("restore")
     for step in range(start, options.steps):
         faults.happen(Path(options.timeline).parent, s.rank, s.device)
         loss = trainer.step(step)

@@ -27,7 +27,7 @@ from holdfast.orchestrator.protocol.mesh import Mesh
 from .kit import Figures, Kit, Measurement, Skip
 
 STEPS = 15
-LARGE = {"dim": 2048, "numLayers": 16, "numHeads": 16, "vocabSize": 32000}
+LARGE = {"dim": 2048, "numLayers": 18, "numHeads": 16, "vocabSize": 32000}
 FULL = {"activationCheckpointing": {"full": {}}}
 SELECTIVE = {"activationCheckpointing": {"selective": {}}}
 FLOAT8 = {"precision": {"parameters": "bfloat16", "linear": "float8"}}

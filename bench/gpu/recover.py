@@ -1,6 +1,6 @@
 """Recoveries on one GPU, Holdfast beside torchrun, and the floor of their parts.
 
-Large: one rank, 0.9 G parameters with AdamW in bfloat16. Small: two nodes with two ranks each,
+Large: one rank, 1.0 G parameters with AdamW in bfloat16. Small: two nodes with two ranks each,
 which share the GPU. Seconds from the fault to the first step that all ranks have finished.
 """
 
@@ -23,30 +23,28 @@ from bench.contestants.torchrun import Torchrun
 from . import faults
 from .check import shared_backend
 from .kit import Figures, Kit, Measurement
+from .plan import LARGE
 
-BIG = {
-    "model": {"dim": 2048, "numLayers": 16, "numHeads": 16, "vocabSize": 32000},
-    "globalBatch": 2, "data": {"sequenceLength": 512},
-}  # fmt: skip
+BIG = {"model": LARGE, "globalBatch": 2, "data": {"sequenceLength": 512}}
 SMALL = {"globalBatch": 8}
+KILLED, COMPILED = "worker killed", "worker killed, compiled"
+LOST, ABSENT = "node lost", "absent from a collective"
 Provoke = Callable[[Any, Any], Any]
 FAULTS: dict[str, tuple[Provoke, int]] = {
-    "worker killed": (cases.kill_worker, 2),
+    KILLED: (cases.kill_worker, 2),
+    COMPILED: (cases.kill_worker, 3),
     "illegal memory access": (faults.order("access"), 3),
     "out of memory": (faults.order("memory"), 4),
     "exception": (faults.order("exception"), 5),
     "worker stopped": (cases.hang_worker, 6),
-    "node lost": (cases.lose_node, 3),
-    "absent from a collective": (faults.order("absent"), 4),
+    LOST: (cases.lose_node, 3),
+    ABSENT: (faults.order("absent"), 4),
 }
 """Name -> what causes it, and its value."""
-LARGE_ONES = ("worker killed", "illegal memory access", "out of memory", "exception",
-              "worker stopped")  # fmt: skip
-SMALL_ONES = ("worker killed", "node lost", "absent from a collective", "worker stopped")
-KILLED = "worker killed"
 REHEARSED = {("large", KILLED, "Holdfast"), ("large", KILLED, "torchrun"),
+             ("large", COMPILED, "Holdfast"), ("large", LOST, "Holdfast"),
              ("small", KILLED, "Holdfast")}  # fmt: skip
-HANGS = ("worker stopped", "absent from a collective")
+HANGS = ("worker stopped", ABSENT)
 SIDES = {"Holdfast": Holdfast, "torchrun": Torchrun}
 
 
@@ -54,8 +52,8 @@ def measurements() -> list[Measurement]:
     rows = [
         Measurement("recover", "floors", floors, 30, 1),
     ]
-    for size, names in {"large": LARGE_ONES, "small": SMALL_ONES}.items():
-        for name in names:
+    for size, without in {"large": ABSENT, "small": COMPILED}.items():
+        for name in [name for name in FAULTS if name != without]:
             for side in SIDES:
                 # torchrun does not see a hang: its bound passes, and shows nothing more.
                 value = FAULTS[name][1] + (3 if side == "torchrun" and name in HANGS else 0)
@@ -84,20 +82,25 @@ def recover(kit: Kit, size: str, name: str, side: str) -> Figures:
             environment["BENCH_SHARE_GPU"] = shared_backend(kit)
     # Holdfast has a GPU's devices from the node; a rank that shares one has it by its variables.
     chosen = environment if size == "small" or side == "torchrun" else {}
-    spares = {"spares": 1} if name == "node lost" and side == "Holdfast" else {}
+    spares = {"spares": 1} if name == LOST and side == "Holdfast" else {}
     tuned = {"tuned": True} if side == "torchrun" else {}
 
     def build(workload: Workload) -> Any:
         return SIDES[side](workload, nodes=nodes, **spares, **tuned)  # type: ignore[arg-type]
 
+    if name == COMPILED:
+        options["options"] += ("--compile",)
     provoke = FAULTS[name][0]
+    if name == LOST and size == "large":
+        provoke = cases.lose_store_node  # there is no other
     bound_s = 40.0 if side == "torchrun" and name in HANGS else 90.0
     case = Case(name, side, build, provoke, bound_s, kit.size(90.0, 300.0))
     done = cases.run(case, environment=chosen, **options)
     if done.seconds is None and done.launch_s is None:
         raise RuntimeError(done.note)
     figures: Figures = {"seconds": done.seconds, "steps_lost": done.steps_lost}
-    figures |= {"launch_s": done.launch_s, "step_s": done.step_s, "parts_s": done.phases}
+    figures |= {"launch_s": done.launch_s, "step_s": done.step_s}
+    figures |= {"parts_s": done.phases, "parts of the slowest rank_s": done.parts}
     return {**figures, "note": done.note} if done.note else figures
 
 

@@ -1,4 +1,4 @@
-"""The recipe at 0.9 G parameters: its rate beside a bare torch loop of the same model, and goodput
+"""The recipe at 1.0 G parameters: its rate beside a bare torch loop of the same model, and goodput
 with a fault every minute beside what the report has."""
 
 from __future__ import annotations
