@@ -16,6 +16,10 @@ import torch
 from torch import nn
 
 from bench.staging import Memory
+from holdfast.orchestrator.api.v1alpha1 import Checkpoint
+from holdfast.orchestrator.core.events import StepCompleted
+from holdfast.orchestrator.core.staging_interval import measured, wanted
+from holdfast.orchestrator.core.state import StagingSample
 from holdfast.workers.agent.storage import persist
 from holdfast.workers.checkpoint.device import CudaDevice, PageLocks
 from holdfast.workers.checkpoint.layout import Bytes, hash_bytes, parse_header
@@ -28,7 +32,9 @@ from .kit import GB, Figures, Kit, Measurement
 WIDTH = 4096
 STEP_S = 0.25
 """Compute of a step, at least: on one GPU a model of 1 to 16 GB of state takes about that."""
-EVERY = (1, 5)
+
+LONGEST = 30
+"""Steps between stagings of `auto` here: a longer interval costs less than what is measured."""
 
 
 def measurements() -> list[Measurement]:
@@ -36,7 +42,7 @@ def measurements() -> list[Measurement]:
         Measurement("stage", "bare copies", bare, 20, 1, device_gb=4),
         *(
             Measurement(
-                "stage", f"{gb} GB of state", partial(steps, gb=gb), 30 + 6 * gb, value,
+                "stage", f"{gb} GB of state", partial(steps, gb=gb), 45 + 6 * gb, value,
                 device_gb=2 * gb + 2, on_cpu=gb == 1,
             )
             for gb, value in ((4, 2), (1, 4), (16, 5))
@@ -163,13 +169,18 @@ def steps(kit: Kit, gb: int) -> Figures:
     stager.stage(next(number))
     stager.finish()
     figures |= {"step_s": mean(alone), "first staging_s": time.perf_counter() - began}
-    for every in EVERY:
+    every = 1
+    for name in ("every 1", "every 5", "auto"):
         stalls: list[float] = []
+        every = 5 if name == "every 5" else every
         with_it = _seconds(kit, loop, stager, every, number, stalls)
-        figures[f"every {every}"] = {
+        figures[name] = {
             "slowdown": mean(with_it) / mean(alone) - 1, "stall_s": median(stalls),
-            "copy_s": stager.copy_s, "staging_s": stager.staging_s,
+            "copy_s": stager.copy_s, "staging_s": stager.staging_s, "interval": every,
         }  # fmt: skip
+        sample = StagingSample(0, median(stalls), stager.copy_s, stager.staging_s)
+        costs = measured(StepCompleted(generation=1, step=0, step_s=median(alone)), [sample], every)
+        every = wanted(costs, Checkpoint().memory.budget_percent, LONGEST)
     num_bytes = buffers.num_bytes
     figures["GB"] = num_bytes / GB
     if stager.copy_s:
@@ -192,10 +203,10 @@ def _seconds(
 ) -> list[float]:
     """Seconds of each step, with a staging after every k-th; 0: without."""
     seconds = []
-    for count in range(kit.size(20, 6)):
+    for count in range(max(kit.size(20, 6), 3 + every)):
         began = time.perf_counter()
         loop.step()
-        if every and count % every == 0:
+        if every and (count - 3) % every == 0:
             delay_s = stager.stage(next(number))
             if stalls is not None:
                 stalls.append(delay_s)
