@@ -20,7 +20,7 @@ from ..api.v1alpha1 import TrainingJob, job_from_mapping, job_to_mapping, load_j
 from ..api.v1alpha1.base import number_as_text
 from ..cli.options import ray_address
 from ..cli.script_job import ScriptRun
-from ..errors import Problem, UserError
+from ..errors import HoldfastError, Problem, UserError
 from ..runtime.job_directory import Home
 from ..runtime.observe.view import JobView
 from .access import Access, ClusterAccess, LocalAccess, client_directory
@@ -161,14 +161,14 @@ class Client:
         job = place / "job"
         shutil.copytree(script.parent, job)
         _write(job / "job.yaml", document)
-        is_needed = False
         try:
             handle = self._start(job / "job.yaml", name)
-            is_needed = isinstance(self._access, LocalAccess)  # a cluster has a copy
-            return handle
-        finally:
-            if not is_needed:
-                _remove(place)
+        except HoldfastError:  # after Ctrl-C the job may run, and needs its script
+            _remove(place)
+            raise
+        if isinstance(self._access, ClusterAccess):
+            _remove(place)  # a cluster has a copy
+        return handle
 
     def _place(self, name: str) -> Path:
         """A new directory for what belongs to a job of this name."""
