@@ -41,6 +41,7 @@ from .job_loop import JobLoop, Ready
 from .notifier import ChangeNotifier
 from .observe.incident_traces import IncidentTraces
 from .observe.incidents import launch_incidents
+from .observe.notifications import Notifications
 from .observe.view import JobView
 
 
@@ -119,6 +120,7 @@ class JobRuntime:
         controller_absence_s: float | None = limits.CONTROLLER_ABSENCE_S,
         measurements: Sequence[Any] = (),
         traces: IncidentTraces | None = None,
+        notifications: Notifications | None = None,
         code: CodeStore | None = None,
     ) -> None:
         """`controller_absence_s`: what recovery.controllerAbsenceSeconds auto means here; None:
@@ -136,6 +138,7 @@ class JobRuntime:
         self._clock, self._timing = clock or Clock(), timing or JobRuntimeTiming()
         self._on_change, self._on_note = on_change, on_note
         self._measurements, self._traces = measurements, traces
+        self._notifications = notifications
         self._manifests: list[Manifest] | None = None
         """None: storage has not answered."""
         self._backend_open = False
@@ -201,6 +204,8 @@ class JobRuntime:
         if self._traces is not None and loop.controller.submitted:
             incidents = loop.view(self._clock.now_ns(), live=False).incidents
             self._traces.begin(loop.state, incidents)
+        if self._notifications is not None and loop.controller.submitted:
+            self._notifications.begin(loop.state)
         journal.snapshot = None
         journal.records.clear()
         self.driver = Driver(loop, journal, self._clock, self._changed, self._journal_problem)
@@ -268,6 +273,8 @@ class JobRuntime:
         if self._gateway is not None:
             await self._executor.close()
         await self.backend.close(release=release)
+        if self._notifications is not None:
+            await self._notifications.close(ended=self.begun and self.state.terminal)
 
     async def _open_backend(self) -> None:
         await self.backend.open(self._node_gone)
@@ -382,6 +389,8 @@ class JobRuntime:
             self.events.notify()
             if self._traces is not None:
                 self._traces.observe(self.state, lambda: self.view(live=False).incidents)
+            if self._notifications is not None:
+                self._notifications.observe(self.state, lambda: self.view(live=False))
         self._on_change()
 
 

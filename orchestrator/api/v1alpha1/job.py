@@ -15,6 +15,7 @@ from holdfast.orchestrator import limits
 from .backends import Kubernetes, Ray
 from .base import RESOURCE_PATTERN, Count, Part, Seconds, Word
 from .mesh_checks import MESH_CHECKS, size_problem
+from .notify import Notify
 from .parallelism import Parallelism
 from .resilience import Checkpoint, Recovery
 from .workload import (
@@ -82,6 +83,11 @@ def redacted_document(
     document of a submitted job."""
     spec = dict(document.get("spec", {}))
     entry, env = spec.get("entrypoint", {}), {**(of_line or {}), **spec.get("env", {})}
+    if spec.get("notify"):
+        spec["notify"] = [
+            one | ({"url": HIDDEN} if one.get("url") else {}) for one in spec["notify"]
+        ]
+        document = {**document, "spec": spec}
     hidden = {name: text for name, value in env.items() if (text := redacted(name, value)) != value}
     if not hidden:
         return document
@@ -178,6 +184,8 @@ class JobSpec(Part):
     checkpoint: Checkpoint = Checkpoint()
     recovery: Recovery = Recovery()
     metrics: Metrics = Metrics()
+    notify: Annotated[tuple[Notify, ...], Field(max_length=8)] = ()
+    """Servers that get a message when the job fails, recovers, finishes or waits."""
     kubernetes: Kubernetes = Kubernetes()
     ray: Ray = Ray()
     priority: int = Field(default=0, ge=-limits.MAX_COUNT, le=limits.MAX_COUNT)

@@ -134,7 +134,10 @@ def _rows(
     required = model.get("required", ())
     lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
     below: list[_Model] = []
-    fields = {n: (node, _resolve(schema, node)) for n, node in model.get("properties", {}).items()}
+    fields = {
+        n: (node, _resolve(schema, node.get("items", node)))
+        for n, node in model.get("properties", {}).items()
+    }
     targets = [id(target) for _, target in fields.values()]
     for name, (node, target) in fields.items():
         nested = "properties" in target
@@ -142,8 +145,9 @@ def _rows(
             part = f"{path}.{name if targets.count(id(target)) == 1 else 'NAME'}"
             below.append((part, target))
             page = "" if _page(part) == _page(path) else f"job-spec{_page(part)}.md"
-            kind = f"[object]({page}#{_anchor(part)})"
-            values = node.get("default") or {}
+            many = "list of " if "items" in node else ""
+            kind = f"{many}[object]({page}#{_anchor(part)})"
+            values = {} if many else node.get("default") or {}
             parts = [f"`{n}: {values[n]}`" for n in target.get("required", ()) if n in values]
             default = ", ".join(parts)
         else:

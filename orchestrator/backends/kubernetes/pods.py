@@ -68,6 +68,8 @@ class PodSettings:
     user_credentials: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Namespace, or * for all, whose jobs may use other S3 buckets with credentials of their own ->
     endpoints that these may name beside AWS, or * for any."""
+    notify_hosts: Sequence[str] = ()
+    """Hosts that the operator sends messages of spec.notify to; * for any."""
     cache_volume: Mapping[str, Any] = field(default_factory=dict)
     """A volume source: each pod keeps what compilers produce in the directory of its namespace."""
 

@@ -91,6 +91,10 @@ CredentialsOption = Annotated[
         "-> endpoints that these may name beside AWS (or *).",
     ),
 ]
+NotifyOption = Annotated[
+    list[str] | None,
+    typer.Option("--notify-host", help="Host that gets messages of spec.notify (or *)."),
+]
 LeaseNamespaceOption = Annotated[
     str, typer.Option("--lease-namespace", help="Namespace of the Lease. Default: its own.")
 ]
@@ -150,6 +154,7 @@ def operator(
     checkpoint_volume: VolumeOption = "",
     checkpoint_prefixes: PrefixesOption = "",
     user_credentials: CredentialsOption = "",
+    notify_host: NotifyOption = None,
     cache_volume: CacheOption = "",
     lease_namespace: LeaseNamespaceOption = "",
     lease_name: LeaseNameOption = "holdfast-operator",
@@ -186,17 +191,14 @@ def operator(
         checkpoint_root=checkpoint_root,
         checkpoint_prefixes=_lists("--checkpoint-prefixes", checkpoint_prefixes),
         user_credentials=_lists("--user-credentials", user_credentials),
+        notify_hosts=tuple(notify_host or ()),
         cache_volume=_cache_volume(cache_volume, checkpoint_volume),
     )
     process = run.OperatorProcess(
         identity=identity or _unique_identity(),
-        lease_namespace=lease_namespace,
-        lease_name=lease_name,
-        lease_s=lease_s,
-        metrics_address=metrics_address,
-        metrics_port=metrics_port,
-        context=context,
-    )
+        lease_namespace=lease_namespace, lease_name=lease_name, lease_s=lease_s,
+        metrics_address=metrics_address, metrics_port=metrics_port, context=context,
+    )  # fmt: skip
     run.log_to_stderr("json" if _is_json(log_format) else "text")
     gangs = {"gang_wait_s": gang_wait_s, "gang_hold_s": gang_hold_s}
     options = Options(

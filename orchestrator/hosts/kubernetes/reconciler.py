@@ -42,10 +42,10 @@ from holdfast.orchestrator.protocol.tls import server_context_from_pem
 from holdfast.orchestrator.runtime.agent_server import AgentServer
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime
-from holdfast.orchestrator.runtime.observe import incident_traces
+from holdfast.orchestrator.runtime.observe import incident_traces, notifications
 from holdfast.orchestrator.runtime.observe.view import JobPhase, JobView
 
-from . import storage_access
+from . import storage_access, webhooks
 from .code_store import ClusterCodeStore
 from .gpus import GpuFinder
 from .job_storage import JobStorage
@@ -258,7 +258,9 @@ class JobReconciler:
             self._check_path(job, path)
             store_job = await with_secret(job, self.owner, self._context.cluster)
             self._check_path(store_job, path)  # the Secret may name an endpoint
-            runtime = self._create_runtime(job, store_job, path)
+            cluster, hosts = self._context.cluster, self._context.shared.settings.notify_hosts
+            webhook_urls = await webhooks.addresses(job, self.owner, cluster, hosts, self._note)
+            runtime = self._create_runtime(job, store_job, path, webhook_urls)
         try:
             # The backend needs the pods; waiting here keeps the storage from being blamed for it.
             await self._context.shared.pod_informer.synced()
@@ -384,8 +386,13 @@ class JobReconciler:
             self._status_writer.mark_dirty(urgent=True)  # desired nodes, refusals
             await self._changed.wait()
 
-    def _create_runtime(self, job: TrainingJob, store_job: TrainingJob, path: str) -> JobRuntime:
-        """`store_job`: with the credentials of its store."""
+    def _note(self, text: str) -> None:
+        self.events.record("Warning", "Note", text)
+
+    def _create_runtime(
+        self, job: TrainingJob, store_job: TrainingJob, path: str, webhook_urls: Sequence[str]
+    ) -> JobRuntime:
+        """`store_job`: with the credentials of its store. `webhook_urls`: for spec.notify."""
         assert self._keys is not None
         self._checked_kubernetes = job.spec.kubernetes
         self._backend = KubernetesBackend(
@@ -404,8 +411,11 @@ class JobReconciler:
             tls_context=server_context_from_pem(self._keys.certificate, self._keys.key),
             controller_absence_s=None,  # another operator takes over
             clock=self._clock, on_change=self._on_change,
-            on_note=lambda text: self.events.record("Warning", "Note", text),
-            traces=incident_traces.of_environment(self.owner.key), code=self._code,
+            on_note=self._note, traces=incident_traces.of_environment(self.owner.key),
+            notifications=notifications.for_job(
+                job, self._note, f"--kubernetes -n {self.owner.namespace}", webhook_urls
+            ),
+            code=self._code,
         )  # fmt: skip
 
     async def _check_pod(self, job: TrainingJob) -> None:

@@ -38,7 +38,7 @@ from holdfast.orchestrator.runtime.checkpoint_store.options import job_environme
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 from holdfast.orchestrator.runtime.job_directory import JobDirectory
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime
-from holdfast.orchestrator.runtime.observe import incident_traces
+from holdfast.orchestrator.runtime.observe import incident_traces, notifications
 from holdfast.orchestrator.runtime.observe.prometheus import MetricsServer
 from holdfast.orchestrator.runtime.observe.view import JobView
 
@@ -177,6 +177,7 @@ class LocalJobHost:
             on_note=self._on_note,
             measurements=measurements(directory),
             traces=incident_traces.of_environment(job.name),
+            notifications=notifications.for_job(job, self._on_note),
         )
 
     def view(self, *, live: bool = True) -> JobView:

@@ -41,7 +41,7 @@ from holdfast.orchestrator.runtime.checkpoint_store.options import (
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 from holdfast.orchestrator.runtime.control_api import WATCH_INTERVAL_S, view_body
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime
-from holdfast.orchestrator.runtime.observe import incident_traces
+from holdfast.orchestrator.runtime.observe import incident_traces, notifications
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from .actor import ControllerOrder
@@ -113,6 +113,7 @@ class RayHost:
             tls_context=tls.server_context_from_pem(order.certificate, order.key),
             on_note=log.warning,
             traces=incident_traces.of_environment(job.name),
+            notifications=notifications.for_job(job, log.warning, "--ray"),
             code=KeyValueCodeStore(self._store),
         )
         self._view_file = ViewFile(self._logs.parent, job.name, self._timing.view_file_s)

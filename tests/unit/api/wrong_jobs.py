@@ -366,6 +366,7 @@ CHANGES = (
         "checkpoint", {"path": "s3://bucket/other"}, script(checkpoint={"path": "s3://bucket/x"})
     ),
     _fixed("metrics", {"perRank": True}),
+    _fixed("notify", [{"url": "https://example.com/x"}], script(notify=[])),
     _fixed("kubernetes", {"priorityClassName": "high"}),
     _fixed("ray", {"topologyKeys": ["example.com/rack"]}),
     _fixed("priority", 5),

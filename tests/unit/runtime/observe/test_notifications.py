@@ -1,0 +1,250 @@
+"""Messages of spec.notify, to real servers that are slow, fail, close and redirect."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.orchestrator.api.v1alpha1 import job_to_mapping
+from holdfast.orchestrator.api.v1alpha1.notify import Notify
+from holdfast.orchestrator.cli.event_format import document
+from holdfast.orchestrator.core.events import JobSubmitted
+from holdfast.orchestrator.errors import SpecError
+from holdfast.orchestrator.runtime.observe import notifications
+from holdfast.orchestrator.runtime.observe.notifications import (
+    JobMessage,
+    Notifications,
+    NotifyTiming,
+    post,
+)
+from tests.unit.runtime.harness import JobHarness, drive, make_job
+
+SECRET = "xoxb-1234"
+SERVERS = [{"url": f"https://hooks.example/{SECRET}"}]
+TIMING = NotifyTiming(waiting_s=0.05, request_s=0.3, pauses_s=(0.01, 0.01), end_s=5.0)
+
+
+class Hook(ThreadingHTTPServer):
+    """A server of messages. `how`: what it does with each request, the last one for all others."""
+
+    daemon_threads = True
+
+    def __init__(self, *how: int | str) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.how, self.got, self.paths = list(how or (200,)), list[Any](), list[str]()
+
+    def url(self, host: str = "127.0.0.1") -> str:
+        return f"http://{host}:{self.server_port}/services/{SECRET}"
+
+    def what(self) -> list[str]:
+        return [one["happening"] for one in self.got]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hook
+
+    def do_POST(self) -> None:
+        self.server.paths.append(self.path)
+        how = self.server.how.pop(0) if len(self.server.how) > 1 else self.server.how[0]
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if how == "slow":
+            time.sleep(1.0)
+            return
+        if how == "close":
+            self.close_connection = True
+            return
+        if isinstance(how, str):
+            self.send_response(302)
+            self.send_header("Location", how)
+        else:
+            self.send_response(how)
+            self.server.got += [body] if how == 200 else []
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def hook(*how: int | str) -> Iterator[Hook]:
+    server = Hook(*how)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def wanted(url: str, **more: Any) -> Notify:
+    return Notify(url=url, **{"format": "json", **more})
+
+
+def message(happening: Any = "recovered", **more: Any) -> JobMessage:
+    given = {"cause": "hang", "reason": "rank 1 <stopped> & hung", "step": 7, **more}
+    return JobMessage("llm", happening, **given)
+
+
+def sent(url: str, *messages: JobMessage, timing: NotifyTiming = TIMING) -> tuple[list[str], float]:
+    """Send them and end the job. Returns the notes, and how long `send` took."""
+    notes: list[str] = []
+
+    async def send() -> float:
+        some = Notifications("llm", [(wanted(url), url)], notes.append, timing=timing)
+        began_s = time.monotonic()
+        for one in messages:
+            some._send(one)
+        took_s = time.monotonic() - began_s
+        await some.close(ended=True)
+        return took_s
+
+    return notes, asyncio.run(send())
+
+
+@pytest.mark.parametrize(
+    ("how", "problem", "requests"),
+    [
+        ((500, 500, 200), "", 3),
+        (("close", 200), "", 2),
+        (("slow", 200), "", 2),
+        ((429, 200), "", 2),
+        ((500,), "the server answers 500 (3 attempts)", 3),
+        (("slow",), "no answer (TimeoutError) (3 attempts)", 3),
+        (("close",), "no answer (RemoteDisconnected) (3 attempts)", 3),
+        ((404,), "the server answers 404", 1),
+    ],
+)
+def test_a_message_is_tried_again_where_that_may_help(
+    how: tuple[int | str, ...], problem: str, requests: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hook(*how) as server:
+        notes, took_s = sent(server.url(), message())
+        assert server.paths == [f"/services/{SECRET}"] * requests
+        assert bool(server.got) == (not problem)
+    assert took_s < TIMING.request_s, "no caller waits for the server"
+    assert notes == ([f"spec.notify[0]: a message was not sent: {problem}"] if problem else [])
+    assert SECRET not in caplog.text
+
+
+def test_a_redirect_is_not_followed(caplog: pytest.LogCaptureFixture) -> None:
+    with hook() as elsewhere, hook(elsewhere.url("localhost")) as server:
+        notes, _ = sent(server.url(), message())
+        assert (len(server.paths), elsewhere.paths) == (1, [])
+    assert "302, a redirect, which is not followed" in notes[0]
+    assert SECRET not in caplog.text + notes[0]
+
+
+def test_a_problem_never_shows_the_address() -> None:
+    for url in (f"http://no-such-host.invalid/{SECRET}", f"http://127.0.0.1:1/{SECRET}",
+                f"http://127.0.0.1/{SECRET} x", f"http://[{SECRET}"):  # fmt: skip
+        problem, _ = post(url, b"{}", 5.0)
+        assert problem and SECRET not in problem and "no-such-host" not in problem
+    with pytest.raises(SpecError) as error:
+        make_job(notify=[{"url": f"ftp://x/{SECRET}"}])
+    assert "spec.notify.0.url" in str(error.value) and SECRET not in str(error.value)
+
+
+def test_one_message_of_a_cause_in_a_minute_and_the_next_counts_the_rest() -> None:
+    with hook() as server:
+        sent(server.url(), *[message()] * 3, message(cause="user"), message("failed"))
+        assert [(one["happening"], one["cause"]) for one in server.got] == [
+            ("recovered", "hang"), ("recovered", "user"), ("failed", "hang"),
+        ]  # fmt: skip
+
+    async def later() -> None:
+        timing = NotifyTiming(same_cause_s=0.05)
+        some = Notifications("llm", [(wanted(url), url)], print, timing=timing)
+        some._send(message())
+        some._send(message())
+        await asyncio.sleep(0.1)
+        some._send(message())
+        await some.close(ended=True)
+
+    with hook() as server:
+        url = server.url()
+        asyncio.run(later())
+        assert [one["more"] for one in server.got] == [0, 1]
+
+
+def test_slack_gets_text_in_which_a_jobs_texts_stay_texts() -> None:
+    one = message(seconds=12.34, steps_lost=3, command="holdfast status llm --report", more=2)
+    assert json.loads(one.body("slack")) == {
+        "text": "*llm* recovered after 12.3 s: rank 1 &lt;stopped&gt; &amp; hung\n"
+        "step 7, 3 steps lost, 2 more of this cause\n`holdfast status llm --report`"
+    }
+    assert json.loads(one.body("json"))["steps_lost"] == 3
+
+
+def test_a_job_reports_its_recoveries_and_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a takeover, which repeats nothing. The server is slow; the recovery is not."""
+    monkeypatch.setattr(notifications, "NotifyTiming", lambda: TIMING)
+
+    async def scenario() -> None:
+        when = ["recovered", "finished"]
+        servers = [
+            {"url": server.url(), "format": "json", "when": when},
+            {"url": only_lost.url(), "format": "json", "when": ["lost-steps", "failed"]},
+        ]
+        job = JobHarness(tmp_path, make_job(notify=servers))
+        job.start()
+        await job.running()
+        for step in (5, 8):
+            for agent in job.members():
+                staged = agent.staged if step == 8 else ()
+                agent.advance(step)
+                agent.staged = staged or agent.staged
+            await job.until(lambda view, step=step: view.step == step)  # type: ignore[misc]
+        job.members()[0].exit_worker()
+        await job.running(2)
+        async with asyncio.timeout(10):
+            while not (server.got and only_lost.got):
+                await asyncio.sleep(0.01)
+        await job.kill_controller()
+        job.start()
+        await job.until(lambda view: view.state == "running" and view.controller_restarts == 1)
+        view = await job.finish()
+        assert view.state == "succeeded"
+
+    with hook("slow", 200) as server, hook() as only_lost:
+        drive(scenario())
+    assert server.what() == ["recovered", "finished"]
+    first, last = server.got
+    assert (first["cause"], first["steps_lost"]) == ("infrastructure", 3) and first["seconds"] > 0
+    assert "SIGKILL" in first["reason"] and last["seconds"] > 0
+    assert first["command"] == "holdfast status tiny --report"
+    assert only_lost.what() == ["lost-steps"]
+    spec = job_to_mapping(make_job(notify=SERVERS))
+    given = JobSubmitted(job_id="", spec=spec, spec_directory="", checkpoint_path="")
+    events = str(document(given))
+    assert SECRET not in events and "(hidden)" in events, "for `holdfast debug events`"
+
+
+def test_a_job_that_waits_for_nodes_reports_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifications, "NotifyTiming", lambda: TIMING)
+
+    async def scenario() -> None:
+        job = JobHarness(tmp_path, make_job(notify=[{"url": server.url(), "format": "json"}]))
+        job.backend.room = False
+        job.start()
+        async with asyncio.timeout(10):
+            while not server.got:
+                await asyncio.sleep(0.01)
+        await job.ask("cancel", by="test")
+        await job.until(lambda view: view.state == "cancelled")
+
+    with hook() as server:
+        drive(scenario())
+    assert server.what() == ["waiting"] and "node" in server.got[0]["reason"]
