@@ -1,153 +1,97 @@
 """Tests that run with `--all` only (`make test-all`): on two cores most of the time of the
 end-to-end tests. Every mechanism and every backend is tested without them; they add rarer cases.
 
-A line is the beginning of test ids.
+A row is the beginning of test ids, and how they go on, each after a "; ".
 """
 
-_LOSSES = "tests/strategies/test_losses.py::test_losses_and_gradient_norms_are_those_of_one_process"
-_MESHES = "CP 2; PP 2 x C; PP 2 x D; PP 2 x FSDP 2,; PP 2 x TP 2,; PP 4; TP 2 x D; TP 2 x FSDP 2]"
-_STRATEGIES = "elastic faults own_loops recipe three_axes variants"
-_RAY = (
-    "again autoscaler client commands dashboard drain gang head http journal kills metrics pip "
-    "placement placement_groups python_client runtime_env token two_jobs verbs"
-)
-_KILLED = (
-    "tests/frameworks/test_recovery.py::"
-    "test_a_killed_worker_costs_the_steps_since_the_scripts_checkpoint"
-)
-_DELETED = "tests/e2e/kubernetes/nodes/test_deletion.py::test_a_deleted_job_leaves_nothing"
-_WARM_UP = "tests/unit/workers/agent/pool/test_warmup.py::test_a_warm_up_leaves"
-LONG = (
-    "bench/gpu/test_kit.py::test_a_rehearsal",
-    # Unit tests of three packages once more; the rest of the file removes every part.
-    "tests/tidy/test_removable.py::test_a_launch_is_decided_and_shown_without_the_explorer",
-    # Every strategy through kills, resizes and reshards, and its variants; test_losses trains each
-    # axis and pairs of them, and tests/e2e/local has the faults with FSDP, HSDP and DDP.
-    *(f"{_LOSSES}[{mesh}" for mesh in _MESHES.split("; ")),
-    *(f"tests/strategies/test_{name}.py" for name in _STRATEGIES.split()),
-    # All copies of a shard on a node, a cache of compiled code, memory limits, a built wheel, files
-    # of the user's with our names, the example of the README; test_soak, test_kill, test_hangs and
-    # test_hand_over have each kind of fault.
-    "tests/e2e/local/test_adopt.py",
-    "tests/e2e/local/test_again.py::test_a_job_that_has_ended",
-    "tests/e2e/local/test_compile.py",
-    "tests/e2e/local/test_damaged_checkpoints.py::test_a_store_that_is_away",
-    "tests/e2e/local/test_entrypoints.py::test_uv_adds",
-    "tests/e2e/local/test_entrypoints.py::test_a_session_in_another_interpreter",
-    "tests/e2e/local/test_first_commands.py::test_the_example_survives",
-    "tests/e2e/local/test_first_commands.py::test_the_first_program_of_the_client",
-    "tests/e2e/local/test_first_commands.py::test_the_quickstart",
-    "tests/e2e/local/test_full_disk.py::test_a_controller_that_ends",
-    "tests/e2e/local/test_full_shard.py",
-    "tests/e2e/local/test_growth.py",
-    "tests/e2e/local/test_hand_over.py::test_a_controller_that_returns_in_time",
-    "tests/e2e/local/test_hand_over.py::test_a_drain",
-    "tests/e2e/local/test_hand_over.py::test_a_job_without_spares_waits",
-    "tests/e2e/local/test_hand_over.py::test_a_requested_checkpoint",
-    "tests/e2e/local/test_hangs.py::test_a_rank_that_computes",
-    "tests/e2e/local/test_host_memory.py",
-    "tests/e2e/local/test_kill.py::test_training_survives_its_node_launcher",
-    "tests/e2e/local/test_large_spec.py",
-    "tests/e2e/local/test_last_incident.py",
-    "tests/e2e/local/test_looking.py",
-    "tests/e2e/local/test_name_collision.py",
-    "tests/e2e/local/test_outputs.py::test_a_job_that_succeeds_ends_with_0[c",
-    "tests/e2e/local/test_outputs.py::test_a_job_that_succeeds_ends_with_0[f",
-    "tests/e2e/local/test_outputs.py::test_a_job_that_succeeds_ends_with_0[l",
-    "tests/e2e/local/test_outputs.py::test_a_job_that_succeeds_ends_with_0[u",
-    "tests/e2e/local/test_save.py::test_save_with_wait_asks",
-    "tests/e2e/local/test_save.py::test_save_with_wait_fails",
-    "tests/e2e/local/test_silent_scripts.py::test_a_script_that_uses",
-    "tests/e2e/local/test_soak.py",
-    "tests/e2e/local/test_state_pages.py",
-    "tests/e2e/local/test_trackers.py",
-    "tests/e2e/local/test_twins.py",
-    "tests/e2e/local/test_wheel.py",
-    "tests/e2e/workers/test_shards.py",
-    # More meshes and entry points than one.
-    *(f"{_WARM_UP}_no_group_no_random_state_and_no_threads_behind[entrypoint{n}" for n in "123"),
-    "tests/planner_accuracy/test_real_ranks.py::test_a_traced_rank_needs_and_sends_what_a_real_one_does[t",
-    "tests/unit/workers/training/test_calibrate.py::test_two_workers",
-    # Each rare order of an import and a fork.
-    "tests/e2e/agent/test_import_template.py::test_a_module",
-    "tests/e2e/agent/test_import_template.py::test_a_signal",
-    "tests/e2e/agent/test_import_template.py::test_a_worker",
-    "tests/e2e/agent/test_import_template.py::test_workers",
-    "tests/e2e/agent/test_import_template.py::test_more",
-    "tests/e2e/agent/test_import_template.py::test_without",
-    # A job that is deleted in other phases than running and recovering; a second operator at rest.
-    *(f"{_DELETED}[{phase}" for phase in ("c", "f", "never", "p", "s")),
-    "tests/e2e/kubernetes/nodes/test_installed.py::test_two_operators",
-    # A compile cache over pods; tests/unit/backends/kubernetes has its volume.
-    "tests/e2e/kubernetes/nodes/test_installed.py::test_a_pod_that_replaces_another_one_compiles",
-    # Builds whole images, with 3 GB of torch; the other tests have images of this machine's files.
-    "tests/e2e/kubernetes/nodes/test_images.py",
-    # Losses of nodes; test_pod_failures has pods that fail or go.
-    "tests/e2e/kubernetes/nodes/test_training.py::test_a_drained",
-    "tests/e2e/kubernetes/nodes/test_training.py::test_a_spare",
-    "tests/e2e/kubernetes/nodes/test_training.py::test_a_suspended",
-    "tests/e2e/kubernetes/nodes/test_training.py::test_training_continues_after_a_power_loss",
-    "tests/e2e/kubernetes/nodes/test_training.py::test_partitioned_pods_end",
-    "tests/e2e/kubernetes/nodes/test_pod_failures.py::test_a_pod_whose_label",
-    "tests/e2e/kubernetes/nodes/test_capacity.py",
-    "tests/e2e/kubernetes/nodes/test_code_in_pods.py",
-    "tests/e2e/kubernetes/nodes/test_examples.py",
-    "tests/e2e/kubernetes/nodes/test_commands_training.py",
-    "tests/e2e/kubernetes/nodes/test_placement.py",
-    # test_commands watches through an outage, and the rights of one namespace are fewer.
-    "tests/e2e/kubernetes/test_chart.py::test_the_notes_warn",
-    "tests/e2e/kubernetes/test_command_refusals.py::test_kubectl",
-    "tests/e2e/kubernetes/test_command_refusals.py::test_watching",
-    "tests/e2e/kubernetes/test_rights.py::test_the_whole_life_of_a_job_needs_no_other_rights[n",
-    # The test cluster itself; many jobs, several operators and schedulers; a journal of a thousand
-    # pods.
-    "tests/e2e/kubernetes/nodes/test_rig.py",
-    "tests/e2e/kubernetes/test_journal_size.py",
-    "tests/e2e/kubernetes/test_native_gangs.py",
-    "tests/e2e/kubernetes/test_queued_jobs.py",
-    "tests/e2e/kubernetes/test_replicas.py",
-    "tests/e2e/kubernetes/test_scale.py",
-    "tests/e2e/kubernetes/test_stores.py",
-    "tests/e2e/kubernetes/test_two_releases.py",
-    # Upgrades by kubectl, and from a commit; the helm case has the chart's schema and stored jobs.
-    "tests/e2e/kubernetes/test_upgrade.py::test_an_upgrade_keeps_pod_templates[older-client",
-    "tests/e2e/kubernetes/test_upgrade.py::test_an_upgrade_keeps_pod_templates[older-server",
-    "tests/e2e/kubernetes/test_upgrade.py::test_an_upgrade_keeps_pod_templates[with",
-    "tests/e2e/kubernetes/test_waiting_jobs.py",
+_LOSSES = "strategies/test_losses.py::test_losses_and_gradient_norms_are_those_of_one_process["
+_KILLED = "test_a_killed_worker_costs_the_steps_since_the_scripts_checkpoint["
+_LOST = "test_a_lost_node_is_replaced_and_the_script_goes_on["
+_WARM_UP = "test_a_warm_up_leaves_no_group_no_random_state_and_no_threads_behind[entrypoint"
+_TRACED = "test_accuracy.py::test_the_plan_is_what_a_traced_step_needs_and_sends["
+_NODES = "e2e/kubernetes/nodes/test_"
+_LONG = {
+    # Import contracts say it of the text, in a second; here each part is really removed. `make
+    # check` checks types: 100 s of a core in a fresh clone.
+    "tidy/test_": "removable; tools.py::test_the_tools_report_no_problem[types",
+    # Every strategy through kills, resizes and reshards, and its variants; the rest of test_losses
+    # trains each axis, and tests/e2e/local has the faults with FSDP, HSDP and DDP.
+    "strategies/test_": "elastic; faults; own_loops; recipe; three_axes; variants",
+    _LOSSES: "CP 2; NO; PP 2 x C; PP 2 x D; PP 2 x FSDP 2,; PP 2 x TP; PP 4; TP 2 x D; "
+    "TP 2 x FSDP 2]",
+    # Damage, full disks, a cache of compiled code, memory limits, a built wheel, files of the
+    # user's with our names; test_kill, test_losses, test_hand_over have each kind of fault.
+    "e2e/local/test_": "adopt; again; compile; damaged; full_; growth; host_memory; large_spec; "
+    "last_incident; looking; name_collision; save; soak; state_pages; trackers; twins; wheel",
+    "e2e/local/test_ends.py::test_": "a_job_whose; a_killed; a_script_that_leaves; an_interrupt; "
+    "hook; neither; a_script_that_raises_at_once_fails_the_job_with_its_traceback[e",
+    "e2e/local/test_entrypoints.py::test_": "a_session_in; an_unknown_option; launchers; uv_adds",
+    "e2e/local/test_first_commands.py::test_": "the_; a_script_is_run_by_the_printed_commands[d; "
+    "printed_commands_that_start_nothing_succeed[d",
+    "e2e/local/test_hand_over.py::test_": "a_",
+    "e2e/local/test_hangs.py::test_": "a_rank_that_",
+    "e2e/local/test_kill.py::test_": "training_survives_its_node_launcher",
+    "e2e/local/test_losses.py::test_": "a_job_that_shrinks",
+    "e2e/local/test_outputs.py::test_a_job_that_succeeds_ends_with_0[": "c; f; l; u",
+    "e2e/local/test_python_client.py::test_": "a_function; a_notebook",
+    "e2e/local/test_silent_scripts.py::test_": "a_rank_that_sleeps; a_script_that_uses",
+    "e2e/workers/test_": "shards",
+    # More meshes and entry points than one; two real ranks where other tests of the file have one.
+    f"unit/workers/agent/pool/test_warmup.py::{_WARM_UP}": "0; 1; 2; 3",
+    "planner_accuracy/test_": "real_ranks",
+    f"planner_accuracy/{_TRACED}": "AC; CP; FSDP; loss",
+    "unit/preflight/test_real_hangs.py::test_": "the_script_hangs",
+    "unit/workers/integrations/test_ray_train.py::test_": "two_ranks",
+    "unit/workers/session/test_measures.py::test_": "the_second_step_of_a_real_group",
+    "unit/workers/training/test_calibrate.py::test_": "two_workers",
+    # Each rare order of an import and a fork but one.
+    "e2e/agent/test_import_template.py::test_": "a_; more; w",
+    "e2e/agent/test_preload.py::test_": "a_first_hsdp_step; "
+    "modules_of_the_job_are_imported_before_the_fork_unless_that_would_be_unsafe[names1",
+    "e2e/agent/test_standalone.py::test_": "a_pod_that_never; a_user; modules_beside; the_store",
+    # The test cluster itself; images with 3 GB of torch; two operators; a compile cache over pods.
+    _NODES: "capacity; code_in_pods; commands_training; examples; images; installed; placement; "
+    "rig",
+    # A job that is deleted in another phase than recovery; losses of nodes.
+    f"{_NODES}deletion.py::test_a_deleted_job_leaves_nothing[": "c; f; never; p; ru; s",
+    f"{_NODES}pod_failures.py::test_": "a_pod_whose_label",
+    f"{_NODES}training.py::test_": "a_drained; a_job_is_scaled; a_spare; a_suspended; partitioned; "
+    "training_continues_after_a_power_loss; training_continues_while_the_api_server",
+    # Many jobs, several operators and schedulers, a journal of a thousand pods; KubeRay, queues,
+    # alerts by Prometheus's own program; upgrades, of which tests/unit/kube has the lost names.
+    "e2e/kubernetes/test_": "journal_size; kuberay; monitoring; native_gangs; python_client; "
+    "queue; replicas; scale; stores; two_releases; upgrade; waiting_jobs",
+    "e2e/kubernetes/test_chart.py::test_": "an_operator_of_its_own; the_notes_warn",
+    "e2e/kubernetes/test_code.py::test_": "the_directory",
+    "e2e/kubernetes/test_command_refusals.py::test_": "kubectl; watching",
+    "e2e/kubernetes/test_commands.py::test_": "a_request_that_waits; an_unanswered; watching",
+    "e2e/kubernetes/test_missing_rights.py::test_without_the_right_to_": "create_e; create_s; d; w",
+    "e2e/kubernetes/test_rights.py::test_": "a_missing_gang; "
+    "the_whole_life_of_a_job_needs_no_other_rights[n",
     # Clusters of their own (autoscaler, tokens, pip), a browser, several jobs at once. test_faults,
     # test_cleanup, test_jobs_api and the contract run a job on Ray and lose its parts.
-    *(f"tests/e2e/ray/test_{name}.py" for name in _RAY.split()),
-    "tests/e2e/ray/test_bad_input.py::test_a_script_that_the_nodes_lack",
-    "tests/e2e/ray/test_bad_input.py::test_the_name_of_a_job_that_runs",
-    "tests/e2e/ray/test_cleanup.py::test_a_controller_that_comes",
-    "tests/e2e/ray/test_cleanup.py::test_a_job_that_was_refused",
-    "tests/e2e/ray/test_cleanup.py::test_a_job_whose_controller_cannot",
-    "tests/e2e/ray/test_cleanup.py::test_a_request_counts",
-    "tests/e2e/ray/test_cleanup.py::test_keys_of_an_earlier_job",
-    "tests/e2e/ray/test_jobs_api.py::test_a_killed_driver_is_replaced",
-    "tests/e2e/ray/test_jobs_api.py::test_inside_the_cluster_auto",
-    "tests/e2e/ray/test_jobs_api.py::test_stopping_the_ray_job_cancels_the_training_job",
-    "tests/e2e/ray/test_jobs_api.py::test_the_example_runs_unchanged",
-    "tests/e2e/ray/test_jobs_api.py::test_the_name_of_a_job_that_has_ended",
-    "tests/e2e/ray/test_jobs_api.py::test_the_quickstart",
+    "e2e/ray/test_": "again; autoscaler; client; commands; dashboard; drain; gang; head; http; "
+    "journal; kills; metrics; pip; placement; python_client; runtime_env; token; two_jobs; verbs",
+    "e2e/ray/test_bad_input.py::test_": "a_script_that_the_nodes_lack; the_name_of_a_job_that_runs",
+    "e2e/ray/test_cleanup.py::test_": "a_controller_that_comes; a_job_that_trains; a_job_that_was; "
+    "a_job_whose_controller_cannot; a_request_counts; keys_of_an_earlier_job",
+    "e2e/ray/test_jobs_api.py::test_": "a_killed_driver; inside_the_cluster; secrets; stopping; "
+    "the_",
     # Object storage, and one that is away for half a minute; test_restore_requests reads from it,
     # and tests/sim/test_storage_faults.py has the outages in virtual time.
-    "tests/e2e/storage/test_kill_points.py::test_a_stopped_writer_leaves_a_whole_step[f",
-    "tests/e2e/storage/test_kill_points.py::test_a_stopped_writer_leaves_a_whole_step[r",
-    "tests/e2e/storage/test_kill_points.py::test_a_stopped_writer_leaves_a_whole_step[save, and d",
-    "tests/e2e/storage/test_s3.py",
-    "tests/e2e/storage/test_unwritable.py",
+    "e2e/storage/test_": "s3; unwritable",
+    "e2e/storage/test_kill_points.py::test_a_stopped_writer_leaves_a_whole_step[": "f; r; "
+    "save, and d",
     # Of the frameworks CI has killed workers, a lost node, hangs, planned stops, state in memory;
     # shrinking is in tests/e2e/local, torn checkpoints in tests/unit/workers/agent/storage, phases
     # of evaluations in tests/frameworks/test_phases.py. test_examples kills the others' workers.
-    "tests/frameworks/test_evaluations.py",
-    "tests/frameworks/test_recovery.py::test_a_job_without_a_replacement",
-    *(f"{_KILLED}[{name}]" for name in ["accelerate", "ddp", "hf", "lightning", "trl", "zero1"]),
-    "tests/frameworks/test_recovery.py::test_a_lost_node_is_replaced_and_the_script_goes_on[ddp]",
-    "tests/frameworks/test_recovery.py::test_a_lost_node_is_replaced_and_the_script_goes_on[light",
-    "tests/frameworks/test_recovery.py::test_a_suspended_script",
-    "tests/frameworks/test_recovery.py::test_the_steps_of_the_trainer",
-    "tests/frameworks/test_recovery.py::test_a_torn_newest_checkpoint",
-    "tests/frameworks/test_resumed_trainers.py::test_a_killed_worker",
-    "tests/frameworks/test_zero_sizes.py",
+    "frameworks/test_": "evaluations; zero_sizes",
+    "frameworks/test_recovery.py::test_": "a_job_without; a_suspended; a_torn; the_steps_of",
+    f"frameworks/test_recovery.py::{_KILLED}": "accelerate; ddp; hf; lightning; trl; zero1",
+    f"frameworks/test_recovery.py::{_LOST}": "ddp; light",
+    "frameworks/test_resumed_trainers.py::test_": "a_killed_worker",
+}
+LONG = (
+    "bench/gpu/test_kit.py::test_a_rehearsal",
+    *(f"tests/{begin}{end}" for begin, ends in _LONG.items() for end in ends.split("; ")),
 )
