@@ -28,6 +28,7 @@ from .tensors import box_of as box_of
 from .tensors import empty_like as empty_like
 from .tensors import local_of as local_of
 
+_POSITIONS = "data"
 _MAX_NAMED = 5
 """Settings in one message."""
 
@@ -61,10 +62,14 @@ class TrainingState:
         extra: Extra,
         rank_state: RankState | None = None,
         say: Callable[[str], None] = say_once,
+        positions: Sequence[extra_state.Stateful] = (),
     ) -> None:
-        """`say` gets what is not restored, and what is without a counterpart."""
+        """`say` gets what is not restored, and what is without a counterpart. `positions` in data
+        are stored with `extra`, in this order."""
         self.given, self.extra, self.rank_state = optimizer, extra, rank_state
-        self._say = say
+        self._say, self._positions = say, positions
+        self._stored_positions: list[dict[str, Any]] | None = None
+        """Those of the checkpoint that was restored."""
         self._in_script = extra_state.settings_of(extra)
         # FSDP2 replaces a module's parameters while they are gathered; these objects are the
         # sharded ones.
@@ -205,8 +210,12 @@ class TrainingState:
         exported = {one.name: one.export(in_full=in_full) for one in self.optimizers}
         single = exported.get("")
         of_optimizers = {"optimizers": exported} if single is None else {"optimizer": single}
-        own = {} if self.rank_state is None else {EXTRA_KEY: self.rank_state.describe()}
+        own: dict[str, Any] = {}
+        if self.rank_state is not None:
+            own[EXTRA_KEY] = self.rank_state.describe()
         user = extra_state.export_user(self.extra, self._in_script)
+        if self._positions:
+            own[_POSITIONS] = [one.state_dict() for one in self._positions]
         return {**of_optimizers, **user, **module_state.export(self._names.modules), **own}
 
     # -- import ---------------------------------------------------------------------------------
@@ -248,6 +257,21 @@ class TrainingState:
         module_state.load(self._names.modules, extra, self._elsewhere, self._say)
         if self.rank_state is not None:
             self.rank_state.load(extra)
+        self._stored_positions = extra.get(_POSITIONS, [])
+        for number, position in enumerate(self._positions):
+            self.load_position(number, position)
+
+    def load_position(self, number: int, position: extra_state.Stateful) -> None:
+        """Fill the position with this number, if a checkpoint was restored."""
+        if self._stored_positions is None:
+            return
+        if number < len(self._stored_positions):
+            position.load_state_dict(self._stored_positions[number])
+        else:
+            self._say(
+                f"session.data: the checkpoint has no position of loader {number}, which begins "
+                "with its first epoch"
+            )
 
     def _say_what_changed(self, extra: Mapping[str, Any]) -> None:
         """Settings of the script that have changed and do not apply, as the checkpoint has them."""

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -42,6 +42,9 @@ from .shards import Shards
 from .twins import TwinGroup
 from .work_time import GpuProbe, WorkMeter
 
+if TYPE_CHECKING:
+    from .data import ElasticLoader
+
 
 class Session:
     """One worker's part of a job. `session.init()` makes one for each process.
@@ -67,6 +70,7 @@ class Session:
         self._checkpoint = attached.job.spec.checkpoint if attached else None
         self._stager: Stager | None = None
         self._state: TrainingState | None = None
+        self._data: list[ElasticLoader] = []
         self._twins: TwinGroup | None = None
         """Exchange between ranks with state of their own."""
         self._last_step, self._last_staged = -1, -1
@@ -175,6 +179,40 @@ class Session:
             )
         return Shards(model, self.device, self.world_size, self.shape.pipeline)
 
+    def data(
+        self,
+        loader: Any,
+        *,
+        epochs: int | None = None,
+        global_batch: int | None = None,
+        seed: int | None = None,
+    ) -> ElasticLoader:
+        """This rank's batches of a loader: each sample once an epoch, over restarts and resizes.
+
+            loader = s.data(DataLoader(data, batch_size=8, shuffle=True, num_workers=2))
+            step = s.restore(model, optimizer)
+            for epoch in range(loader.epoch, 3):
+                for batch in loader:
+                    ...
+                    s.step(step, loss=loss)
+                    step += 1
+
+        `loader` is a DataLoader of torch or torchdata, or one that accelerate prepared, over the
+        whole data: samples are divided among the ranks here, in an order that depends on `seed` and
+        the epoch. Its batch size is a rank's, or the share of `global_batch`. An iteration has the
+        rest of an epoch; after the last of `epochs` it has nothing. `s.step` stores the position
+        behind the batches that were taken. Raises UserError for loaders that divide or skip samples
+        by themselves, and, when its position is restored, for data of another size or order.
+        """
+        from .data import ElasticLoader
+
+        self._data.append(
+            ElasticLoader(loader, self, epochs=epochs, global_batch=global_batch, seed=seed)
+        )
+        if self._state is not None:
+            self._state.load_position(len(self._data) - 1, self._data[-1])
+        return self._data[-1]
+
     # -- the loop -----------------------------------------------------------------------------
     def restore(
         self,
@@ -215,7 +253,7 @@ class Session:
         expect_on(self.device, ((name, p.device) for name, p in model.named_parameters()))
         self._enter("restore")
         own = RankState(per_rank, self.rank, self.shape) if per_rank else None
-        self._state = TrainingState(model, optimizer, extra, own, self._say)
+        self._state = TrainingState(model, optimizer, extra, own, self._say, self._data)
         if own is not None and self._channel is not None and self.shape.replicate > 1:
             self._twins = TwinGroup((self.rank, *self.shape.twins(self.rank)))
             own.join(self._twins)

@@ -1,5 +1,5 @@
-"""A script with a sampler that divides itself again, and state of each rank: a worker is killed,
-the job shrinks and grows, and the ledger of the script has each sample once an epoch."""
+"""A plain DataLoader in `session.data`, and state of each rank: a worker is killed, the job shrinks
+and grows, and the ledger of the script has each sample once an epoch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import textwrap
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
 from .local_rig import Job, spec
@@ -20,7 +21,6 @@ SCRIPT = """
 import json, os, random, time
 import torch
 from holdfast import session
-from holdfast.data import ElasticSampler
 
 s = session.init()
 torch.manual_seed(0)
@@ -29,22 +29,26 @@ if s.world_size > 1:
     model = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
 data = torch.arange({size}).float().unsqueeze(1)
-sampler = ElasticSampler(len(data), s, rank_batch=1, seed=5, epochs={epochs})
+loader = torch.utils.data.DataLoader(
+    data, batch_size=1, shuffle=True, num_workers=1, persistent_workers=True
+)
+loader = s.data(loader, seed=5)
 draws = random.Random(s.rank)
 own = session.PerRank(draws, on_resize="restart")
-start = s.restore(model, optimizer, extra={{"sampler": sampler}}, per_rank={{"draws": own}})
-loader = torch.utils.data.DataLoader(data, batch_sampler=sampler, num_workers=1)
+step = s.restore(model, optimizer, per_rank={{"draws": own}})
 out = open(os.path.join({ledger!r}, f"{{s.generation}}-{{s.rank}}"), "a")
-for step, batch in enumerate(loader, start):
-    loss = (model(batch) - batch).square().mean() * 1e-6
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    rows = list(zip(sampler.share(step).indices, batch.flatten().int().tolist()))
-    out.write(json.dumps([step, rows, sampler.weights(step)]) + "\\n")
-    out.flush()
-    time.sleep(0.02 if s.world_size > 1 else 0.2)  # alone until the other node is back
-    s.step(step, loss=loss.detach())
+for epoch in range(loader.epoch, {epochs}):
+    for batch in loader:
+        loss = (model(batch) - batch).square().mean() * 1e-6
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        rows = [[epoch, sample] for sample in batch.flatten().int().tolist()]
+        out.write(json.dumps([step, rows, loader.weights]) + "\\n")
+        out.flush()
+        time.sleep(0.02 if s.world_size > 1 else 0.2)  # alone until the other node is back
+        s.step(step, loss=loss.detach())
+        step += 1
 s.finish()
 session.leave()
 """
@@ -61,7 +65,7 @@ def ledger(place: Path) -> dict[int, list[tuple[int, int]]]:
             if step not in newest or newest[step][0] < generation:
                 newest[step] = (generation, [])
             pairs = zip(rows, weights, strict=True)
-            newest[step][1].extend((at // SIZE, sample) for (at, sample), w in pairs if w)
+            newest[step][1].extend((epoch, sample) for (epoch, sample), w in pairs if w)
     return {step: rows for step, (_, rows) in newest.items()}
 
 
@@ -89,8 +93,11 @@ def test_each_sample_is_trained_once_an_epoch_through_a_kill_and_two_resizes(
     job.run()
     try:
         job.until(lambda view: view.step >= 10)
-        job.kill(worker(job, 1))
+        killed = worker(job, 1)
+        (reader,) = psutil.Process(killed).children()
+        job.kill(killed)
         seen = job.running(incidents=1)
+        assert not reader.is_running(), "a persistent process of the loader ends with its rank"
         assert "SIGKILL" in seen.incidents[0].title
         view = job.until(lambda view: view.step >= seen.step + 10)
         assert job.request("chaos", kind="kill-node", node=view.nodes[-1].name, hold_s=2.0).ok

@@ -1,0 +1,419 @@
+"""A script's own loader, divided among the ranks: each sample once an epoch at any world size.
+
+All ranks walk one order of an epoch's samples, which depends on the seed and the epoch. A global
+batch is its next piece, and each rank takes its share. What is stored is how much of the epoch all
+ranks have been given, which is the same on all; so any number of ranks divides the rest. It is
+counted where batches leave the loader: what its processes have fetched ahead is fetched again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import _utils as processes
+
+from holdfast.orchestrator.errors import Problem, UserError
+
+from .order import mix, permuted
+
+_LIBRARIES = {"torch", "torchdata", "accelerate"}
+"""Packages whose samplers and loaders are known."""
+_KEPT = (
+    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
+    "multiprocessing_context", "generator", "prefetch_factor", "persistent_workers", "in_order",
+)  # fmt: skip
+"""Settings of a DataLoader that the one made of it has too."""
+
+
+class Ranks(Protocol):
+    """What is needed of a Session."""
+
+    @property
+    def data_parallel_rank(self) -> int: ...
+    @property
+    def data_parallel_size(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How an epoch is cut into global batches, and these into shares of the ranks."""
+
+    batch: int
+    """Samples of a global batch."""
+    rank: int
+    ranks: int
+    drop_last: bool
+    joins: bool
+    """The last batch may have up to one more sample a rank, so that each rank has one."""
+
+    def taken(self, left: int) -> int:
+        """Samples of the next global batch, of `left`; 0: the epoch is over."""
+        if self.drop_last:
+            return self.batch if left >= self.batch else 0
+        return left if left < self.batch + (self.ranks if self.joins else 1) else self.batch
+
+    def share(self, taken: int) -> tuple[list[int], float]:
+        """This rank's places in a global batch of so many samples, and their weight. With fewer
+        samples than ranks, some repeat a sample of another rank."""
+        mine = list(range(self.rank, taken, self.ranks))
+        return (mine, 1.0) if mine else ([self.rank % taken], 0.0)
+
+
+class _Batch(NamedTuple):
+    """What a loader of a stream yields."""
+
+    value: Any
+    taken: int
+    weights: list[float]
+    is_last: bool
+
+
+class ElasticLoader:
+    """`Session.data` documents it."""
+
+    def __init__(
+        self,
+        loader: Any,
+        session: Ranks,
+        *,
+        epochs: int | None = None,
+        global_batch: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._given, self.epochs = loader, epochs
+        self.epoch = self.offset = 0
+        """The epoch of the next batch, and how many of its samples all ranks have been given."""
+        self.weights: list[float] = []
+        """Weights of the last batch's samples: 0 for one that another rank has too."""
+        inner = getattr(loader, "base_dataloader", loader)
+        if not isinstance(inner, DataLoader) or not _is_known(type(inner).__iter__):
+            got = f"a {type(loader).__name__} with an iteration of its own"
+            raise _wrong(got, "a DataLoader of torch or torchdata, or one that accelerate prepared",
+                         "give the state of another loader as per_rank of restore")  # fmt: skip
+        self._ranks = session.data_parallel_rank, session.data_parallel_size
+        self._is_stream = isinstance(inner.dataset, IterableDataset)
+        plan = _StreamPlan(self) if self._is_stream else _MapPlan(self)
+        split = plan.read(inner)
+        if global_batch is None and getattr(loader, "split_batches", split):
+            global_batch = plan.batch
+        if global_batch is not None and (global_batch < self._ranks[1] or not plan.joins):
+            least = f"at least {self._ranks[1]}, one sample a rank"
+            raise _wrong(f"global_batch={global_batch}", least if plan.joins else "none, for "
+                         "batches that are made by a batch_sampler of the script")  # fmt: skip
+        self.seed = plan.seed if seed is None else seed
+        batch = global_batch or plan.batch * self._ranks[1]
+        self.pieces = Pieces(batch, *self._ranks, plan.drop_last, plan.joins)
+        self._plan = plan
+        how = {name: getattr(inner, name) for name in _KEPT if hasattr(inner, name)}
+        self._loader = _prepared(loader, plan.loader(how))
+
+    # -- the loop ---------------------------------------------------------------------------------
+    def __len__(self) -> int:
+        """Batches of a whole epoch at this number of ranks. Raises TypeError for a stream."""
+        size, batch = self._plan.num(self.epoch), self.pieces.batch
+        num = max(0, size // batch - 1)  # none of these is the last one
+        left = size - num * batch
+        while taken := self.pieces.taken(left):
+            left, num = left - taken, num + 1
+        return num
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.epochs is not None and self.epoch >= self.epochs:
+            return
+        epoch = self.epoch
+        if self._loader is not self._plan.inner:  # accelerate sets it in the data set
+            self._loader.iteration = epoch
+        for batch in self._loader:
+            value, taken, self.weights, is_last = self._plan.unpack(batch)
+            # Before it is given: a step may end the epoch and be stored.
+            self.epoch, self.offset = (epoch + 1, 0) if is_last else (epoch, self.offset + taken)
+            yield value
+        if self.epoch == epoch:
+            self.epoch, self.offset = epoch + 1, 0
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the loader that was given, such as `dataset`."""
+        if name == "_given":
+            raise AttributeError(name)
+        return getattr(self._given, name)
+
+    # -- state ------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """The same on all ranks."""
+        order = {"size": self._plan.size, "seed": self.seed, "order": self._plan.kind}
+        return {"epoch": self.epoch, "offset": self.offset, **order}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises UserError for the state of another order."""
+        mine = self.state_dict()
+        for name in ("order", "size", "seed"):
+            if mine[name] != state[name]:
+                raise _wrong(f"{name} {mine[name]}", f"{state[name]}, as in the checkpoint, so that"
+                             " each sample occurs once an epoch")  # fmt: skip
+        self.epoch, self.offset = state["epoch"], state["offset"]
+
+
+# -- data with indices ----------------------------------------------------------------------------
+class _MapPlan(Sampler[Any]):
+    """This rank's indices of the rest of an epoch, in batches as the script's loader has them."""
+
+    inner: Any
+    kind = "drawn"
+    seed = 0
+
+    def __init__(self, data: ElasticLoader) -> None:
+        self._data = data
+        self._drawn: tuple[int, Any] = (-1, None)
+
+    def read(self, inner: Any) -> bool:
+        """Takes the settings of this loader; returns whether its batches are divided already."""
+        self._dataset, by = inner.dataset, inner.batch_sampler
+        split = bool(getattr(by, "split_batches", False))
+        if type(by).__name__ == "BatchSamplerShard":
+            by = by.batch_sampler
+        if type(by).__name__ == "SkipBatchSampler":
+            raise _wrong("a loader that skips batches", "the whole one, as it continues by itself")
+        self._in_batches = by is not None
+        self.joins = isinstance(by, torch.utils.data.BatchSampler) and _is_known(type(by).__iter__)
+        source = inner.sampler if by is None else by.sampler if self.joins else by
+        self.batch: int = by.batch_size if self.joins else 1
+        self.drop_last = bool(by.drop_last) if self.joins else False
+        self._source, known = source, _is_known(type(source).__iter__)
+        divides = [hasattr(one, "num_replicas") for one in (source, getattr(source, "sampler", 0))]
+        whole = getattr(source, "data_source", getattr(source, "dataset", None))
+        self.size: int | None = len(whole) if known and whole is not None else None
+        if known and divides[0]:
+            self.kind = "shuffled" if source.shuffle else "sequential"
+            self.seed = source.seed
+        elif any(divides):
+            raise _wrong(
+                f"a {type(source).__name__}, which divides samples among ranks",
+                "a sampler of the whole order, which session.data divides",
+            )
+        elif known and type(source).__name__ == "SequentialSampler":
+            self.kind = "sequential"
+        elif (
+            known
+            and type(source).__name__ in ("RandomSampler", "SeedableRandomSampler")
+            and not source.replacement
+            and source.num_samples == self.size
+        ):
+            self.kind = "shuffled"
+        return split
+
+    def loader(self, how: dict[str, Any]) -> Any:
+        own = {"batch_sampler": self} if self._in_batches else {"batch_size": None, "sampler": self}
+        self.inner = DataLoader(self._dataset, **own, **how)
+        return self.inner
+
+    def num(self, epoch: int) -> int:
+        """Samples of this epoch, or batches where the script makes them."""
+        if self.kind != "drawn" and self.size is not None:
+            return self.size
+        return len(self._order(epoch))
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, at, pieces = self._data.epoch, self._data.offset, self._data.pieces
+        size = self.num(epoch)
+        while taken := pieces.taken(size - at):
+            batch = self._ids(epoch, [at + place for place in pieces.share(taken)[0]])
+            yield batch if self.joins else batch[0]
+            at += taken
+
+    def unpack(self, batch: Any) -> _Batch:
+        pieces, left = self._data.pieces, self.num(self._data.epoch) - self._data.offset
+        taken = pieces.taken(left)
+        places, weight = pieces.share(taken)
+        return _Batch(batch, taken, [weight] * len(places), not pieces.taken(left - taken))
+
+    def _ids(self, epoch: int, places: list[int]) -> list[Any]:
+        if self.kind == "sequential":
+            return places
+        if self.kind == "shuffled":
+            numbers = np.array(places, dtype=np.uint64)
+            ids: list[Any] = permuted(
+                numbers, self.num(epoch), mix(self._data.seed, epoch)
+            ).tolist()
+            return ids
+        order = self._order(epoch)
+        return [order[place] for place in places]
+
+    def _order(self, epoch: int) -> list[Any]:
+        """What the script's sampler draws for this epoch, the same on all ranks."""
+        if self._drawn[0] != epoch:
+            if hasattr(self._source, "set_epoch"):
+                self._source.set_epoch(epoch)
+            with _seeded(mix(self._data.seed, epoch), self._source):
+                self._drawn = epoch, list(self._source)
+        order: list[Any] = self._drawn[1]
+        return order
+
+
+@contextmanager
+def _seeded(seed: int, source: Any) -> Iterator[None]:
+    """The generators that a sampler may draw from, seeded; those of the process are put back."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    for one in (source, getattr(source, "sampler", None)):
+        if isinstance(generator := getattr(one, "generator", None), torch.Generator):
+            generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+# -- streams --------------------------------------------------------------------------------------
+class _StreamPlan(Sampler[Any]):
+    """Pieces of the rest of an epoch whose length is not known: (epoch, first sample, begins)."""
+
+    inner: Any
+    kind, seed, size = "stream", 0, None
+
+    def __init__(self, data: ElasticLoader) -> None:
+        self._data = data
+
+    def read(self, inner: Any) -> bool:
+        """Takes the settings of this loader; returns whether its batches are divided already."""
+        dataset = inner.dataset
+        if type(dataset).__name__ == "IterableDatasetShard":
+            dataset = dataset.dataset
+        if getattr(dataset, "_distributed", None) is not None:
+            raise _wrong("a data set that split_dataset_by_node has divided", "the whole one")
+        self._dataset, self.joins = dataset, inner.batch_size is not None
+        self.batch: int = inner.batch_size or 1
+        self.drop_last = bool(inner.drop_last)
+        return False
+
+    def loader(self, how: dict[str, Any]) -> Any:
+        stream = _Stream(self._dataset, self._data.pieces, how.pop("collate_fn"))
+        loader = DataLoader(stream, batch_size=None, sampler=self, collate_fn=_unchanged, **how)
+        self.inner = _UntilEnd(loader)
+        return self.inner
+
+    def num(self, epoch: int) -> int:
+        raise TypeError("the length of a stream is not known")
+
+    def __iter__(self) -> Iterator[tuple[int, int, bool]]:
+        epoch, first = self._data.epoch, self._data.offset
+        for number in itertools.count():
+            yield epoch, first + number * self._data.pieces.batch, not number
+
+    def unpack(self, batch: Any) -> _Batch:
+        return _Batch(*batch)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+class _UntilEnd:
+    """The loader of a stream, up to the end of the epoch."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader, self.dataset = loader, loader.dataset
+        self.batch_sampler = None
+
+    def __iter__(self) -> Iterator[_Batch]:
+        for batch in self._loader:
+            if batch is not None:
+                yield batch
+            if batch is None or batch[3]:
+                return
+
+
+class _Stream(Dataset[Any]):
+    """Reads the whole stream in each process of a loader, and keeps this rank's samples."""
+
+    def __init__(self, dataset: Iterable[Any], pieces: Pieces, collate: Any) -> None:
+        self._dataset, self._pieces, self._collate = dataset, pieces, collate
+        self._samples: Iterator[Any] = iter(())
+        self._ahead: deque[Any] = deque()
+        """Samples that were read to know whether the epoch ends."""
+        self._at = self._end = (-1, 0)
+        """Epoch and number of the next sample, and of the end of the last epoch that ended."""
+
+    def __getitem__(self, piece: tuple[int, int, bool]) -> _Batch | None:
+        """The batch of a piece; None after the end of the epoch."""
+        epoch, first, begins = piece
+        pieces, kept, num = self._pieces, dict[int, Any](), 0
+        if self._end[0] != epoch or first < self._end[1]:
+            self._go_to(epoch, first)
+            for sample in self._next(pieces.batch):
+                if num % pieces.ranks == pieces.rank or num < pieces.ranks:
+                    kept[num] = sample
+                num += 1
+            beyond = pieces.batch if pieces.drop_last else pieces.ranks if pieces.joins else 1
+            if num == pieces.batch:
+                ahead = list(self._next(beyond))
+                self._ahead = deque(ahead)
+            left = num + len(self._ahead)
+            if left < pieces.batch + beyond:
+                self._end = (epoch, first + left)
+            taken = pieces.taken(left)
+        if not num or not taken or (pieces.joins and not begins and left < pieces.ranks):
+            return None  # the last piece had the rest
+        kept |= {place: self._ahead.popleft() for place in range(num, taken)}
+        self._at = (epoch, first + taken)
+        places, weight = pieces.share(taken)
+        samples = [kept[place] for place in places]
+        value = self._collate(samples if pieces.joins else samples[0])
+        return _Batch(value, taken, [weight] * len(places), not pieces.taken(left - taken))
+
+    def _next(self, num: int) -> Iterator[Any]:
+        for _ in range(num):
+            sample = self._ahead.popleft() if self._ahead else next(self._samples, self)
+            if sample is self:
+                return
+            yield sample
+
+    def _go_to(self, epoch: int, first: int) -> None:
+        at, self._at = self._at, (-1, 0)  # after an error the epoch is opened again
+        if at[0] != epoch or at[1] > first:
+            processes.worker._worker_info = None  # with it a data set divides itself
+            if hasattr(self._dataset, "set_epoch"):
+                self._dataset.set_epoch(epoch)
+            skip: Any = getattr(self._dataset, "skip", None) if first else None
+            self._samples = iter(skip(first) if skip else self._dataset)
+            self._ahead.clear()
+            at = (epoch, first if skip else 0)
+        for _ in self._next(first - at[1]):
+            pass
+
+
+# -- accelerate -----------------------------------------------------------------------------------
+def _prepared(given: Any, inner: Any) -> Any:
+    """`inner` in what accelerate put around the loader that was given: it moves batches to the
+    device, and accumulation of gradients learns from it where an epoch ends."""
+    if given is inner or not hasattr(given, "base_dataloader"):
+        return inner
+    kind = sys.modules[type(given).__module__].DataLoaderShard
+    outer = object.__new__(kind)
+    vars(outer).update(vars(given))
+    if type(given) is not kind:  # DataLoaderDispatcher reads on rank 0
+        outer.device = given.state.device
+    outer.rng_types = outer.synchronized_generator = None  # the order needs none
+    outer.base_dataloader, outer.skip_batches = inner, 0
+    return outer
+
+
+def _is_known(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] in _LIBRARIES
+
+
+def _wrong(got: str, expected: str, fix: str = "") -> UserError:
+    return UserError(str(Problem("session.data", got, expected, fix)))
