@@ -28,7 +28,7 @@ MAX_WORDS = 40000
 BUDGETS = {
     "orchestrator": 51950,
     "workers": 23908,
-    "tests": 85554,
+    "tests": 85555,
     "orchestrator/api": 4321,
     "orchestrator/backends": 6343,
     "orchestrator/catalogue": 990,
