@@ -27,8 +27,8 @@ MAX_WORDS = 40000
 # for orchestrator and workers, 65,000 for tests.
 BUDGETS = {
     "orchestrator": 51950,
-    "workers": 23908,
-    "tests": 85555,
+    "workers": 23924,
+    "tests": 85616,
     "orchestrator/api": 4321,
     "orchestrator/backends": 6343,
     "orchestrator/catalogue": 990,
@@ -44,9 +44,9 @@ BUDGETS = {
     "orchestrator/protocol": 3276,
     "orchestrator/runtime": 5704,
     "workers/agent": 10712,
-    "workers/checkpoint": 5045,
+    "workers/checkpoint": 5056,
     "workers/integrations": 2187,
-    "workers/session": 2930,
+    "workers/session": 2935,
     "workers/training": 2561,
 }
 

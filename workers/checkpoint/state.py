@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -63,9 +63,11 @@ class TrainingState:
         rank_state: RankState | None = None,
         say: Callable[[str], None] = say_once,
         positions: Sequence[extra_state.Stateful] = (),
+        keep: Literal["all", "trainable"] = "all",
     ) -> None:
         """`say` gets what is not restored, and what is without a counterpart. `positions` in data
-        are stored with `extra`, in this order."""
+        are stored with `extra`, in this order. With `keep` trainable, frozen parameters are not
+        part of the state."""
         self.given, self.extra, self.rank_state = optimizer, extra, rank_state
         self._say, self._positions = say, positions
         self._stored_positions: list[dict[str, Any]] | None = None
@@ -75,19 +77,23 @@ class TrainingState:
         # sharded ones.
         self._names = ParamNames(model)
         refuse_fsdp1(model)
-        self.parameters = self._names.parameters
+        everything = self._names.parameters
+        self._left_out = {
+            name: p for name, p in everything.items() if keep != "all" and not p.requires_grad
+        }
+        self.parameters = {n: p for n, p in everything.items() if n not in self._left_out}
         """Name -> parameter."""
         self._boxes: dict[str, Box] = {}
         self._elsewhere: set[str] = set()
         found = given_optimizers.leaves(optimizer)
         self.optimizers = [
-            OptimizerState(name, one, self.parameters, self._box) for name, one in found.items()
+            OptimizerState(name, one, everything, self._box) for name, one in found.items()
         ]
         self.optimizer = self.optimizers[0].optimizer
         """The first or only one."""
         self._wrappers = list(given_optimizers.wrappers(optimizer))
-        given_optimizers.expect_in_backward_given(self.parameters, found)
-        names = {id(p): name for name, p in self.parameters.items()}
+        given_optimizers.expect_in_backward_given(everything, found)
+        names = {id(p): name for name, p in everything.items()}
         for one in self.optimizers:
             names |= {id(p): name for name, p in one.stepped.items()}
         self._guard = given_optimizers.OnlyThese(found, optimizer, names)
@@ -207,6 +213,12 @@ class TrainingState:
         """
         for wrapper, inner in self._wrappers:
             given_optimizers.expect_stateless(wrapper, inner)
+        if trained := [name for name, p in self._left_out.items() if p.requires_grad]:
+            raise UserError(
+                f"session.restore: got {trained[0]}, which is trained now and was frozen then, "
+                "with keep='trainable'; expected it to stay frozen, as no checkpoint has it; "
+                "unfreeze it before restore"
+            )
         exported = {one.name: one.export(in_full=in_full) for one in self.optimizers}
         single = exported.get("")
         of_optimizers = {"optimizers": exported} if single is None else {"optimizer": single}

@@ -80,9 +80,8 @@ def memory_of(name: str, tensor: Tensor) -> Tensor:
         if inner is None:
             raise UserError(
                 f"{name}: got a {type(local).__name__}, a subclass of torch.Tensor that keeps its "
-                "values in other tensors; expected a plain tensor; give s.restore a module of the "
-                "other parameters, such as the adapters, and load this one in the script at each "
-                "start"
+                "values in other tensors; expected a plain tensor; with frozen ones write "
+                's.restore(..., keep="trainable"), and load them in the script at each start'
             )
         local = inner.detach()
     return local

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
@@ -222,6 +222,7 @@ class Session:
         *,
         per_rank: Mapping[str, Any] | None = None,
         start: int = 0,
+        keep: Literal["all", "trainable"] = "all",
     ) -> int:
         """Fills model, optimizer and extra from the newest checkpoint; returns the next step.
 
@@ -235,7 +236,9 @@ class Session:
         dict of JSON values and of such objects by name; it is stored with every checkpoint, and the
         same on all ranks. `per_rank` are objects whose state differs from rank to rank, by name: a
         data loader with state_dict, a generator of torch, numpy or random, or one of them in a
-        PerRank, which says what happens when the number of ranks changes.
+        PerRank, which says what happens when the number of ranks changes. With `keep="trainable"`
+        parameters that are frozen now, such as the base of a LoRA, are neither staged nor stored
+        nor restored: the script loads them in each start. They may be quantized.
 
         Raises UserError for a wrong call, for optimizers whose state no checkpoint would have, for
         a model that is sharded otherwise than the mesh of the job, and for `per_rank` state of
@@ -243,6 +246,8 @@ class Session:
         the checkpoint;
         DamagedCheckpoint and UnreadableCheckpoint if it cannot be read.
         """
+        if keep not in ("all", "trainable"):
+            raise UserError(f"session.restore: got keep={keep!r}; expected all or trainable")
         if self._state is not None:
             raise UserError("session.restore: got a second call; expected one, before the loop")
         if any(p.is_meta for p in model.parameters()):
@@ -253,7 +258,7 @@ class Session:
         expect_on(self.device, ((name, p.device) for name, p in model.named_parameters()))
         self._enter("restore")
         own = RankState(per_rank, self.rank, self.shape) if per_rank else None
-        self._state = TrainingState(model, optimizer, extra, own, self._say, self._data)
+        self._state = TrainingState(model, optimizer, extra, own, self._say, self._data, keep)
         if own is not None and self._channel is not None and self.shape.replicate > 1:
             self._twins = TwinGroup((self.rank, *self.shape.twins(self.rank)))
             own.join(self._twins)

@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.orchestrator.errors import UserError
 from holdfast.workers.checkpoint import stage
 from holdfast.workers.checkpoint.device import CudaDevice, bit_sum
 from holdfast.workers.checkpoint.layout import Bytes, copy_and_hash, hash_bytes, parse_header
+from holdfast.workers.checkpoint.restore import WrongModel, restore
 from holdfast.workers.checkpoint.stage import Stager
 from holdfast.workers.checkpoint.state import TrainingState
 
 from .fake_device import FakeDevice
-from .fake_ranks import Memory
+from .fake_ranks import Memory, ShardInBytes
 
 BASE_BYTES = 64 * 64 * 4
 
@@ -162,3 +164,62 @@ def test_sums_of_bits_on_a_gpu_are_those_of_the_cpu() -> None:
     sums = device.bit_sums([one.cuda() for one in values])
     device.wait(device.record())
     assert sums() == [int(bit_sum(one)) for one in values]
+
+
+def quantized(seed: int) -> Lora:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    torch.manual_seed(seed)
+    model = Lora()
+    model.register_buffer("seen", torch.tensor([seed]))
+    quantize_(model, Int8WeightOnlyConfig(), lambda module, _: module is model.base)
+    assert type(model.base.weight.data) is not torch.Tensor
+    return model
+
+
+def kept(model: nn.Module) -> tuple[TrainingState, torch.optim.Optimizer]:
+    optimizer = torch.optim.AdamW(model.parameters())  # the frozen ones too
+    return TrainingState(model, optimizer, None, keep="trainable"), optimizer
+
+
+def file_of(model: nn.Module, state: TrainingState, optimizer: torch.optim.Optimizer) -> bytes:
+    model.down.weight.grad = torch.ones_like(model.down.weight)  # type: ignore[union-attr,arg-type]
+    optimizer.step()
+    memory = Memory()
+    Stager(state, memory, generation=1, shard=0, num_shards=1, device=torch.device("cpu")).stage(0)
+    return memory.file
+
+
+def test_a_quantized_base_is_neither_staged_nor_restored_with_keep_trainable() -> None:
+    model = quantized(1)
+    file = file_of(model, *kept(model))
+    assert set(parse_header(file, "file").entries) == {
+        "model.down.weight", "model.seen", "optim.down.weight.exp_avg",
+        "optim.down.weight.exp_avg_sq", "optim.down.weight.step",
+    }  # fmt: skip
+    assert len(file) < BASE_BYTES, "smaller than the base"
+    other = quantized(2)
+    base = other.base.weight.dequantize()  # type: ignore[operator]
+    state, _ = kept(other)
+    shard = ShardInBytes(file, "file")
+    extra = restore(state, lambda _: shard, shard=0, num_shards=1, num_stored=1, step=0)
+    state.import_extra(extra)
+    assert torch.equal(other.down.weight, model.down.weight) and other.seen.item() == 1
+    assert torch.equal(other.base.weight.dequantize(), base), "as the script loaded it"  # type: ignore[operator]
+    with pytest.raises(UserError, match=r'base.weight: got a .*keep="trainable"') as caught:
+        list(TrainingState(other, torch.optim.SGD([other.down.weight]), None).model_tensors())
+    assert "at each start" in str(caught.value)
+
+
+def test_what_was_left_out_must_stay_frozen_and_a_checkpoint_of_it_is_rejected() -> None:
+    model = Lora()
+    optimizer = torch.optim.AdamW(model.parameters())
+    whole = file_of(model, TrainingState(model, optimizer, None), optimizer)
+    again = Lora()
+    state, other = kept(again)
+    shard = ShardInBytes(whole, "file")
+    with pytest.raises(WrongModel, match=r"not in the model \(1\): base.weight"):
+        restore(state, lambda _: shard, shard=0, num_shards=1, num_stored=1, step=0)
+    again.base.requires_grad_(True)
+    with pytest.raises(UserError, match=r"got base.weight, which is trained now and was frozen"):
+        file_of(again, state, other)
