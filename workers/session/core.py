@@ -172,11 +172,7 @@ class Session:
         stages. Raises UserError for parameters on the meta device, and for parameters that are
         partial sums.
         """
-        if any(p.is_meta for p in model.parameters()):
-            raise UserError(
-                "session.shards: got parameters on the meta device; expected real memory; call "
-                "model.to_empty(device=session.device) first"
-            )
+        _expect_memory("session.shards", model)
         return Shards(model, self.device, self.world_size, self.shape.pipeline)
 
     def data(
@@ -250,11 +246,7 @@ class Session:
             raise UserError(f"session.restore: got keep={keep!r}; expected all or trainable")
         if self._state is not None:
             raise UserError("session.restore: got a second call; expected one, before the loop")
-        if any(p.is_meta for p in model.parameters()):
-            raise UserError(
-                "session.restore: got parameters on the meta device; expected real memory; call "
-                "model.to_empty(device=session.device) first"
-            )
+        _expect_memory("session.restore", model)
         expect_on(self.device, ((name, p.device) for name, p in model.named_parameters()))
         self._enter("restore")
         own = RankState(per_rank, self.rank, self.shape) if per_rank else None
@@ -517,6 +509,14 @@ class Session:
         loss = self._loss.last()
         if loss is not None and self._reported is not None and self._channel is not None:
             self._channel.send(msgspec.structs.replace(self._reported, loss=loss))
+
+
+def _expect_memory(call: str, model: nn.Module) -> None:
+    if any(p.is_meta for p in model.parameters()):
+        raise UserError(
+            f"{call}: got parameters on the meta device; expected real memory; call "
+            "model.to_empty(device=session.device) first"
+        )
 
 
 def working_directory(attached: worker_transport.Attached) -> str:
