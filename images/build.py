@@ -142,7 +142,7 @@ def distributions(out: Path, *, sdist: bool = False) -> Path:
         calls = "; ".join(f"backend.build_{kind}({str(out)!r})" for kind in kinds)
         code = f"import setuptools.build_meta as backend; {calls}"
         run(sys.executable, "-c", code, wanted="to build the wheel", cwd=Path(directory))
-    (wheel,) = out.glob("holdfast-*.whl")
+    (wheel,) = out.glob("*.whl")
     return wheel
 
 

@@ -10,6 +10,11 @@ from dataclasses import dataclass
 from typing import Self
 
 
+def installation(extra: str) -> str:
+    """How to install Holdfast with an extra, until a package index has it as holdfast-train."""
+    return f"pip install '.[{extra}]' in a checkout of Holdfast"
+
+
 class HoldfastError(Exception):
     """A failure with a message for the user. `exit_code`: 2 for a mistake in the request, 1 for a
     failure of the request."""

@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from .. import limits
 from ..errors import HoldfastError, Problem
 from ..parts import part
 from .commands import chaos, checkpoint, control, inspect, ranks, run, spec
@@ -63,11 +64,11 @@ def _print_version(wanted: bool) -> None:
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed
 
-    for name in ("holdfast", "torch"):
-        try:
-            typer.echo(f"{name} {installed(name)}")
-        except PackageNotFoundError:
-            typer.echo(f"{name} not installed")
+    typer.echo(f"holdfast {limits.RELEASE}")
+    try:
+        typer.echo(f"torch {installed('torch')}")
+    except PackageNotFoundError:
+        typer.echo("torch not installed")
     typer.echo(f"python {platform.python_version()}")
     raise typer.Exit
 

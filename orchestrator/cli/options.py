@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from ..errors import Problem, UserError
+from ..errors import Problem, UserError, installation
 from ..parts import part
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def provided(name: str, backend: str, written: str, *given: Any, **named: Any) -
             return make(*given, **named)
     except ModuleNotFoundError as error:
         missing = f"the package {error.name}"
-        fix = f"pip install '.[{backend}]' in a checkout of Holdfast"
+        fix = installation(backend)
     got = f"{written}, but {missing} is not installed"
     raise UserError(str(Problem(written.split()[0], got, "it installed", fix)))
 

@@ -8,7 +8,6 @@ or in `holdfast checkpoint`. The option -P leaves that directory out.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import os
 import site
@@ -42,10 +41,9 @@ def import_path() -> str:
 def _is_installed(root: Path) -> bool:
     """Whether every process of this interpreter can import the package `holdfast` in `root`: it is
     in site-packages, or an editable install (PEP 610) refers to it."""
-    if str(root) in (*site.getsitepackages(), site.getusersitepackages()):
-        return True
-    for installed in importlib.metadata.distributions(name="holdfast"):
-        origin = json.loads(installed.read_text("direct_url.json") or "{}")
-        if origin.get("dir_info", {}).get("editable") and origin.get("url") == root.as_uri():
-            return True
-    return False
+    places = [Path(place) for place in (*site.getsitepackages(), site.getusersitepackages())]
+    files = (file for place in places for file in place.glob("holdfast*-info/direct_url.json"))
+    return root in places or any(
+        origin.get("dir_info", {}).get("editable") and origin.get("url") == root.as_uri()
+        for origin in (json.loads(file.read_text()) for file in files)
+    )

@@ -7,6 +7,8 @@ import importlib.util
 import re
 from pathlib import Path
 
+from holdfast.orchestrator.errors import installation
+
 OLDEST_TORCH = (2, 11)
 PARTS = ("numpy", "safetensors", "xxhash", "psutil")
 
@@ -17,10 +19,10 @@ def problem(*, torch: bool = True) -> str:
     needed = ("torch", *PARTS) if torch else PARTS
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        packages = "torch 'holdfast[train]'" if "torch" in missing else "'holdfast[train]'"
         return (
             f"a node of a job needs {', '.join(needed)} (torch {oldest} or newer); missing here: "
-            f"{', '.join(missing)}; pip install {packages}"
+            f"{', '.join(missing)}; "
+            f"{'pip install torch, and ' * ('torch' in missing)}{installation('train')}"
         )
     spec = importlib.util.find_spec("torch") if torch else None
     if spec is None or not spec.submodule_search_locations:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Protocol
 
 from .. import limits
-from ..errors import HoldfastError, Problem, UserError
+from ..errors import HoldfastError, Problem, UserError, installation
 from ..protocol import messages as wire
 from ..protocol.facts import NodeFacts
 from ..protocol.framing import FrameReader
@@ -272,7 +272,7 @@ class AgentServer:
             return (
                 f"Holdfast: got {first.release} (protocol {first.version}); expected "
                 f"{limits.RELEASE} (protocol {limits.PROTOCOL_VERSION}), which the controller has; "
-                f"install the same there: pip install holdfast=={limits.RELEASE}"
+                f"on that node, run: {installation('train')} {limits.RELEASE}"
             )
         if route is None:
             # The reply does not reveal which jobs are registered.

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+from holdfast.orchestrator.errors import HoldfastError, Problem, UserError, installation
 
 from . import names
 
@@ -43,8 +43,7 @@ def connect(address: str, metadata: dict[str, str] | None = None) -> None:
     try:
         import ray
     except ImportError:
-        fix = "pip install '.[ray]' in a checkout of Holdfast"
-        problem = Problem("--ray", "no Ray here", "Ray to be installed", fix)
+        problem = Problem("--ray", "no Ray here", "Ray to be installed", installation("ray"))
         raise UserError(str(problem)) from None
     check_version(ray.__version__)
     through_client = address.startswith(CLIENT)

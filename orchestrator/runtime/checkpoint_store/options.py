@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
-from holdfast.orchestrator.errors import Problem, SpecError
+from holdfast.orchestrator.errors import Problem, SpecError, installation
 from holdfast.orchestrator.protocol import files
 
 CHECKPOINT_FIELD = "spec.checkpoint.path"
@@ -42,7 +42,7 @@ def missing_driver(path: str, error: Exception) -> Problem:
     scheme = path.partition("://")[0]
     fix = "install that driver where the job runs, and here"
     if scheme in EXTRAS:
-        fix = f"pip install '.[{EXTRAS[scheme]}]' in a checkout of Holdfast"
+        fix = installation(EXTRAS[scheme])
     return Problem(CHECKPOINT_FIELD, f"{path} ({error})", "a URL whose driver is installed", fix)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from holdfast.orchestrator.core.state import JobState
+from holdfast.orchestrator.errors import installation
 
 from .view import Incident
 
@@ -118,8 +119,8 @@ def _tracer() -> Any:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         log.warning(
-            "%s is set, and incidents are not exported as traces: %s; install holdfast[otel]",
-            ENDPOINTS[0], error,
+            "%s is set, and incidents are not exported as traces: %s; %s",
+            ENDPOINTS[0], error, installation("otel"),
         )  # fmt: skip
         return None
     named = {} if os.environ.get("OTEL_SERVICE_NAME") else {SERVICE_NAME: "holdfast"}

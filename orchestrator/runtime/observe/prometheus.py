@@ -9,8 +9,6 @@ few and bounded; series per rank only when spec.metrics.perRank asks for them.
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -139,11 +137,10 @@ def _plan_errors(view: JobView) -> Iterator[Sample]:
         yield {"of": "sent"}, plan.sent_bytes / view.sent_bytes - 1
 
 
-@functools.cache  # the version is looked up in files
 def build_labels() -> dict[str, str]:
     """Labels of holdfast_build_info."""
     python = ".".join(str(part) for part in sys.version_info[:3])
-    return {"version": importlib.metadata.version("holdfast"), "python": python}
+    return {"version": limits.RELEASE, "python": python}
 
 
 METRICS: tuple[Family, ...] = (

@@ -215,7 +215,7 @@ def test_invalid_names_and_paths_are_refused(
 
 
 def test_a_script_whose_name_is_too_long_is_not_submitted(write: Write, holdfast: Holdfast) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     file = write(f"{SPEC}  entrypoint: {{script: {TOO_LONG}}}\n")
     result = holdfast("submit", file, "--ray", NOWHERE)
     assert result.code == 2
@@ -235,7 +235,7 @@ def test_a_script_whose_name_is_too_long_is_not_submitted(write: Write, holdfast
 def test_a_runtime_env_is_read_like_a_job(
     text: bytes, message: str, write: Write, holdfast: Holdfast
 ) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     file = write(RECIPE % "")
     other = file.parent / "env.yaml"
     other.write_bytes(text)

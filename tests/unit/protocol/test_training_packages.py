@@ -23,7 +23,7 @@ def packages(directory: Path, torch: str | None, *parts: str, asks: str = "") ->
         (directory / "torch" / "version.py").write_text(torch)
     file = training_packages.__file__
     program = (
-        f"import runpy, sys; sys.path.append({str(directory)!r}); "
+        f"import runpy, sys; sys.path += [{str(directory)!r}, {str(ROOT)!r}]; "
         f"print(runpy.run_path({file!r})['problem']({asks}))"
     )
     done = subprocess.run(
@@ -37,7 +37,7 @@ def packages(directory: Path, torch: str | None, *parts: str, asks: str = "") ->
 def test_what_is_missing_is_named_with_the_line_that_installs_it(tmp_path: Path) -> None:
     text = packages(tmp_path, None, "numpy", "psutil")
     assert "missing here: torch, safetensors, xxhash;" in text
-    assert text.endswith("pip install torch 'holdfast[train]'")
+    assert text.endswith("pip install torch, and pip install '.[train]' in a checkout of Holdfast")
 
 
 def test_a_program_in_another_interpreter_needs_no_torch_here(tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ def test_another_protocol_is_refused_and_both_releases_are_named(tmp_path: Path)
         frames.send(one.hello(version=limits.PROTOCOL_VERSION + 1, release="7.1.0"))
         refused = await frames.receive()
         assert refused.final and "got 7.1.0 (protocol 2)" in refused.detail, refused.detail
-        assert f"pip install holdfast=={__version__}" in refused.detail
+        assert f"'.[train]' in a checkout of Holdfast {__version__}" in refused.detail
         frames.close()
         await endpoint.close()
 

@@ -150,7 +150,7 @@ def test_nothing_is_exported_unless_an_endpoint_is_set(fresh: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("protocol", "said"),
-    [("grpc", "got grpc; expected http/protobuf"), ("http/protobuf", "install holdfast[otel]")],
+    [("grpc", "got grpc; expected http/protobuf"), ("http/protobuf", "pip install '.[otel]'")],
 )
 def test_what_cannot_be_exported_is_said_once_by_name(
     fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, protocol: str, said: str
