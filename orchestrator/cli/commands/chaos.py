@@ -6,12 +6,15 @@ the same path as a real failure.
 
 from __future__ import annotations
 
+import time
 from typing import Annotated
 
 import typer
 
 from ..options import JobArgument, JsonOption, Target, with_target
 from ..output import print_json
+
+POLL_S = 0.3
 
 
 def register(app: typer.Typer, panel: str) -> None:
@@ -36,11 +39,7 @@ HoldOption = Annotated[
 
 
 def kill_worker(
-    job: JobArgument,
-    rank: RankOption = None,
-    as_json: JsonOption = False,
-    *,
-    target: Target,
+    job: JobArgument, rank: RankOption = None, as_json: JsonOption = False, *, target: Target
 ) -> None:
     """Kill one worker process with SIGKILL. The report marks the incident as injected.
 
@@ -50,11 +49,7 @@ def kill_worker(
 
 
 def hang_worker(
-    job: JobArgument,
-    rank: RankOption = None,
-    as_json: JsonOption = False,
-    *,
-    target: Target,
+    job: JobArgument, rank: RankOption = None, as_json: JsonOption = False, *, target: Target
 ) -> None:
     """Stop one worker process with SIGSTOP, so that it hangs.
 
@@ -79,17 +74,17 @@ def kill_node(
 
 
 def _inject(
-    kind: str,
-    target: Target,
-    job: str,
-    as_json: bool,
-    **arguments: int | float | str | None,
+    kind: str, target: Target, job: str, as_json: bool, **arguments: int | float | str | None
 ) -> None:
     given = {name: value for name, value in arguments.items() if value is not None}
-    answer = target.find(job).request("chaos", kind=kind, **given)
+    running, waits = target.find(job), False
+    while (view := running.view()).state in ("pending", "starting") and view.controller_alive:
+        if not waits:
+            typer.echo(f"job {job}: is {view.state}; {kind} waits until it trains", err=True)
+        waits = True
+        time.sleep(POLL_S)
+    answer = running.request("chaos", kind=kind, **given)
     if as_json:
-        print_json(
-            {"job": job, "verb": "chaos", "kind": kind, "detail": answer.detail, **answer.body}
-        )
+        print_json({"job": job, "kind": kind, "detail": answer.detail, **answer.body})
     else:
         typer.echo(f"job {job}: {answer.detail or kind}")

@@ -92,14 +92,11 @@ def commands(page: str) -> list[str]:
     return [line.strip() for line in found if line.strip()]
 
 
-def run(line: str, *, until_it_works: bool = False) -> str:
-    """`until_it_works`: a reader types it once the job trains."""
+def run(line: str) -> str:
     done = subprocess.run(
         ["bash", "-c", line], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, timeout=4 * BOUND_S,
     )  # fmt: skip
-    if until_it_works and done.returncode:
-        return run(line, until_it_works=True)
     assert done.returncode == 0, f"{line}\n{done.stdout}"
     return done.stdout
 
@@ -123,7 +120,7 @@ def test_a_script_is_run_by_the_printed_commands(page: str) -> None:
 def test_the_quickstart_runs_as_written() -> None:
     first, *lines = commands("docs/user/quickstart-local.md")
     assert first.startswith("pip install ") and len(lines) == 7
-    outputs = [run(line, until_it_works="kill-worker" in line) for line in lines]
+    outputs = [run(line) for line in lines]
     assert "incident 1" in outputs[2] and "first  succeeded after " in outputs[4]
 
 

@@ -8,8 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from holdfast.orchestrator.cli.commands import chaos
+from holdfast.orchestrator.cli.targets import local
+from holdfast.orchestrator.protocol.messages import Reply
+from holdfast.orchestrator.runtime.observe.view import JobView
 
 from .conftest import Holdfast
 
@@ -84,6 +90,21 @@ def test_a_wrong_call_is_one_paragraph_and_exits_with_2(
     assert message in result.err
     assert result.err.startswith("error: ")
     assert len(result.err.strip().splitlines()) == 1
+
+
+def test_a_fault_waits_until_the_job_trains(
+    holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = iter(["pending", "starting", "running", "killed"])
+
+    job = SimpleNamespace(
+        view=lambda: JobView(name="demo", state=next(states)),
+        request=lambda verb, **arguments: Reply(ok=True, detail=next(states)),
+    )
+    monkeypatch.setattr(local.LocalTarget, "find", lambda target, name: job)
+    monkeypatch.setattr(chaos, "POLL_S", 0)
+    text = "job demo: is pending; kill-worker waits until it trains\n"
+    assert holdfast("debug kill-worker", "demo") == (0, "job demo: killed\n", text)
 
 
 def test_no_arguments_show_the_help_and_exit_with_2(holdfast: Holdfast) -> None:
