@@ -13,6 +13,7 @@ PARTS = {
     "catalogue": f"{_HERE}.catalogue.load:load_catalogue",
     "command operator": f"{_CLI}.commands.operator:register",
     "command plan": f"{_CLI}.commands.plan:register",
+    "command ui": f"{_HERE}.ui.command:register",
     "command preflight": f"{_CLI}.commands.preflight:register",
     "fix": f"{_HERE}.explorer.advice:fix",
     "measurements": f"{_HERE}.catalogue.measurements:read",
@@ -22,6 +23,8 @@ PARTS = {
     "target kubernetes": f"{_CLI}.targets.kubernetes.target:KubernetesTarget",
     "target local": f"{_CLI}.targets.local:LocalTarget",
     "target ray": f"{_CLI}.targets.ray:choose",
+    "ui beside a run": f"{_HERE}.ui.command:beside",
+    "ui report": f"{_HERE}.ui.command:write_report",
     "warm-up": "holdfast.workers.agent.pool.warmup:warm",
 }
 """Name of what a part provides -> module and attribute."""

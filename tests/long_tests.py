@@ -22,7 +22,7 @@ _LONG = {
     # Damage, full disks, a cache of compiled code, memory limits, a built wheel, files of the
     # user's with our names; test_kill, test_losses, test_hand_over have each kind of fault.
     "e2e/local/test_": "adopt; again; compile; damaged; full_; growth; host_memory; large_spec; "
-    "last_incident; looking; name_collision; save; soak; state_pages; trackers; twins; wheel",
+    "last_incident; looking; name_collision; page; save; soak; state_pages; trackers; twins; wheel",
     "e2e/local/test_ends.py::test_": "a_job_whose; a_killed; a_script_that_leaves; an_interrupt; "
     "hook; neither; a_script_that_raises_at_once_fails_the_job_with_its_traceback[e",
     "e2e/local/test_entrypoints.py::test_": "a_session_in; an_unknown_option; launchers; uv_adds",

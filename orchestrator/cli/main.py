@@ -98,6 +98,8 @@ def _group(name: str, panel: str, *registers: Callable[[typer.Typer, str], None]
 
 run.register(app, "Run")
 inspect.register(app, "Look")
+if ui := part("command ui"):
+    ui(app, "Look")
 control.register(app, "Change")
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel="More")
 _group("spec", "More", spec.register, part("command preflight"), part("command plan"))

@@ -23,11 +23,14 @@ from .terms import (
     ALWAYS,
     BACKWARD_BEGINS,
     BACKWARD_ENDS,
+    CATEGORIES,
     EMBEDDING,
     FORWARD,
     LOSS,
     STEP,
+    Category,
     Term,
+    by_phase,
     peak,
 )
 from .workload import WHOLE, ParallelLayout, StageEnds, Workload, parts_of
@@ -66,6 +69,17 @@ def device_terms(work: Workload, layout: ParallelLayout) -> tuple[Term, ...]:
 def device_bytes(work: Workload, layout: ParallelLayout) -> int:
     """Peak memory of one rank's device over the phases of a step."""
     return math.ceil(max(peak(terms) for terms in _rank_terms(work, layout)))
+
+
+def peak_by_category(work: Workload, layout: ParallelLayout) -> dict[Category, int]:
+    """device_bytes by category, without what CUDA takes, in the phase that needs most."""
+    terms = max(_rank_terms(work, layout), key=peak)
+    sums = by_phase(terms)
+    bit, found = 1 << sums.index(max(sums)), dict[Category, int]()
+    for term in terms:
+        if term.phases & bit and term.category != "context":
+            found[term.category] = found.get(term.category, 0) + round(term.num_bytes)
+    return {name: found[name] for name in CATEGORIES if found.get(name)}
 
 
 def _rank_terms(work: Workload, layout: ParallelLayout) -> Iterator[tuple[Term, ...]]:

@@ -28,6 +28,7 @@ PARTS = {
     "deepspeed": (f"{HOOKS}/deepspeed.py", f"{HOOKS}/resumed_deepspeed.py"),
     "torchtitan": (f"{HOOKS}/torchtitan.py", "holdfast/torchtitan.py"),
     "ray train": (f"{HOOKS}/ray_train.py", "orchestrator/client/ray_trainer.py", "holdfast/ray.py"),
+    "ui": ("orchestrator/ui",),
     "client": ("orchestrator/client", "holdfast/ray.py"),
     "local": (
         "orchestrator/backends/local", "orchestrator/hosts/local", f"{CLI}/targets/local.py",
@@ -71,7 +72,7 @@ from holdfast.orchestrator.cli.main import app
 for words in (["--help"], ["run", "--help"], ["spec", "--help"]):
     app(words, prog_name="holdfast", standalone_mode=False)
 """
-COMMAND = {"preflight": "│ preflight", "explorer": "│ plan"}
+COMMAND = {"preflight": "│ preflight", "explorer": "│ plan", "ui": "│ ui"}
 
 
 def modules(place: Path, *tops: str) -> dict[str, Path]:

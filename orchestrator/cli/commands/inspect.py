@@ -9,6 +9,7 @@ import typer
 from holdfast.orchestrator.core.transitions import TERMINAL
 
 from ...errors import Problem, UserError
+from ...parts import part
 from ..options import JobArgument, JsonOption, Target, with_target
 from ..output import WIDE, columns, count, date, print_json, state_text, stderr, stdout
 
@@ -41,6 +42,10 @@ def status(
     stacks: Annotated[
         bool, typer.Option("--stacks", help="The report with all stacks, not only the culprit's.")
     ] = False,
+    html: Annotated[
+        str | None,
+        typer.Option("--html", metavar="FILE", help="Write the report as one HTML file."),
+    ] = None,
     *,
     target: Target,
 ) -> None:
@@ -51,7 +56,7 @@ def status(
     from ..render import status as render
     from ..report import print_report
 
-    for option, wanted in (("--watch", watch), ("--report", report or stacks)):
+    for option, wanted in (("--watch", watch), ("--report", report or stacks), ("--html", html)):
         if wanted and (job is None or (watch and as_json)):
             got = "it with --json" if as_json else "it without JOB"
             raise UserError(str(Problem(option, got, "it with JOB, as text")))
@@ -65,11 +70,17 @@ def status(
             watch_job(lambda: target.find(job).view(), display)
     found = target.find(job)
     view = found.view()
+    if html is not None:
+        if (write_report := part("ui report")) is None:
+            raise UserError(str(Problem("--html", html, "an installation of Holdfast that has it")))
+        write_report(view, html, target.command("status", view.name, "--report"))
     if as_json:
         print_json(view)
         return
     console = stdout()
-    if report or stacks:
+    if html is not None:
+        console.print(f"{view.name}: the report is in {html}", soft_wrap=True)
+    elif report or stacks:
         can_read = target.can_read(view.checkpoint_path)
         print_report(console, view, stacks=stacks, command=target.command, can_read=can_read)
     else:

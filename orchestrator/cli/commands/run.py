@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 
+from ...parts import part
 from ..options import JobArgument, Target, with_target
 from ..output import ignoring_closed_output, print_json, stderr, stdout
 from ..script_job import (
@@ -57,6 +59,9 @@ ReportOption = Annotated[
     bool,
     typer.Option("--json", help="Print only JSON: the report at the end; submit: the name."),
 ]
+PageOption = Annotated[
+    bool, typer.Option("--ui", help="Open the page of your jobs beside it, see `holdfast ui`.")
+]
 AGAIN_S = 120.0
 """A first step of the new code is waited for so long. The job does not depend on it."""
 AGAIN_LOOK_S = 0.1
@@ -91,7 +96,7 @@ SUBMIT = """Start a job as `holdfast run` does, and return: `holdfast attach` wa
 def register(app: typer.Typer, panel: str) -> None:
     app.command("run", help=RUN, rich_help_panel=panel)(with_target(start, returns=False))
     app.command("submit", help=SUBMIT, rich_help_panel=panel)(
-        with_target(start, returns=True, lines=None)
+        with_target(start, returns=True, lines=None, page=False)
     )
     for command in (attach, again):
         app.command(rich_help_panel=panel)(with_target(command))
@@ -111,6 +116,7 @@ def start(
     runtime_env: RuntimeEnvOption = None,
     lines: LinesOption = None,
     as_json: ReportOption = False,
+    page: PageOption = False,
     *,
     returns: bool,
     target: Target,
@@ -121,7 +127,8 @@ def start(
     def begin(launch: Launch) -> int:
         if returns:
             return _submit(target, launch, as_json)
-        return _shown(target, as_json, lines, lambda display: target.run(launch, display))
+        with _page_beside(target) if page else nullcontext():
+            return _shown(target, as_json, lines, lambda display: target.run(launch, display))
 
     def show(text: str) -> None:
         with ignoring_closed_output():
@@ -149,6 +156,13 @@ def start(
     with spec_file(script, save, target.free_name, show, uploads=not local) as (made, shown):
         directory = Path.cwd() if save is None else save.absolute().parent
         raise typer.Exit(begin(Launch(made, directory, script, runtime_env, shown)))
+
+
+def _page_beside(target: Target) -> Any:
+    """Raises UserError without the extra `ui`."""
+    if beside := part("ui beside a run"):
+        return beside(target)
+    raise UserError(str(Problem("--ui", "it", "an installation of Holdfast that has the page")))
 
 
 def _submit(target: Target, launch: Launch, as_json: bool) -> int:

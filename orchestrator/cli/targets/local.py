@@ -247,7 +247,7 @@ class LocalTransport:
 
 class LocalTarget(RunsEnded):
     def __init__(self, home: Path | None) -> None:
-        self._home = Home(home)
+        self.home = self._home = Home(home)
 
     def find(self, name: str) -> RemoteJob:
         return RemoteJob(LocalTransport(self._home.find(name)))

@@ -16,7 +16,7 @@ from holdfast.orchestrator.core.state import JobState
 from holdfast.orchestrator.explorer.hardware import calibrated, hardware_of
 from holdfast.orchestrator.explorer.step_time import step_time
 from holdfast.orchestrator.explorer.traffic import collectives
-from holdfast.orchestrator.planner.memory import CONTEXT_BYTES, device_bytes
+from holdfast.orchestrator.planner.memory import CONTEXT_BYTES, device_bytes, peak_by_category
 from holdfast.orchestrator.planner.workload import layout_of, workload_of
 from holdfast.orchestrator.protocol.facts import NodeFacts
 from holdfast.orchestrator.protocol.mesh import Mesh
@@ -74,4 +74,5 @@ class PlannedFigures:
             device_memory_bytes=tensors,
             sent_bytes=round(sum(row.num_bytes for row in collectives(work, layout))),
             step_s=seconds,
+            categories={str(name): n for name, n in peak_by_category(work, layout).items()},
         )

@@ -40,8 +40,18 @@ from holdfast.orchestrator.protocol.messages import Heartbeat, PersistFailed, Sh
 
 from .goodput import TimeAccounting, TimeTotals
 from .incidents import IncidentCounter, incident_views
-from .view import CheckpointView, HostMemoryView, JobView, NodeView, RefusedCheckpoint, WorkerView
+from .view import (
+    CheckpointView,
+    HostMemoryView,
+    JobView,
+    NodeView,
+    ProgressPoint,
+    RefusedCheckpoint,
+    WorkerView,
+)
 
+MAX_HISTORY = 240
+"""Points of a chart. With more, every second one goes, and half as many come."""
 SKIPPED_LIMIT = 3
 """So many checkpoints in a row, skipped because an older one was being written, are a problem."""
 
@@ -60,6 +70,10 @@ class ProjectionState:
     accounts: TimeTotals = field(default_factory=TimeTotals)
     tally: IncidentCounter = field(default_factory=IncidentCounter)
     progress: StepCompleted | None = None
+    history: list[ProgressPoint] = field(default_factory=list)
+    history_stride: int = 1
+    """Reports for each point of the history."""
+    reports: int = 0
     tokens_total: int = 0
     first_step_ns: int | None = None
     commits: int = 0
@@ -160,8 +174,24 @@ class JobProjection:
                 before += began - last.began_after  # the estimate has become better
         kept.tokens_total += event.tokens * max(0, event.step - before)
         kept.progress = event
+        self._remember(now_ns, event)
         if kept.first_step_ns is None:
             kept.first_step_ns = now_ns
+
+    def _remember(self, now_ns: int, event: StepCompleted) -> None:
+        """Keep a point of the history, which covers the whole job."""
+        kept = self.memory
+        kept.reports += 1
+        if kept.reports % kept.history_stride:
+            return
+        pace = event.tokens / event.step_s if event.step_s > 0 else 0.0
+        point = ProgressPoint(
+            at_ns=now_ns, step=event.step, loss=event.loss, step_s=event.step_s, tokens_per_s=pace
+        )
+        kept.history.append(point)
+        if len(kept.history) > MAX_HISTORY:
+            del kept.history[-2::-2]
+            kept.history_stride *= 2
 
     def _storage_failed(self, text: str) -> None:
         self.memory.storage_problem = text
@@ -221,6 +251,7 @@ class JobProjection:
             controller_restarts=max(0, state.incarnation - 1),
         )
         view.tokens_total, view.commits = kept.tokens_total, kept.commits
+        view.history = list(kept.history)
         view.durable_s = kept.durable_s
         view.planned = self._planned and self._planned.of(state)
         if state.mesh is not None and self._uses_mesh:
@@ -372,6 +403,7 @@ def _worker(state: JobState, rank: int, local_rank: int, beat: WorkerBeat | None
         # A script need not report steps or phases; in an interpreter of its own it has no pulse.
         reports = beat.ticks > 0
         view.phase, view.step = beat.phase if beat.phase != "start" else "", beat.step
+        view.memory_bytes = beat.device_memory_peak_bytes
         view.state = "running" if beat.phase == "train" or running else "starting"
         limit_s = recovery_of(state.job).heartbeat_timeout_s
         if beat.stopped or (reports and beat.pulse_age_s > limit_s):

@@ -27,6 +27,8 @@ class WorkerView(msgspec.Struct, kw_only=True):
     state: Literal["starting", "running", "suspect", "hung", "exited"] = "starting"
     phase: str = ""
     step: int = -1
+    memory_bytes: int = 0
+    """device_memory_peak_bytes of this worker; 0: not known."""
 
 
 class NodeView(msgspec.Struct, kw_only=True):
@@ -140,6 +142,18 @@ class PlannedView(msgspec.Struct, kw_only=True):
     """Bytes that one rank sends in a step."""
     step_s: float | None = None
     """None: the device is not in the catalogue."""
+    categories: dict[str, int] = {}
+    """device_memory_bytes by what takes it, in the phase of the step that needs most."""
+
+
+class ProgressPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One sampled step of all ranks."""
+
+    at_ns: int
+    step: int
+    loss: float | None = None
+    step_s: float = 0.0
+    tokens_per_s: float = 0.0
 
 
 class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: ignore[misc]
@@ -171,6 +185,8 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     """None where the peak FLOP/s of the device is unknown."""
     planned: PlannedView | None = None
     """None: a script or a module, or nothing has been launched."""
+    history: list[ProgressPoint] = []
+    """Samples over the whole job, oldest first, at most 240."""
     tokens_total: int = 0
     """Trained so far; steps that were trained twice count twice."""
     first_step_s: float | None = None

@@ -20,8 +20,8 @@ from holdfast.orchestrator.runtime.observe.view import JobView
 from .conftest import Holdfast
 
 VERBS = [
-    "run", "submit", "attach", "again", "status", "logs", "resize", "suspend", "resume", "cancel",
-    "delete",
+    "run", "submit", "attach", "again", "status", "logs", "ui", "resize", "suspend", "resume",
+    "cancel", "delete",
 ]  # fmt: skip
 HEAVY = ("pydantic", "msgspec", "yaml", "fsspec", "torch", "numpy", "psutil")
 
@@ -40,7 +40,7 @@ def test_help_names_every_verb(holdfast: Holdfast) -> None:
     result = holdfast("--help")
     assert result.code == 0
     names = re.findall(r"^│ ([a-z]+) ", result.out, re.MULTILINE)
-    assert names == [*VERBS, "checkpoint", "spec", "debug"] and len(names) <= 14
+    assert names == [*VERBS, "checkpoint", "spec", "debug"] and len(names) <= 15
 
 
 @pytest.mark.parametrize("verb", [*VERBS, "spec plan", "debug events", "operator"])

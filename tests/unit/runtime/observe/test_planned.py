@@ -58,6 +58,8 @@ def test_the_view_has_the_figures_of_the_plan() -> None:
     assert view.planned.device_memory_bytes == pytest.approx(tensors, abs=1)
     sent = sum(row.num_bytes for row in plan.estimate.traffic)
     assert view.planned.sent_bytes == pytest.approx(sent, abs=2)
+    by_category = sum(view.planned.categories.values())
+    assert by_category == pytest.approx(tensors, abs=9) and "moments" in view.planned.categories
     assert view.planned.step_s is not None and view.planned.step_s > 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -162,3 +163,15 @@ def test_every_number_of_a_step_report_reaches_the_view_without_further_code() -
 
 def _fields(numbers: StepReport) -> tuple[list[object], list[object]]:
     return list(report_fields(numbers).values()), list(report_fields(StepReport()).values())
+
+
+def test_the_history_covers_the_whole_job_with_few_points() -> None:
+    transcript = core.Transcript().started(step=0)
+    for step in range(1, 1000):
+        transcript.wait(1)
+        transcript.step(step)
+    history = view_of(transcript).history
+    assert 120 <= len(history) <= 240
+    assert history[0].step < 10 and history[-1].step > 980
+    gaps = {after.step - before.step for before, after in pairwise(history)}
+    assert max(gaps) <= 2 * min(gaps), "evenly"

@@ -1,0 +1,112 @@
+"""`holdfast ui`, and the page beside `holdfast run --ui`. Imported for `--help`: nothing heavy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from holdfast.orchestrator.cli.options import Target, with_target
+from holdfast.orchestrator.cli.output import stderr
+from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+
+if TYPE_CHECKING:
+    from holdfast.orchestrator.runtime.observe.view import JobView
+
+HOST = "127.0.0.1"
+FIX = "pip install '.[ui]' in a checkout of Holdfast"
+
+
+def register(app: typer.Typer, panel: str) -> None:
+    app.command(rich_help_panel=panel)(with_target(ui))
+
+
+def ui(
+    port: Annotated[
+        int,
+        typer.Option("--port", min=0, max=65535, help="Port.", show_default="any free one"),
+    ] = 0,
+    *,
+    target: Target,
+) -> None:
+    """Open a page of all jobs: state, progress, where the time went, incidents, ranks, logs.
+
+    It is served by this process, on this machine's loopback, with a random token in its URL; a
+    cluster is read with your own credentials, and nothing is installed there. Ctrl-C ends the page.
+
+    Examples: `holdfast ui`, `holdfast ui --kubernetes -n team`, `holdfast ui --ray http://HEAD:8265`
+    """
+    import secrets
+    import socket
+
+    try:
+        import uvicorn
+
+        from .app import make_app
+        from .source import Source
+    except ModuleNotFoundError as error:
+        raise _missing(error) from None
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, port))
+    except OSError as error:
+        got = f"{port} ({error.strerror})"
+        raise UserError(str(Problem("--port", got, "a free port"))) from None
+    port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
+    where = target.command().removeprefix("holdfast").removeprefix("kubectl holdfast").strip()
+    app = make_app(Source(target, where.replace("--", "") or "this machine"), token, port)
+    url = f"http://{HOST}:{port}/?token={token}"
+    stderr().print(f"The page of your jobs: {url}", soft_wrap=True)
+    if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin":
+        import webbrowser
+
+        webbrowser.open(url)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def beside(target: Any) -> Iterator[None]:
+    """The page in a process of its own, which ends with the context."""
+    from holdfast.orchestrator.protocol import python_command
+
+    environment = dict(os.environ)
+    if home := getattr(target, "home", None):
+        environment["HOLDFAST_HOME"] = str(home.path)
+    options = target.command("ui").split()[1:]
+    page = subprocess.Popen(
+        [*python_command.start("holdfast.orchestrator.cli.main"), *options],
+        stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        page.terminate()
+        page.wait()
+
+
+def write_report(view: JobView, file: str, command: str) -> None:
+    """Raises UserError, and HoldfastError for a file that cannot be written."""
+    from pathlib import Path
+
+    try:
+        from .pages import report_html
+    except ModuleNotFoundError as error:
+        raise _missing(error) from None
+    try:
+        Path(file).write_text(report_html(view, command), encoding="utf-8")
+    except OSError as error:
+        raise HoldfastError(f"--html: {file} cannot be written: {error.strerror}") from None
+
+
+def _missing(error: ModuleNotFoundError) -> UserError:
+    return UserError(str(Problem("ui", f"no package {error.name}", "it installed", FIX)))

@@ -1,0 +1,72 @@
+// Sections arrive as server-sent events; a section with an open detail or a scrolled table keeps both.
+"use strict";
+const link = document.getElementById("link"), live = document.body.dataset.live;
+function swap(id, html) {
+  const section = document.getElementById(id);
+  if (!section || section.contains(document.activeElement) && document.activeElement.tagName === "INPUT") return;
+  const open = new Set([...section.querySelectorAll("details[open]")].map((one) => one.id));
+  const closed = new Set([...section.querySelectorAll("details:not([open])")].map((one) => one.id));
+  const focus = document.activeElement?.closest("details")?.id, box = section.querySelector(".scroll"), top = box?.scrollTop;
+  section.hidden = !html;
+  section.innerHTML = html;
+  for (const one of section.querySelectorAll("details")) one.open = open.has(one.id) || one.open && !closed.has(one.id);
+  if (top) section.querySelector(".scroll")?.scrollTo(0, top);
+  if (focus && section.querySelector("#" + CSS.escape(focus))) section.querySelector("#" + CSS.escape(focus) + " > summary").focus();
+  if (section.dataset.filtered) filter();
+}
+function filter() {
+  const words = document.getElementById("filter").value.toLowerCase();
+  for (const row of document.querySelectorAll("[data-filter]")) row.hidden = !row.textContent.toLowerCase().includes(words);
+}
+if (live) {
+  const source = new EventSource(live);
+  source.addEventListener("section", (event) => { const one = JSON.parse(event.data); swap(one.id, one.html); });
+  source.addEventListener("problem", (event) => { link.textContent = JSON.parse(event.data); });
+  source.addEventListener("well", () => { link.textContent = "live"; });
+  source.onerror = () => { link.textContent = "holdfast ui does not answer; start it again"; };
+}
+document.getElementById("filter")?.addEventListener("input", filter);
+document.addEventListener("click", (event) => {
+  const button = event.target.closest("button");
+  if (button?.dataset.dialog) document.getElementById(button.dataset.dialog).showModal();
+  if (button && "close" in button.dataset) button.closest("dialog").close();
+});
+async function post(form) {
+  const answer = await fetch(form.action, { method: "POST", body: new URLSearchParams(new FormData(form)) });
+  return answer.text();
+}
+for (const form of document.querySelectorAll("[data-ask]"))
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    form.closest("dialog").close();
+    document.getElementById("answer").textContent = await post(form);
+  });
+for (const form of document.querySelectorAll("[data-text]"))
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const pre = form.closest("section").querySelector("pre");
+    pre.hidden = false;
+    pre.textContent = "asking the ranks";
+    pre.textContent = await post(form);
+  });
+for (const form of document.querySelectorAll("[data-lines]")) {
+  const pre = form.closest("section").querySelector("pre"), grep = form.querySelector("[data-grep]");
+  let source = null, lines = [];
+  const show = () => {
+    const words = grep ? grep.value.toLowerCase() : "", low = pre.scrollTop + pre.clientHeight > pre.scrollHeight - 30;
+    pre.textContent = lines.filter((line) => line.toLowerCase().includes(words)).join("\n") || "nothing";
+    if (low) pre.scrollTop = pre.scrollHeight;
+  };
+  grep?.addEventListener("input", show);
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    source?.close();
+    lines = [];
+    pre.hidden = false;
+    pre.textContent = "reading";
+    source = new EventSource(form.dataset.lines + "?" + new URLSearchParams(new FormData(form)));
+    source.addEventListener("lines", (one) => { lines = lines.concat(JSON.parse(one.data)).slice(-5000); show(); });
+    source.addEventListener("end", () => { source.close(); show(); });
+    source.onerror = () => { source.close(); };
+  });
+}
