@@ -216,6 +216,13 @@ SAVE_GRACE_S = 10.0
 """How long a rank in a declared save may go on in an unplanned stop, if it needs no peer: a few GB
 to a local disk. A torn checkpoint costs more: all steps since the one before it."""
 
+HALT_S = 1.0
+"""How long a worker that may be kept gets to leave its step when a peer has died: ending a
+collective takes milliseconds. Then it is killed, and all are forked again."""
+
+HALT_WAIT_S = 5.0
+"""How long a rank whose peer is gone waits for the controller's decision, before it fails."""
+
 HOLD_S = 3.0
 """How long a worker that has staged a requested step waits for the planned stop. The stop comes
 within a round trip, unless it was cancelled or the controller died; then training continues."""

@@ -15,6 +15,8 @@ A script that keeps its own checkpoints may send StopNoticeWanted, and gets Stop
 stop, while it has time to save.
 
 A byte on a second socket, which the pulse thread reads, asks for StackReport and CollectivesReport.
+Another byte halts a worker that has sent KeepReported without an objection: its generation is over.
+It answers with Halted, sends nothing but pulses, and gets Assign again for a seat in the next one.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from holdfast.orchestrator.protocol.facts import (
 
 ASK_STACK = b"?"
 """On the second socket; no message in msgpack is this byte."""
+HALT = b"!"
+"""The same."""
 
 
 class WorkerMessage(
@@ -185,6 +189,20 @@ class CollectivesReport(WorkerMessage, frozen=True, kw_only=True, tag="collectiv
     groups: tuple[GroupProgress, ...] = ()
 
 
+class KeepReported(WorkerMessage, frozen=True, kw_only=True, tag="keep"):
+    """The worker is in a loop of attempts, so its process can be kept when a peer dies."""
+
+    why_not: str
+    """Why it cannot; empty: it can."""
+
+
+class Halted(WorkerMessage, frozen=True, kw_only=True, tag="halted"):
+    """The answer to HALT: the attempt has ended, and the worker waits for its next Assign."""
+
+    step: int
+    """The last one that it has finished."""
+
+
 class Failed(WorkerMessage, frozen=True, kw_only=True, tag="failed"):
     """The script has raised. Its hooks, threads and exit functions may still run."""
 
@@ -300,6 +318,8 @@ FromWorker = (
     | StopNoticeWanted
     | StackReport
     | CollectivesReport
+    | KeepReported
+    | Halted
     | Failed
     | Finished
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,11 @@ class Attached:
     assign: Assign
     job: TrainingJob
     inspection: socket.socket | None = None
-    """A byte asks for StackReport and CollectivesReport; the pulse thread reads it."""
+    """A byte asks for StackReport and CollectivesReport, or halts the worker; the pulse thread
+    reads it."""
+    take_seat: Callable[[Assign, int | None], None] | None = None
+    """Gives a kept process the environment and the output of its seat in another generation; None:
+    this process cannot be kept."""
 
 
 attached: Attached | None

@@ -85,6 +85,8 @@ class StopGroup(Action, frozen=True, kw_only=True, tag="stop-group"):
     after_step: int = -1
     """Step after which a script that asks for notices saves, in a stop with grace; -1: there is no
     time for one."""
+    keep: bool = False
+    """Workers that can leave their step keep their process."""
 
 
 class InspectGroup(Action, frozen=True, kw_only=True, tag="inspect-group"):

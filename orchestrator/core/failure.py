@@ -35,6 +35,9 @@ DEVICE_WORDS = (
 )  # fmt: skip
 MISSING_DEVICE_TYPES = ("DeviceMissing",)
 """The node lacks a GPU that it should have, and a restart does not bring it back."""
+DIVERGED = "diverged"
+DIVERGED_TYPES = ("Diverged",)
+"""Replicas of a parameter differ after processes were kept."""
 DAMAGED_TYPES = ("DamagedCheckpoint",)
 MISSING_TYPES = ("MissingCheckpoint",)
 """The store can be read, and does not have the checkpoint."""
@@ -367,6 +370,7 @@ TABLE: tuple[tuple[str, Match], ...] = (
         "checkpoint-missing", "infrastructure", lambda e: e.error_type in MISSING_TYPES, True)),
     ("checkpoint-unreadable", _Raised(
         "checkpoint-unreadable", "infrastructure", lambda e: e.error_type in UNREADABLE_TYPES)),
+    (DIVERGED, _Raised(DIVERGED, "infrastructure", lambda e: e.error_type in DIVERGED_TYPES)),
     ("out-of-memory", _Raised("out-of-memory", "infrastructure", lambda e: e.out_of_memory)),
     ("device-missing", _Raised(
         "device-missing", "infrastructure", lambda e: e.error_type in MISSING_DEVICE_TYPES)),

@@ -16,6 +16,7 @@ from . import (
     completion,
     drain,
     host_memory,
+    keeping,
     own_checkpoints,
     provisioning,
     staging_interval,
@@ -110,6 +111,7 @@ def _launch(ctx: StepContext, size: int) -> None:
     group = nodes_per_group(mesh, spec.workers_per_node)
     group = group if size % group == 0 else size
     before, members = state.group.members, assign(state.group.members, free, size, group)
+    kept_from = keeping.kept_from(state, mesh, members, restore)
     state.generation += 1
     first = state.nodes[members[0]]
     membership = Membership(
@@ -122,8 +124,11 @@ def _launch(ctx: StepContext, size: int) -> None:
         restart_count=state.num_launches,
         restore=restore,
         micro_batch=chosen_micro_batch(state.job, mesh, memory.device),
+        kept_from=kept_from,
     )
     decision = _describe(state, before, members, restore)
+    if kept_from:
+        decision += keeping.describe(state, members, mesh.world_size)
     if len(members) < len(before):
         decision += provisioning.why_no_wait(ctx)
     _begin_generation(ctx, membership, members)
@@ -167,6 +172,7 @@ def _same_shards(state: JobState, restore: Restore, mesh: Mesh) -> bool:
 
 def _begin_generation(ctx: StepContext, membership: Membership, members: tuple[str, ...]) -> None:
     state = ctx.state
+    keeping.launched(state)
     drain.end(ctx)  # of a state at risk: the new generation takes it over
     state.num_launches += 1
     state.group = Group(membership, members, active=True, launched_ns=ctx.now_ns)

@@ -10,7 +10,7 @@ from .. import limits
 from ..api.v1alpha1 import Budget
 from ..protocol.facts import USAGE_CODE, Exit, Stack
 from ..protocol.messages import GroupInspected, GroupStopped, NodeRemarked
-from . import launching, nodes, own_checkpoints, provisioning, quiesce, sizes
+from . import keeping, launching, nodes, own_checkpoints, provisioning, quiesce, sizes
 from .actions import InspectGroup, Reason, ReasonCode, StopGroup
 from .checkpoints import DISTRUST_AFTER, refuse
 from .context import (
@@ -121,7 +121,7 @@ def interrupt(ctx: StepContext, cause: Cause) -> None:
     state.group.launching.clear()
     ctx.disarm(*PLANNED, *LAUNCH, "cadence")
     save_grace_s = _save_grace_s(ctx, cause)
-    after_step = quiesce.last_step(state, grace_s)
+    after_step, keep = quiesce.last_step(state, grace_s), keeping.may_keep(state, cause)
     for name in state.group.members:
         if name in state.nodes:
             stop.waiting[name] = ctx.emit(
@@ -132,6 +132,7 @@ def interrupt(ctx: StepContext, cause: Cause) -> None:
                 stacks=cause.stacks,
                 save_grace_s=save_grace_s,
                 after_step=after_step,
+                keep=keep,
             )
     stacks_s = limits.STACK_TIMEOUT_S if cause.stacks else 0.0
     ctx.arm("stop", stop_timeout_s(ctx.state.job) + grace_s + stacks_s + save_grace_s)
@@ -282,6 +283,7 @@ def group_stopped(ctx: StepContext, node: str, fact: GroupStopped) -> None:
     assert stop is not None
     stop.waiting.pop(node, None)
     nodes.group_stopped(state, node, fact)
+    keeping.kept(state, node, len(fact.kept))
     for exit in fact.exits:
         state.group.exited(node, exit)
         _date_failure(ctx, exit)
@@ -399,6 +401,10 @@ def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> Rea
         incident.traceback = failure.exit.traceback
     if failure.failure_class != "user" and failure.rule not in sizes.RULES:
         _learn_size(ctx, incident)
+    if keeping.failed(ctx, failure):
+        incident.failure_class = "infrastructure"
+        ctx.move(state.phase, "infrastructure", failure.title)
+        return None
     code: ReasonCode = failure.failure_class if failure.failure_class != "user" else "user-error"
     ctx.move(state.phase, code, failure.title)
     tries_older = _doubt_the_state(ctx, failure)

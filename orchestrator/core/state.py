@@ -278,6 +278,17 @@ class Hold(Struct, frozen=True):
     """The script can use its own checkpoints, and has begun at step 0 all the same."""
 
 
+class Keeping(Struct):
+    """Worker processes that survive their generation; keeping.py writes it."""
+
+    workers: dict[str, int] = {}
+    """Node -> processes that it has kept of the newest generation."""
+    num_failures: int = 0
+    """Generations with kept processes that failed before their first step."""
+    given_up: str = ""
+    """Why this job keeps none any more; empty: it may."""
+
+
 class Supply(Struct):
     """Nodes that are promised or given back; provisioning.py writes it."""
 
@@ -423,6 +434,7 @@ class JobState(Struct):
     """Rank -> what it did when a hang was last suspected; empty while there is progress."""
     quiesce: Quiesce | None = None
     stop: PendingStop | None = None
+    keeping: Keeping = field(default_factory=Keeping)
     needs_placement: bool = False
     """No workers run and a new generation is wanted."""
     deadline_left_s: float | None = None

@@ -367,6 +367,9 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch: int = 0
     """Samples of a forward pass of the recipe, by the memory of the devices; 0: as the recipe
     chooses without."""
+    kept_from: int = 0
+    """Workers that the agents have kept since this generation go on in this one with their process,
+    and new ones connect to them when they restore; 0: all are new."""
     incidents: tuple[LaunchIncident, ...] = ()
     """Why this generation was launched, oldest first, for what the script logs to. The runtime adds
     them to the message; no decision depends on them."""

@@ -106,6 +106,8 @@ class GroupStopped(Message, frozen=True, kw_only=True, tag="group-stopped"):
     staged: tuple[StagedShard, ...] = ()
     stacks: tuple[Stack, ...] = ()
     offered_port: int = 0
+    kept: tuple[int, ...] = ()
+    """Ranks whose processes wait for a seat in the next generation."""
 
 
 class GroupInspected(Message, frozen=True, kw_only=True, tag="group-inspected"):
@@ -312,6 +314,8 @@ class StopWorkers(Message, frozen=True, kw_only=True, tag="stop"):
     after_step: int = -1
     """Step after which workers that have asked for notices save, if there is grace; they get no
     SIGTERM; -1: there is no time for it."""
+    keep: bool = False
+    """Without grace: workers that can leave their step within limits.HALT_S keep their process."""
 
 
 class Inspect(Message, frozen=True, kw_only=True, tag="inspect"):

@@ -54,7 +54,7 @@ BUDGETS = {
 # Parts of JobState, and the module of the core that alone writes each.
 OWNERS = {
     "supply": "provisioning", "staging": "staging_interval", "given_up": "host_memory",
-    "own": "own_checkpoints", "ledger": "recovery",
+    "own": "own_checkpoints", "ledger": "recovery", "keeping": "keeping",
 }  # fmt: skip
 
 # A docstring that begins with one of these continues the name of what it describes. It begins with

@@ -68,6 +68,7 @@ class TrainingState:
         """`say` gets what is not restored, and what is without a counterpart. `positions` in data
         are stored with `extra`, in this order. With `keep` trainable, frozen parameters are not
         part of the state."""
+        self.model = model
         self.given, self.extra, self.rank_state = optimizer, extra, rank_state
         self._say, self._positions = say, positions
         self._stored_positions: list[dict[str, Any]] | None = None

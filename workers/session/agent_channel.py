@@ -8,6 +8,7 @@ socket.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import mmap
 import os
 import select
@@ -77,6 +78,8 @@ class AgentChannel:
         self._wants_notice = False
         self._notice: tuple[worker_protocol.StopNotice, float] | None = None
         self._imported: Callable[[], tuple[str, ...]] | None = None
+        self.halt: Callable[[], None] = lambda: None
+        """Called in the pulse thread when the generation is over and this process may be kept."""
         self.phase: WorkerPhase = "start"
 
     # -- reports ------------------------------------------------------------------------------
@@ -143,8 +146,37 @@ class AgentChannel:
         if not request:
             self._inspection = None  # the agent has ended
             return
+        if request == worker_protocol.HALT:
+            self.halt()
+            return
         self.send(worker_protocol.StackReport(text=inspection.main_stack()))
         self.send(worker_protocol.CollectivesReport(groups=inspection.collectives()))
+
+    def next_seat(self, last_step: int) -> worker_transport.Attached:
+        """Wait for a seat in the next generation, and take it; what was sent to this one is
+        dropped. Raises AgentGone."""
+        assert worker_transport.attached is not None and self._buffer_thread is None
+        before, assign = worker_transport.attached, None
+        assert before.take_seat is not None
+        self.send(worker_protocol.Halted(step=last_step))
+        while not isinstance(assign, worker_protocol.Assign):
+            assign, fd = worker_transport.receive(self._connection)
+            if assign is None:
+                raise AgentGone("the node's agent is gone (it closed the connection)")
+            if fd is not None and not isinstance(assign, worker_protocol.Assign):
+                os.close(fd)
+        before.take_seat(assign, fd)
+        attached = worker_transport.attached = dataclasses.replace(before, assign=assign)
+        _of_process[:] = [(attached, self)]
+        for unused, _ in self._unmapped.values():
+            os.close(unused)
+        for held in (self._memory, self._unmapped, self._requested_steps):
+            held.clear()
+        for queue in (self._free, self._answers, self._intervals):
+            queue.clear()
+        self._every, self._has_twins = assign.stage_every_steps, assign.twins > 1
+        self._no_buffer, self._notice, self._wants_notice = "", None, False
+        return attached
 
     def reports_steps(self) -> None:
         """Start the pulse of a script in the user's Python; other workers have one."""

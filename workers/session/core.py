@@ -35,7 +35,9 @@ from holdfast.workers.checkpoint.upload import CudaUpload, Uploader
 from holdfast.workers.session.order import mix
 
 from . import agent_channel, numa, reporting
-from .distributed import Meshes, RankEnv, expect_on, join, pick_device, rank_env
+from .attempts import Attempts, checksum, reset, why_not
+from .distributed import Meshes, RankEnv, expect_on, join, own_store, pick_device, rank_env
+from .groups import Diverged, Groups, NotKept, why_not_formed
 from .loss import LossReport
 from .measures import PeakMemory, SentBytes
 from .shards import Shards
@@ -44,6 +46,9 @@ from .work_time import GpuProbe, WorkMeter
 
 if TYPE_CHECKING:
     from .data import ElasticLoader
+
+CHECKED_STEPS = 2
+"""DDP rearranges its buckets after its first step, so the second one is compared too."""
 
 
 class Session:
@@ -55,15 +60,17 @@ class Session:
 
     def __init__(self, at: RankEnv, device: torch.device, shape: Mesh) -> None:
         attached = worker_transport.attached
-        self.rank, self.local_rank, self.world_size = at.rank, at.local_rank, at.world_size
-        self.restart_count = at.restart_count
+        self._take_seat(at, shape, attached)
         self.device = device
-        self.shape = shape
-        """Sizes of the mesh's axes, and the coordinates of each rank."""
         self.meshes = Meshes(shape, device.type)
-        self.generation = attached.assign.membership.generation if attached else 1
         self._channel = agent_channel.of_process()
-        self._restore = attached.assign.membership.restore if attached else None
+        self._attempts = Attempts(None, "")
+        self._loops = self._follows_size = False
+        self._num_compared = CHECKED_STEPS
+        """Steps since processes were kept whose parameters were compared between replicas."""
+        self._shards_given: list[Shards] = []
+        self._modes: list[bool] = []
+        """Whether each module of the model trains."""
         self._checkpoint_path = attached.assign.checkpoint_path if attached else ""
         self.directory = working_directory(attached) if attached else "."
         """Working directory of the job, to which paths in the recipe's settings are relative."""
@@ -73,7 +80,7 @@ class Session:
         self._data: list[ElasticLoader] = []
         self._twins: TwinGroup | None = None
         """Exchange between ranks with state of their own."""
-        self._last_step, self._last_staged = -1, -1
+        self._last_step, self._last_staged, self._first_step = -1, -1, 0
         self._stall_s = 0.0
         self._loss = LossReport(device.type)
         self._memory = PeakMemory(device)
@@ -85,6 +92,17 @@ class Session:
         # On a GPU the host's time shows nothing of the device's.
         self._work = WorkMeter() if compared and device.type == "cpu" else None
         self._probe = GpuProbe(device) if compared and device.type == "cuda" else None
+
+    def _take_seat(
+        self, at: RankEnv, shape: Mesh, attached: worker_transport.Attached | None
+    ) -> None:
+        """What changes when a kept process goes on in the next generation."""
+        self.rank, self.local_rank, self.world_size = at.rank, at.local_rank, at.world_size
+        self.restart_count = at.restart_count
+        self.shape = shape
+        """Sizes of the mesh's axes, and the coordinates of each rank."""
+        self.generation = attached.assign.membership.generation if attached else 1
+        self._restore = attached.assign.membership.restore if attached else None
 
     # -- ranks and mesh -------------------------------------------------------------------------
     @property
@@ -103,11 +121,13 @@ class Session:
     @property
     def data_parallel_rank(self) -> int:
         """Which slice of the global batch this rank reads: 0 to data_parallel_size - 1."""
+        self._follows_size |= self._attempts.is_open
         return self.shape.data_parallel_index(self.rank)
 
     @property
     def data_parallel_size(self) -> int:
         """Number of slices of the global batch: replicate x shard."""
+        self._follows_size |= self._attempts.is_open
         return self.shape.data_parallel_size
 
     @property
@@ -173,7 +193,9 @@ class Session:
         partial sums.
         """
         _expect_memory("session.shards", model)
-        return Shards(model, self.device, self.world_size, self.shape.pipeline)
+        made = Shards(model, self.device, self.world_size, self.shape.pipeline)
+        self._shards_given.append(made)
+        return made
 
     def data(
         self,
@@ -259,15 +281,24 @@ class Session:
             self._state.expect_storable()
         if self.shape.pipeline > 1:
             self._state.join_stages(self._stage_parts(self._state.stage_part()))
+        groups = self._attempts.groups
+        if groups is not None and not groups.connected:
+            self._connect(groups)
+        self._begin_at(self._state, start)
+        return self._last_step + 1
+
+    def _begin_at(self, state: TrainingState, start: int) -> None:
+        """Load what this generation restores, and be ready for the step after it."""
         source = self._restore
         if source is not None:
-            self._load(source, self._state)
+            self._load(source, state)
             self._last_step = self._last_staged = source.step
         else:
             self._last_step = start - 1
+        self._first_step = self._last_step + 1
         if self._channel is not None:
             self._stager = Stager(
-                self._state,
+                state,
                 self._channel,
                 generation=self.generation,
                 shard=self.shape.shard_index(self.rank),
@@ -275,11 +306,117 @@ class Session:
                 device=self.device,
             )
             self._stager.prepare()
-        if self._channel is not None:
             self._channel.begin(self._last_step, "train")
         self._say_whether_due()
         self._begin_step()
-        return self._last_step + 1
+
+    # -- attempts -----------------------------------------------------------------------------
+    def steps(self, total_steps: int) -> Iterator[int]:
+        """The steps from the result of restore to `total_steps`, for a loop that survives the loss
+        of a peer in its process:
+
+            for step in s.steps(total_steps):
+                with s.attempt():
+                    loss = train_one(model, optimizer, step)
+                    s.step(step, loss=loss)
+
+        When a worker or node dies, the others keep their process, model and optimizer where that is
+        possible (`recovery.keepProcesses`): the attempt ends without an error, wherever it is, and
+        the loop goes on with the step after the restored one. So a step may be attempted again:
+        what the body changes beside the model, the optimizer and `extra` it must change by step,
+        and its data it must read by step. Raises UserError before restore, and for a body without
+        an attempt or without s.step.
+        """
+        if self._state is None:
+            raise UserError(
+                "session.steps: got a call before restore; expected s.restore(model, optimizer)"
+            )
+        self._loops = True
+        while True:
+            if self._attempts.failed or self._attempts.halting:
+                self._resume(self._state)
+            if self._last_step + 1 >= total_steps:
+                break
+            self._want_keeping(self._state)
+            step = self._last_step + 1
+            self._attempts.begin()
+            yield step
+            if not (self._attempts.failed or self._attempts.halting):
+                self._attempts.expect_stepped(step)
+        self._loops = False
+
+    def attempt(self) -> Attempts:
+        """`with s.attempt():` around the body of a loop over s.steps. Whatever needs the peers of
+        the job belongs inside. An error of the body itself ends the script, as without it. Raises
+        UserError without s.steps, and within another attempt."""
+        if not self._loops:
+            raise UserError(
+                "session.attempt: got no loop over s.steps; expected `for step in "
+                "s.steps(total_steps):` around it"
+            )
+        return self._attempts
+
+    def _want_keeping(self, state: TrainingState) -> None:
+        """Say after the first step of a generation whether this process can be kept."""
+        attempts, groups = self._attempts, self._attempts.groups
+        if attempts.said or self._channel is None or self._last_step < self._first_step:
+            return
+        attempts.said = True
+        why = attempts.why_not
+        if groups is not None:
+            why = "torch has groups of other backends" if groups.foreign else why_not(state.model)
+            why = why or ("the model is a pipeline" if self.shape.pipeline > 1 else "")
+            own = self._data or state.rank_state is not None
+            why = why or ("loaders or single ranks have state" if own else "")
+        self._modes = [module.training for module in state.model.modules()]
+        attempts.wanted = not why
+        self._channel.send(worker_protocol.KeepReported(why_not=why))
+
+    def _resume(self, state: TrainingState) -> None:
+        """Wait, in a kept process, for a seat in the next generation, and restore its state."""
+        channel, attempts, groups = self._channel, self._attempts, self._attempts.groups
+        assert channel is not None and groups is not None
+        attempts.halted()
+        before = self.world_size
+        attached = channel.next_seat(self._last_step)
+        attempts.resumed()
+        self._take_seat(rank_env(), attached.assign.membership.mesh, attached)
+        if self.world_size != before and not self._follows_size:
+            raise NotKept("the loop does not read data_parallel_size within its attempts")
+        self._enter("build")
+        self._connect(groups)
+        reset(state.model, groups, self._modes)
+        for shards in self._shards_given:
+            shards.resized(self.world_size)
+        for one in state.optimizers:
+            one.optimizer.state.clear()
+        self._begin_at(state, 0)
+
+    def _connect(self, groups: Groups) -> None:
+        attached = worker_transport.attached
+        assert attached is not None
+        store = own_store(rank_env(), one_machine=attached.assign.membership.num_nodes == 1)
+        at = (self.rank, self.world_size, self.generation)
+        groups.connect(store, *at, lambda: self._attempts.halting)
+        self._num_compared = 0
+
+    def _compare_replicas(self, state: TrainingState) -> None:
+        """Raise Diverged if replicas have other parameters in the first steps after processes were
+        kept. Collective."""
+        if self._num_compared >= CHECKED_STEPS:
+            return
+        self._num_compared += 1
+        if self.shape.replicate == 1:
+            return
+        number, shard = checksum(p for p in state.parameters.values() if p.requires_grad), self.shape.shard_index(self.rank)
+        largest_s2 = torch.full((self.shape.num_shards, 2), -(2**63), dtype=torch.int64)
+        largest_s2[shard] = torch.tensor([number, -number])
+        dist.all_reduce(largest_s2, dist.ReduceOp.MAX)
+        if bool((largest_s2.sum(1) != 0).any()):
+            raise Diverged(
+                f"replicas have different parameters after step {self._last_step + 1}, soon after "
+                "processes were kept; all are forked again from the last state"
+            )
 
     def step(
         self,
@@ -308,8 +445,18 @@ class Session:
                 f"session.step: got {step}; expected {self._last_step + 1}; call it once after "
                 "every optimizer step, counting from the result of restore"
             )
-        self._last_step = step
+        if self._loops:
+            self._attempts.expect_open(step)
+        with self._attempts.shielded():
+            self._end_step(step, loss, tokens, flops, total_steps)
+
+    def _end_step(
+        self, step: int, loss: float | Tensor | None, tokens: int, flops: float, total_steps: int
+    ) -> None:
+        assert self._state is not None
         now = time.perf_counter()
+        self._compare_replicas(self._state)
+        self._last_step = step
         step_s = now - self._step_began
         work_s = self._work.end() if self._work is not None else 0.0
         if self._channel is not None:
@@ -545,10 +692,26 @@ def init(shard: int | None = None, tensor: int = 1, context: int = 1, pipeline: 
     session = Session(at, device, shape)
     if session._channel is not None:
         session._channel.start_pulse()
-    alone = attached is not None and attached.assign.membership.num_nodes == 1
-    join(at, device, own_store=attached is not None, one_machine=alone)
+    why = _why_not_kept(session, attached)
+    if attached is not None and attached.assign.membership.kept_from and why:
+        raise NotKept(why)
+    groups = join(at, device, attached.assign.membership if attached else None, keeps=not why)
+    session._attempts = Attempts(groups, why or "the script has made its process groups")
+    if session._channel is not None:
+        session._channel.halt = session._attempts.halt
     session._enter("build")
     return session
+
+
+def _why_not_kept(session: Session, attached: worker_transport.Attached | None) -> str:
+    """Why survivors of this job do not keep their process; empty: they may."""
+    if attached is None or attached.job.spec.recovery.keep_processes == "never":
+        return "recovery.keepProcesses is never"
+    if attached.take_seat is None:
+        return "the script runs in an interpreter of its own"
+    if session.device.type != "cpu":
+        return "this is not proved with NCCL yet"
+    return "it is the only rank" if session.world_size == 1 else why_not_formed()
 
 
 def _mesh_without_agent(

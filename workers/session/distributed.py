@@ -16,8 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.protocol.environment import VISIBLE_DEVICES, is_mig
+from holdfast.orchestrator.protocol.facts import Membership
 from holdfast.orchestrator.protocol.mesh import AXES, Mesh
 
+from .groups import Groups, SwitchStore
 from .store import TIMEOUT, open_store
 
 
@@ -117,25 +119,39 @@ def _missing(local_rank: int, count: int, job: TrainingJob | None) -> HoldfastEr
     )
 
 
-def join(at: RankEnv, device: torch.device, own_store: bool, one_machine: bool = False) -> None:
+def join(
+    at: RankEnv, device: torch.device, membership: Membership | None, *, keeps: bool = False
+) -> Groups | None:
     """Makes the default process group, unless the script has made one.
 
-    With `own_store`, as under Holdfast, rank 0 hosts a new store in every generation; otherwise the
-    environment decides (torchrun's agent hosts one). `one_machine`: all ranks are on it.
+    With a `membership`, as under Holdfast, rank 0 hosts a new store in every generation; otherwise
+    the environment decides (torchrun's agent hosts one). `keeps`: make groups that can be formed
+    again, and return them.
     """
     if dist.is_initialized():
-        return
+        return None
+    groups = None
     backend = "nccl" if device.type == "cuda" else "gloo"
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     store: Store | None = None
     if at.world_size == 1:
         store = HashStore()
-    elif own_store:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = open_store(at.rank, at.world_size, address, port, one_machine=one_machine)
+    elif membership is not None:
+        store = own_store(at, one_machine=membership.num_nodes == 1)
+        if keeps:
+            store, connected = SwitchStore(store), not membership.kept_from
+            at_now = (at.rank, at.world_size, membership.generation)
+            groups = Groups(store, *at_now, connected=connected)
     if store is not None:
         options |= {"store": store, "rank": at.rank, "world_size": at.world_size}
     dist.init_process_group(backend, timeout=TIMEOUT, **options)
+    return groups
+
+
+def own_store(at: RankEnv, *, one_machine: bool) -> Store:
+    """The store of this generation. `one_machine`: all ranks are on it."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return open_store(at.rank, at.world_size, address, port, one_machine=one_machine)
 
 
 class Meshes:

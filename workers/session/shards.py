@@ -29,15 +29,25 @@ class Shards:
         self, model: nn.Module, device: torch.device, world_size: int, num_stages: int = 1
     ) -> None:
         """Each stage of a pipeline has other parameters, on as many of the ranks."""
-        self._model, self._device, self._world_size = model, device, world_size
-        whole = list(model.parameters())
-        self._shards = [local_parameter(parameter) for parameter in whole]
-        holders = world_size // num_stages
-        self._shares = [num_shards(parameter) / holders for parameter in whole]
+        self._model, self._device = model, device
+        self._num_stages = num_stages
+        self._shards = [local_parameter(parameter) for parameter in model.parameters()]
+        self._waiting: list[set[int]] = []
+        """Parameters that have their gradients, of each group that is stepped in backward."""
+        self.resized(world_size)
         self._copied: tuple[list[float], Tensor] | None = None
         """The shares of the last call, and the same on the device."""
+
+    def resized(self, world_size: int) -> None:
+        """The job has this many ranks now, and a backward was perhaps interrupted."""
+        self._world_size, holders = world_size, world_size // self._num_stages
+        self._shares = [num_shards(parameter) / holders for parameter in self._model.parameters()]
         self._stepped: Tensor | None = None
         """Sum of the squares of gradients that were used and freed within backward."""
+        for waiting in self._waiting:
+            waiting.clear()
+        for shard in self._shards:
+            shard.grad = None
 
     def parameters(self) -> list[nn.Parameter]:
         """Parameters for the optimizer, in the order of `model.parameters()`. They share the
@@ -110,6 +120,7 @@ class Shards:
         whole = list(self._model.parameters())
         for group in members:
             waiting: set[int] = set()
+            self._waiting.append(waiting)
 
             def ready(_: Tensor, number: int, waiting: set[int], group: list[int]) -> None:
                 waiting.add(number)

@@ -68,6 +68,8 @@ class Fork(CommandBase, frozen=True):
     """Local ranks of this launch with the same shard index, its own included."""
     code: str = ""
     """The archive in whose files it runs; empty: in those of the node."""
+    kept: tuple[int, int] | None = None
+    """(generation, rank) of a kept worker that gets this seat, unless it has ended."""
 
 
 class RefillStandbys(CommandBase, frozen=True):
@@ -82,6 +84,13 @@ class Kill(CommandBase, frozen=True):
     generation: int
     rank: int
     signal: int
+
+
+class Halt(CommandBase, frozen=True):
+    """Have workers leave their step and wait; each answers with Halted."""
+
+    generation: int
+    ranks: tuple[int, ...]
 
 
 class TakeStacks(CommandBase, frozen=True):
@@ -166,7 +175,7 @@ class FetchFromPeer(CommandBase, frozen=True):
 
 Command = (
     Send | CloseLink | Configure | OfferPort | Note | KillNode | EndNode | Fork | RefillStandbys
-    | Kill | TakeStacks | InspectWorkers | ToRank
+    | Kill | Halt | TakeStacks | InspectWorkers | ToRank
     | MakeBuffer | FreeBuffer | SealBuffer | WriteStorage | PushToBuddy
     | FetchFromPeer
 )  # fmt: skip

@@ -5,7 +5,7 @@ Pure: time is an argument.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -76,6 +76,10 @@ class Worker:
     finished: bool = False
     leaves: bool = False
     """The script has run to its end."""
+    keepable: bool = False
+    """Its process can be kept when the generation stops."""
+    kept: bool = False
+    """Its process waits for a seat in the next generation; here it counts as ended."""
     signals: set[int] = field(default_factory=set)
     """Signals that the controller ordered; SIGTERM may have come as a StopNotice."""
     wants_notice: bool = False
@@ -99,6 +103,8 @@ class Worker:
             case worker_protocol.Finished():
                 self.finished = True
                 self.phase = "finish"
+            case worker_protocol.KeepReported():
+                self.keepable = not message.why_not
             case worker_protocol.Pulse():
                 if message.collectives != self.collectives:
                     self.collectives = message.collectives
@@ -187,8 +193,9 @@ class Stopping:
     grace_s: float
     save_grace_s: float = 0.0
     after_step: int = -1
+    keep: bool = False
     saves_until_ns: int = 0
-    stage: Literal["begin", "stacks", "save", "term", "kill"] = "begin"
+    stage: Literal["begin", "stacks", "halt", "save", "term", "kill"] = "begin"
     deadline_ns: int | None = None
     stacks: tuple[Stack, ...] = ()
 
@@ -277,11 +284,39 @@ class Generation:
             found.setdefault(worker.seat.shard, []).append(worker.seat.local_rank)
         return {shard: tuple(sorted(ranks)) for shard, ranks in found.items()}
 
+    @property
+    def kept(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.kept]
+
+    def kept_for(self, launch: LaunchWorkers) -> dict[int, tuple[int, int]]:
+        """Rank of the next generation -> (this generation, rank) of the kept worker that gets its
+        seat: it is in that place and has that shard; a rank changes only with their number."""
+        membership = launch.membership
+        if membership.kept_from != self.generation:
+            return {}
+        same = membership.world_size == self.membership.world_size
+        here = {(w.seat.local_rank, w.seat.shard): w.seat.rank for w in self.kept}
+        found = {seat.rank: here.get((seat.local_rank, seat.shard)) for seat in launch.seats}
+        return {
+            rank: (self.generation, was)
+            for rank, was in found.items()
+            if was is not None and (was == rank or not same)
+        }
+
+    def end_kept(self, used: Mapping[int, tuple[int, int]]) -> list[Command]:
+        """Kill the kept workers that get no seat, see kept_for."""
+        ranks = {was for _, was in used.values()}
+        return self._signal([w for w in self.kept if w.seat.rank not in ranks], SIGKILL)
+
     # -- stop ---------------------------------------------------------------------------------
     def begin_stop(self, now_ns: int, message: StopWorkers, stack_limit_s: float) -> list[Command]:
         """The first StopWorkers of this generation."""
         stop = self.stop = Stopping(
-            [message.action_id], message.grace_s, message.save_grace_s, message.after_step
+            [message.action_id],
+            message.grace_s,
+            message.save_grace_s,
+            message.after_step,
+            message.keep,
         )
         if not (message.stacks and self.alive):
             return self.continue_stop(now_ns, stop)
@@ -290,8 +325,10 @@ class Generation:
         return [commands.TakeStacks(self.generation, ranks)]
 
     def continue_stop(self, now_ns: int, stop: Stopping) -> list[Command]:
-        """The next stage: SIGTERM or a notice, then SIGKILL."""
-        if stop.grace_s <= 0 and stop.save_grace_s > 0 and stop.stage in ("begin", "save"):
+        """The next stage: HALT, SIGTERM or a notice, then SIGKILL."""
+        if stop.keep and any(worker.keepable for worker in self.alive):
+            return self._halt(now_ns, stop)
+        if stop.grace_s <= 0 and stop.save_grace_s > 0 and stop.stage in ("begin", "halt", "save"):
             return self._wait_for_saves(now_ns, stop)
         if stop.grace_s <= 0 or stop.stage == "term":
             return self.kill_all()
@@ -304,9 +341,17 @@ class Generation:
         out = [commands.ToRank(self.generation, w.seat.rank, notice) for w in noticed]
         return [*out, *self._signal(others, SIGTERM)]
 
+    def _halt(self, now_ns: int, stop: Stopping) -> list[Command]:
+        """Halt the workers that can be kept, and kill those that do not end by themselves."""
+        stop.keep = False
+        stop.stage, stop.deadline_ns = "halt", now_ns + int(limits.HALT_S * SECOND_NS)
+        ranks = tuple(w.seat.rank for w in self.alive if w.keepable and w.failed is None)
+        others = [w for w in self.alive if w.seat.rank not in ranks and not w.ends_itself]
+        return [*self._signal(others, SIGKILL), commands.Halt(self.generation, ranks)]
+
     def _wait_for_saves(self, now_ns: int, stop: Stopping) -> list[Command]:
         """Kill all but the workers that end by themselves, and look what those do."""
-        if stop.stage == "begin":
+        if stop.stage in ("begin", "halt"):
             stop.saves_until_ns = now_ns + int(stop.save_grace_s * SECOND_NS)
         saving = tuple(worker.seat.rank for worker in self.alive if worker.ends_itself)
         if not saving or now_ns >= stop.saves_until_ns:

@@ -23,6 +23,7 @@ from .checkpoint_tiers import CheckpointTiers
 from .commands import Command
 from .generation import (
     SECOND_NS,
+    SIGKILL,
     Generation,
     Worker,
     exit_reports,
@@ -330,16 +331,21 @@ class AgentMachine:
         self._fence, self._waiting = membership.generation - 1, None
         self._standbys.cancel()
         workers = {seat.rank: Worker(seat, now_ns) for seat in message.seats}
+        before = self.group
+        kept = before.kept_for(message) if before is not None else {}
+        out = before.end_kept(kept) if before is not None else []
         group = self.group = Generation(message, workers, [message.action_id])
         group.stage_every = (message.stage_every_steps, 0)
         self._stopped_ranks = frozenset()
-        out = self.tiers.launch(group)
+        out += self.tiers.launch(group)
         every, twins = message.stage_every_steps, group.twins()
         for seat in message.seats:
             # A packet holds the sources of one shard; this machine keeps those of all of them.
             for_rank = membership.with_sources_of([seat.shard])
             shared = twins[seat.shard]
             fork = commands.Fork(for_rank, message.node_rank, seat, every, shared, message.code)
+            if seat.rank in kept:
+                fork = msgspec.structs.replace(fork, kept=kept[seat.rank])
             out.append(fork)
         return [*out, commands.OfferPort()]
 
@@ -400,6 +406,8 @@ class AgentMachine:
                 return self.tiers.finished(group, worker.seat)
             case worker_protocol.Failed():
                 return self._worker_failed(now_ns, group, worker)
+            case worker_protocol.Halted():
+                return self._halted(now_ns, group, worker)
             case worker_protocol.Leaving():
                 return lingers(group, given.rank, message.waits_for)
             case worker_protocol.ImportsReported():  # it trains: standbys can be made ready
@@ -420,6 +428,8 @@ class AgentMachine:
     def _worker_ended(self, now_ns: int, given: inputs.WorkerEnded) -> list[Command]:
         group = self._group_of(given.generation)
         worker = group.workers.get(given.rank) if group else None
+        if worker is not None:
+            worker.kept = False
         if group is None or worker is None or worker.ended:
             return []
         worker.ended, reported = True, worker.exit is not None
@@ -427,6 +437,16 @@ class AgentMachine:
         if group.stop is not None:
             return self._settle_stop(now_ns, group)
         return [] if reported else self._report_exit(now_ns, group, worker)
+
+    def _halted(self, now_ns: int, group: Generation, worker: Worker) -> list[Command]:
+        """A worker has left its step and waits: for this generation it has ended, as if killed."""
+        if group.stop is None or group.stop.stage != "halt" or worker.ended:
+            return []  # it is killed
+        worker.ended = worker.kept = True
+        worker.signals.add(SIGKILL)
+        killed = inputs.WorkerEnded(group.generation, worker.seat.rank, None, SIGKILL)
+        worker.ended_with(killed, group.after_step, now_ns)
+        return self._settle_stop(now_ns, group)
 
     def _worker_failed(self, now_ns: int, group: Generation, worker: Worker) -> list[Command]:
         """The recovery need not wait for what the process still does."""
@@ -538,6 +558,7 @@ class AgentMachine:
             staged=self.tiers.inventory(),
             stacks=group.stop.stacks if group and group.stop else (),
             offered_port=self._port,
+            kept=tuple(worker.seat.rank for worker in group.kept) if group else (),
         )
         return commands.Send(message)
 

@@ -64,7 +64,11 @@ def run(
         assign, output = _wait_for_rank(link)
         _set_up(assign, job, descriptors.wire, output)
         worker_transport.attached = worker_transport.Attached(
-            link=link, assign=assign, job=job, inspection=socket.socket(fileno=descriptors.asked)
+            link=link,
+            assign=assign,
+            job=job,
+            inspection=socket.socket(fileno=descriptors.asked),
+            take_seat=_take_seat,
         )
         reserve.append(bytearray(_RESERVE_BYTES))
         program = entrypoint.prepare(job, descriptors)
@@ -112,9 +116,12 @@ def _reset_signals() -> None:
 def _set_up(
     assign: worker_protocol.Assign, job: TrainingJob, wire_fd: int, output: int | None
 ) -> None:
-    processes.name_process(f"rank-{assign.seat.rank}")
-    _open_streams(assign.log_file, output)
-    process_env.adopt(assign.environment)
+    _take_seat(assign, output)
+    # New objects: the parent process may have replaced or captured the inherited ones.
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = streams.stream(1, "strict")
+    sys.stderr = streams.stream(2, "backslashreplace")
+    faulthandler.enable(file=2)
     os.environ[worker_transport.AGENT_FD] = str(wire_fd)
     if problem := enter_directory(assign, job):
         raise UserError(str(problem))
@@ -125,6 +132,13 @@ def _set_up(
     if "numpy" in sys.modules:
         # Forked siblings would draw the same numbers; fresh interpreters do not.
         sys.modules["numpy"].random.seed()
+
+
+def _take_seat(assign: worker_protocol.Assign, output: int | None) -> None:
+    """What changes when a kept process goes on in another generation."""
+    processes.name_process(f"rank-{assign.seat.rank}")
+    _open_streams(assign.log_file, output)
+    process_env.adopt(assign.environment)
 
 
 def _open_streams(log_file: str, output: int | None) -> None:
@@ -141,11 +155,6 @@ def _open_streams(log_file: str, output: int | None) -> None:
     os.dup2(target, 2)
     for fd in {null, target}:
         os.close(fd)
-    # New objects: the parent process may have replaced or captured the inherited ones.
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stdout = streams.stream(1, "strict")
-    sys.stderr = streams.stream(2, "backslashreplace")
-    faulthandler.enable(file=2)
 
 
 def enter_directory(assign: worker_protocol.Assign, job: TrainingJob) -> Problem | None:

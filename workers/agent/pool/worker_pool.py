@@ -124,9 +124,21 @@ class WorkerPool:
             self._awaits_standbys = False
             self._give(inputs.StandbysReady())
 
-    def assign(self, assign: worker_protocol.Assign, output: int | None) -> None:
-        """Send Assign and `output` to a standby, or to a new worker."""
+    def assign(
+        self, assign: worker_protocol.Assign, output: int | None, kept: Seat | None = None
+    ) -> None:
+        """Send Assign and `output` to the worker that was kept in the seat `kept`, else to a
+        standby, or to a new worker."""
         seat = (assign.membership.generation, assign.seat.rank)
+        held = None if kept is None else self._seats.pop(kept, None)
+        process = held or self._unassigned(assign)
+        process.seat, process.log_file = seat, assign.log_file
+        self._seats[seat] = process
+        self._send(process, assign, output)
+        if process.pid:
+            self._give(inputs.WorkerForked(*seat, process.pid))
+
+    def _unassigned(self, assign: worker_protocol.Assign) -> WorkerProcess:
         standbys = [p for p in self._processes.values() if p.seat is None]
         if self.imports.known():
             # One that is not forked yet may wait longer for a template than a worker with a rank.
@@ -137,12 +149,13 @@ class WorkerPool:
         process = min(
             standbys, key=lambda p: (p.pid == 0, p.local_rank != wanted, p.number), default=None
         )
-        process = process or self._fork()
-        process.seat, process.log_file = seat, assign.log_file
-        self._seats[seat] = process
-        self._send(process, assign, output)
-        if process.pid:
-            self._give(inputs.WorkerForked(*seat, process.pid))
+        return process or self._fork()
+
+    def halt(self, generation: int, ranks: tuple[int, ...]) -> None:
+        for rank in ranks:
+            if (process := self._seats.get((generation, rank))) is not None:
+                with contextlib.suppress(OSError):
+                    process.asked.send(worker_protocol.HALT)
 
     def kill(self, generation: int, rank: int, number: int) -> None:
         process = self._seats.get((generation, rank))

@@ -120,6 +120,7 @@ WorkerCommand = (
     commands.Fork
     | commands.RefillStandbys
     | commands.Kill
+    | commands.Halt
     | commands.TakeStacks
     | commands.InspectWorkers
     | commands.ToRank
@@ -319,6 +320,8 @@ class AgentProcess:
             case commands.Kill():
                 if not self._starts.dropped(command.generation, command.rank):
                     self._workers.kill(command.generation, command.rank, command.signal)
+            case commands.Halt():
+                self._workers.halt(command.generation, command.ranks)
             case commands.TakeStacks():
                 self._spawn(self._take_stacks(command))
             case commands.InspectWorkers():
@@ -406,12 +409,12 @@ class AgentProcess:
         if logs:
             self._rank_logs.add(Path(assign.log_file))
         if welcome.log_directory != TO_OUTPUT:
-            self._workers.assign(assign, None)
+            self._workers.assign(assign, None, fork.kept)
             return
         forwarder = self._log_forwarder = self._log_forwarder or LogForwarder()
         self._workers.printed = forwarder.last_output
         output = forwarder.pipe(fork.membership.generation, fork.seat.rank)
-        self._workers.assign(assign, output)
+        self._workers.assign(assign, output, fork.kept)
         os.close(output)
 
     def _log_directory(self, parent: str, generation: int) -> str:

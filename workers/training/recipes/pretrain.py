@@ -82,25 +82,26 @@ def main(job: TrainingJob) -> None:
     if s.rank == 0:
         print(_first_line(trainer, start), flush=True)
     began = printed = time.perf_counter()
-    for step in range(start, config.steps):
-        loss, norm = train_step(trainer, step)
-        if s.rank == 0:  # before s.step: a kill in between prints the line twice rather than never
-            rate = trainer.tokens_per_step / (time.perf_counter() - printed)
-            printed = time.perf_counter()
-            epoch = (step + 1) * config.global_batch / len(trainer.data.train)
-            text = f"step {step} loss {loss:.4f} norm {norm:.3f} tokens/s {rate:.0f}"
-            print(f"{text} epoch {epoch:.2f}", flush=True)
-        time.sleep(max(0.0, began + config.min_step_s - time.perf_counter()))
-        began = time.perf_counter()
-        s.step(step, loss=loss, tokens=trainer.tokens_per_step, flops=_flops(trainer))
-        every = config.evaluate_every_steps
-        if every and (step + 1) % every == 0:
-            with s.phase("evaluate"):
-                validation_loss = evaluate(trainer)
-            if s.rank == 0:
-                over = f"over {trainer.data.num_evaluated} samples"
-                print(f"step {step} validation loss {validation_loss:.4f} {over}", flush=True)
-            began = printed = time.perf_counter()
+    for step in s.steps(config.steps):
+        with s.attempt():
+            loss, norm = train_step(trainer, step)
+            if s.rank == 0:  # before s.step: a kill between prints the line twice, never not at all
+                rate = trainer.tokens_per_step / (time.perf_counter() - printed)
+                printed = time.perf_counter()
+                epoch = (step + 1) * config.global_batch / len(trainer.data.train)
+                text = f"step {step} loss {loss:.4f} norm {norm:.3f} tokens/s {rate:.0f}"
+                print(f"{text} epoch {epoch:.2f}", flush=True)
+            time.sleep(max(0.0, began + config.min_step_s - time.perf_counter()))
+            began = time.perf_counter()
+            s.step(step, loss=loss, tokens=trainer.tokens_per_step, flops=_flops(trainer))
+            every = config.evaluate_every_steps
+            if every and (step + 1) % every == 0:
+                with s.phase("evaluate"):
+                    validation_loss = evaluate(trainer)
+                if s.rank == 0:
+                    over = f"over {trainer.data.num_evaluated} samples"
+                    print(f"step {step} validation loss {validation_loss:.4f} {over}", flush=True)
+                began = printed = time.perf_counter()
     s.finish()
     session.leave()
 

@@ -1,0 +1,83 @@
+"""Kept processes: workers that survive the stop of their generation and go on in the next one with
+their model and optimizer.
+
+A generation with kept processes that fails before its first step charges no restart, and the next
+one is forked. Invariant: kept processes go on only if each rank finds the same shards and peers.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ..protocol.facts import Restore
+from ..protocol.mesh import Mesh
+from .context import StepContext
+from .failure import DIVERGED, Failure
+from .state import Cause, JobState
+
+TRIES = 2
+"""Generations with kept processes that may fail before a job keeps none any more."""
+OTHER_FAULTS = (
+    "launch-failed", "journal-behind", "checkpoint-refused", "preempted", "lost-first", "node-lost",
+    "outside-signal", "out-of-memory-kill",
+)  # fmt: skip
+"""Rules of failures that have nothing to do with kept processes."""
+
+
+def may_keep(state: JobState, cause: Cause) -> bool:
+    """Whether workers may keep their processes in a stop with this cause. A generation that has not
+    trained shows that something else is wrong."""
+    spec = state.job.spec
+    wanted = spec.recovery.keep_processes == "auto" and not spec.resources.num_gpus
+    trained = cause.purpose == "failure" and bool(state.group.first_step_ns)
+    return wanted and trained and not state.keeping.given_up
+
+
+def kept(state: JobState, node: str, num_workers: int) -> None:
+    """A node has stopped its workers, and these processes wait."""
+    if num_workers:
+        state.keeping.workers[node] = num_workers
+
+
+def kept_from(
+    state: JobState, mesh: Mesh, members: tuple[str, ...], restore: Restore | None
+) -> int:
+    """The generation whose kept processes go on in a launch on `members`; 0: none do. In a smaller
+    world all ranks must be kept ones, which know the process groups of the larger one."""
+    before, here = state.group, state.keeping.workers
+    if before.membership is None or restore is None or state.new_code or not here:
+        return 0
+    was = before.membership.mesh
+    if replace(was, replicate=1) != replace(mesh, replicate=1):
+        return 0
+    if mesh == was:
+        whole = any(name in here for name in members)
+    else:
+        each = state.job.spec.workers_per_node
+        whole = mesh.replicate < was.replicate and all(here.get(n) == each for n in members)
+    return state.generation if whole else 0
+
+
+def describe(state: JobState, members: tuple[str, ...], world_size: int) -> str:
+    num = sum(state.keeping.workers.get(name, 0) for name in members)
+    return f"; {num} of {world_size} workers keep their process"
+
+
+def launched(state: JobState) -> None:
+    state.keeping.workers = {}
+
+
+def failed(ctx: StepContext, failure: Failure) -> bool:
+    """Whether a generation failed because processes were kept in it."""
+    state, keeping = ctx.state, ctx.state.keeping
+    assert state.group.membership is not None
+    diverged = failure.rule == DIVERGED
+    early = bool(state.group.membership.kept_from) and not state.group.first_step_ns
+    if not diverged and (not early or failure.rule in OTHER_FAULTS):
+        return False
+    keeping.workers, keeping.num_failures = {}, keeping.num_failures + 1
+    if diverged or keeping.num_failures >= TRIES:
+        keeping.given_up = f"{failure.title}: {failure.evidence}"
+    then = "no process is kept any more" if keeping.given_up else "all workers are forked again"
+    ctx.note(f"kept processes could not go on ({failure.evidence}); {then}")
+    return True

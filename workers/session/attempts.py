@@ -1,0 +1,194 @@
+"""The loop of a script whose process survives the loss of a peer: attempts at steps, and how the
+agent halts one.
+
+The agent halts a worker by a byte on the inspection socket. The pulse thread then closes the
+connections of the process groups, which ends a collective, and signals the main thread, which ends
+Python code, until the attempt is over. Invariant: only an attempt is interrupted, and nothing of
+the session's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from types import FrameType, TracebackType
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module
+
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.errors import UserError
+from holdfast.workers.agent.pool.failures import is_secondary
+from holdfast.workers.checkpoint.layout import hash_bytes
+from holdfast.workers.checkpoint.stage import flat_bytes
+from holdfast.workers.checkpoint.state import local_of
+
+from .groups import Groups
+
+SIGNAL = signal.SIGRTMIN + 7
+SIGNAL_EVERY_S = 0.02
+
+
+class Halted(BaseException):
+    """Ends an attempt whose generation is stopped. Not an Exception: scripts catch those."""
+
+
+class Attempts:
+    """The attempts of one process."""
+
+    def __init__(self, groups: Groups | None, why_not: str) -> None:
+        """`why_not`: without `groups`, why this process cannot be kept."""
+        self.groups, self.why_not = groups, why_not
+        self.said = False
+        """The agent knows whether it may be kept."""
+        self.wanted = False
+        """The agent may keep this process."""
+        self.failed = False
+        """The last attempt was halted."""
+        self._halting, self._over = threading.Event(), threading.Event()
+        self._open = self._stepped = False
+        self._shields = 0
+        if groups is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(SIGNAL, self._on_signal)
+
+    @property
+    def halting(self) -> bool:
+        """The generation is over."""
+        return self._halting.is_set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    # -- of the agent ---------------------------------------------------------------------------
+    def halt(self) -> None:
+        """End the attempt, from the pulse thread. The agent kills the process if that takes long."""
+        self._over.clear()
+        self._halting.set()
+        until, main = time.monotonic() + 2 * limits.HALT_S, threading.main_thread().ident
+        while self.groups is not None and main is not None and time.monotonic() < until:
+            self.groups.cut()
+            signal.pthread_kill(main, SIGNAL)
+            if self._over.wait(SIGNAL_EVERY_S):
+                return
+
+    def _on_signal(self, _number: int, frame: FrameType | None) -> None:
+        own = frame is not None and frame.f_code in _OWN
+        if self.halting and self._open and not self._shields and not own:
+            self._open = False
+            raise Halted
+
+    def resumed(self) -> None:
+        """This process has a seat in the next generation."""
+        self._halting.clear()
+        self.failed = self.wanted = self.said = False
+
+    # -- of the loop ----------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def shielded(self) -> Iterator[None]:
+        """What is not interrupted within an attempt. Raises Halted after it."""
+        self._shields += 1
+        try:
+            yield
+        finally:
+            self._shields -= 1
+        if self.halting and self._open and not self._shields:
+            self._open = False
+            raise Halted
+
+    def expect_open(self, step: int) -> None:
+        if not self._open:
+            raise UserError(
+                f"session.step: got step {step} outside an attempt; expected it within `with "
+                "s.attempt():` in a loop over s.steps"
+            )
+        self._stepped = True
+
+    def expect_stepped(self, step: int) -> None:
+        if not self._stepped:
+            raise UserError(
+                f"session.steps: got no s.step({step}) in the body of the loop; expected `with "
+                "s.attempt():`, and at its end s.step(step)"
+            )
+
+    def begin(self) -> None:
+        """A step of the loop begins."""
+        self._stepped = False
+
+    def halted(self) -> None:
+        self._over.set()
+
+    def __enter__(self) -> None:
+        if self._open:
+            raise UserError("session.attempt: got an attempt within one; expected one in each step")
+        self._open = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> bool:
+        self._open = False
+        if error is None or not self.wanted:
+            return False
+        # The connection to a dead peer breaks before the agent knows of its end.
+        lost = not isinstance(error, Halted) and is_secondary(error)
+        if not isinstance(error, Halted) and not (lost and self._halting.wait(limits.HALT_WAIT_S)):
+            return False
+        _drop_frames(error)
+        self.failed = True
+        return True
+
+
+_OWN = {Attempts.__enter__.__code__, Attempts.__exit__.__code__}
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Frames keep the tensors of a broken forward alive."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
+
+
+def reset(model: Module, groups: Groups, modes: list[bool]) -> None:
+    """The model as it is before a forward, whatever was interrupted: an evaluation, too. `modes`:
+    whether each module trains."""
+    for module, trains in zip(model.modules(), modes, strict=True):
+        module.training = trains
+    for module in _roots(model):
+        module.reset_iter_state()
+    groups.reset()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _roots(model: Module) -> list[Any]:
+    below: set[int] = set()
+    roots = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and id(module) not in below:
+            roots.append(module)
+            below.update(id(one) for one in module.modules())
+    return roots
+
+
+def why_not(model: Module) -> str:
+    """Why this process cannot be kept as it is; empty: it can."""
+    if not all(hasattr(root, "reset_iter_state") for root in _roots(model)):
+        return "this torch cannot reset FSDP2 after an error (2.15 can)"
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is not None and dynamo.counters["stats"].get("unique_graphs"):
+        return "the model is compiled"
+    return ""
+
+
+def checksum(parameters: Iterable[Tensor]) -> int:
+    """Of the bits of this rank's parts; below 2**62."""
+    total = 0
+    for parameter in parameters:
+        total = (total * 31 + hash_bytes(flat_bytes(local_of(parameter).detach()))) % 2**62
+    return total

@@ -1,0 +1,240 @@
+"""Process groups that survivors form again in the same process, with gloo of torch 2.15.
+
+All of torch's ways to make a group pass one function, which is wrapped: each group is made
+reconfigurable and is listed in the order of creation. A group without connections can be built on;
+a collective on it raises. Invariant: ranks connect only if they list the same groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import socket
+import stat
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.errors import HoldfastError
+
+from .store import TIMEOUT
+
+FORM_TIMEOUT_S = 10.0
+FIRST_POLL_S, LONGEST_POLL_S = 0.0005, 0.02
+
+
+class NotKept(HoldfastError):
+    """A kept process cannot go on in this generation; all ranks are forked again."""
+
+
+class Diverged(HoldfastError):
+    """Replicas of a parameter differ after processes were kept."""
+
+
+def why_not_formed() -> str:
+    """Why this torch cannot form groups again; empty: it can. Its API is private."""
+    helper = inspect.signature(c10d._new_process_group_helper).parameters
+    group = dist.ProcessGroup
+    has_all = (
+        "enable_reconfigure" in helper
+        and all(hasattr(group, name) for name in ("reconfigure", "get_reconfigure_handle"))
+        and hasattr(c10d, "_reconfigure")
+        and hasattr(c10d._world, "pg_group_ranks")
+    )
+    if not has_all:
+        return "this torch cannot form process groups again (2.15 can)"
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        return "TORCH_DISTRIBUTED_DEBUG is DETAIL"
+    lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in ("1", "true")
+    return "TORCH_GLOO_LAZY_INIT is set" if lazy else ""
+
+
+class SwitchStore(Store):
+    """Passes on to the store of the current generation: rank 0 hosts it, and may have died."""
+
+    def __init__(self, now: Store) -> None:
+        super().__init__()
+        self.now = now
+
+    def set(self, key: str, value: Any) -> None:
+        self.now.set(key, value)
+
+    def get(self, key: str) -> Any:
+        return self.now.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self.now.add(key, amount)
+
+    def wait(self, keys: list[str], timeout: timedelta = TIMEOUT) -> None:
+        self.now.wait(keys, timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.now.check(keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self.now.multi_get(keys)
+
+    def multi_set(self, keys: list[str], values: list[Any]) -> None:
+        self.now.multi_set(keys, values)  # type: ignore[attr-defined]
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> Any:
+        return self.now.compare_set(key, expected, desired)
+
+    def delete_key(self, key: str) -> bool:
+        return self.now.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self.now.num_keys()
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.now.set_timeout(timeout)
+
+
+class Groups:
+    """The process groups of this process. It makes all that are made from now on."""
+
+    def __init__(
+        self, store: SwitchStore, rank: int, world_size: int, generation: int, *, connected: bool
+    ) -> None:
+        """`connected`: each group connects when it is made; otherwise `connect` does it for all."""
+        self._store = store
+        self._rank, self._world_size, self._generation = rank, world_size, generation
+        self.connected = connected
+        self._listed: dict[str, tuple[Any, list[int]]] = {}
+        """Name -> group and its ranks, in the order of creation."""
+        self.foreign = False
+        """A group cannot be formed again."""
+        self._inodes: set[int] = set()
+        """Sockets of the connections."""
+        self.replicated: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._wrap()
+
+    def _wrap(self) -> None:
+        make, init = c10d._new_process_group_helper, DistributedDataParallel.__init__
+
+        @wraps(make)
+        def make_listed(*given: Any, **named: Any) -> Any:
+            size, _, ranks, backend, _, name = given[:6]
+            if str(backend) != "gloo":
+                group, store = make(*given, **named)
+                self.foreign |= group is not dist.GroupMember.NON_GROUP_MEMBER
+                return group, store
+            group, store = make(*given, **named | {"enable_reconfigure": True})
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                self._listed[str(name)] = (group, list(ranks) or list(range(size)))
+                if self.connected:
+                    self._form(str(name))
+            return group, store
+
+        @wraps(init)
+        def init_listed(module: DistributedDataParallel, *given: Any, **named: Any) -> None:
+            # Without connections it cannot compare its values, which the restore sets anyway.
+            init(module, *given, **named | ({} if self.connected else {"init_sync": False}))
+            self.replicated.add(module)
+
+        c10d._new_process_group_helper = make_listed
+        replace: Any = DistributedDataParallel
+        replace.__init__ = init_listed
+
+    def connect(
+        self, store: Store, rank: int, world_size: int, generation: int, is_over: Callable[[], bool]
+    ) -> None:
+        """Connect all groups, in a generation in which processes were kept; `rank` is this one's in
+        it. Collective. `is_over`: the generation has ended. Raises NotKept, or RuntimeError."""
+        before = (self._rank, self._world_size) if self.connected else (rank, world_size)
+        self._store.now, self._generation = store, generation
+        store.set(f"kept/{rank}", json.dumps([*before, list(self._listed)]))
+        keys = [f"kept/{other}" for other in range(world_size)]
+        self._await(keys, limits.STARTUP_TIMEOUT_S, is_over)
+        ranks = [json.loads(told) for told in store.multi_get(keys)]
+        now = {was: new for new, (was, _, _) in enumerate(ranks)}
+        moved = world_size == before[1] and any(was != new for was, new in now.items())
+        if moved or len(now) != world_size or {world for _, world, _ in ranks} != {before[1]}:
+            raise NotKept("ranks of kept processes have moved")
+        self._inodes.clear()
+        self._rank, self._world_size, self.connected = rank, world_size, True
+        for name, (group, members) in self._listed.items():
+            members[:] = [now[was] for was in members if was in now]
+            if any(name not in ranks[member][2] for member in members):
+                raise NotKept("kept processes and new ones have made different process groups")
+            c10d._world.pg_group_ranks[group] = {at: index for index, at in enumerate(members)}
+            self._form(name, is_over)
+
+    def _form(self, name: str, is_over: Callable[[], bool] | None = None) -> None:
+        """Connect one group; with `is_over` of ranks that are all here. Its key names the members:
+        a rank that lists others never meets these."""
+        group, members = self._listed[name]
+        store, prefix = self._store.now, f"form/{self._generation}/{name}/{members}"
+        keys = [f"{prefix}/{member}" for member in members]
+        store.set(f"{prefix}/{self._rank}", group.get_reconfigure_handle())
+        timeout = TIMEOUT
+        if is_over is None:
+            store.wait(keys, timeout)
+        else:
+            timeout = timedelta(seconds=FORM_TIMEOUT_S)
+            self._await(keys, FORM_TIMEOUT_S, is_over)
+        handles = [handle.decode() for handle in store.multi_get(keys)]
+        before = set(_sockets())
+        uuid = self._generation
+        c10d._reconfigure(uuid=uuid, handles=handles, group=group, timeout=timeout).wait()
+        self._inodes |= set(_sockets()) - before
+
+    def _await(self, keys: list[str], timeout_s: float, is_over: Callable[[], bool]) -> None:
+        deadline, pause_s = time.monotonic() + timeout_s, FIRST_POLL_S
+        while not self._store.now.check(keys):
+            if is_over() or time.monotonic() > deadline:
+                raise NotKept("process groups were not formed again in time")
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, LONGEST_POLL_S)
+
+    def cut(self) -> None:
+        """End each collective that waits, from another thread: close the groups' connections. The
+        owner may close a descriptor meanwhile, so duplicates are checked and closed."""
+        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+            with contextlib.suppress(OSError):
+                copy = os.dup(int(name))
+                try:
+                    if _inode(copy) in self._inodes:
+                        with socket.socket(fileno=os.dup(copy)) as connection:
+                            connection.shutdown(socket.SHUT_RDWR)
+                finally:
+                    os.close(copy)
+
+    def reset(self) -> None:
+        """New reducers for DDP: those of survivors have other buckets than those of new processes,
+        and their sums would differ without an error."""
+        module: Any
+        torch: Any = dist  # whose private names are not exported
+        for module in self.replicated:
+            parameters, sparse = module._build_params_for_reducer()
+            names = module._build_debug_param_to_name_mapping(parameters)
+            module._ddp_init_helper(parameters, sparse, names, module.static_graph)
+            module._has_rebuilt_buckets = False
+            for hook, state in module._comm_hooks:
+                torch._register_comm_hook(module.reducer, state, hook)
+
+
+def _inode(descriptor: int) -> int:
+    """The inode of a socket; 0 for other files."""
+    status = os.fstat(descriptor)
+    return status.st_ino if stat.S_ISSOCK(status.st_mode) else 0
+
+
+def _sockets() -> Iterator[int]:
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        with contextlib.suppress(OSError):
+            yield _inode(int(name))
