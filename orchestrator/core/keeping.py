@@ -30,7 +30,7 @@ def may_keep(state: JobState, cause: Cause) -> bool:
     spec = state.job.spec
     wanted = spec.recovery.keep_processes == "auto" and not spec.resources.num_gpus
     trained = cause.purpose == "failure" and bool(state.group.first_step_ns)
-    return wanted and trained and not state.keeping.given_up
+    return wanted and trained and not state.keeping.why_never
 
 
 def kept(state: JobState, node: str, num_workers: int) -> None:
@@ -77,7 +77,7 @@ def failed(ctx: StepContext, failure: Failure) -> bool:
         return False
     keeping.workers, keeping.num_failures = {}, keeping.num_failures + 1
     if diverged or keeping.num_failures >= TRIES:
-        keeping.given_up = f"{failure.title}: {failure.evidence}"
-    then = "no process is kept any more" if keeping.given_up else "all workers are forked again"
+        keeping.why_never = f"{failure.title}: {failure.evidence}"
+    then = "no process is kept any more" if keeping.why_never else "all workers are forked again"
     ctx.note(f"kept processes could not go on ({failure.evidence}); {then}")
     return True

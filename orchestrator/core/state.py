@@ -285,7 +285,7 @@ class Keeping(Struct):
     """Node -> processes that it has kept of the newest generation."""
     num_failures: int = 0
     """Generations with kept processes that failed before their first step."""
-    given_up: str = ""
+    why_never: str = ""
     """Why this job keeps none any more; empty: it may."""
 
 

@@ -35,7 +35,7 @@ SIGNAL = signal.SIGRTMIN + 7
 SIGNAL_EVERY_S = 0.02
 
 
-class Halted(BaseException):
+class AttemptHalted(BaseException):
     """Ends an attempt whose generation is stopped. Not an Exception: scripts catch those."""
 
 
@@ -82,7 +82,7 @@ class Attempts:
         own = frame is not None and frame.f_code in _OWN
         if self.halting and self._open and not self._shields and not own:
             self._open = False
-            raise Halted
+            raise AttemptHalted
 
     def resumed(self) -> None:
         """This process has a seat in the next generation."""
@@ -92,7 +92,7 @@ class Attempts:
     # -- of the loop ----------------------------------------------------------------------------
     @contextlib.contextmanager
     def shielded(self) -> Iterator[None]:
-        """What is not interrupted within an attempt. Raises Halted after it."""
+        """What is not interrupted within an attempt. Raises AttemptHalted after it."""
         self._shields += 1
         try:
             yield
@@ -100,7 +100,7 @@ class Attempts:
             self._shields -= 1
         if self.halting and self._open and not self._shields:
             self._open = False
-            raise Halted
+            raise AttemptHalted
 
     def expect_open(self, step: int) -> None:
         if not self._open:
@@ -136,8 +136,10 @@ class Attempts:
         if error is None or not self.wanted:
             return False
         # The connection to a dead peer breaks before the agent knows of its end.
-        lost = not isinstance(error, Halted) and is_secondary(error)
-        if not isinstance(error, Halted) and not (lost and self._halting.wait(limits.HALT_WAIT_S)):
+        lost = not isinstance(error, AttemptHalted) and is_secondary(error)
+        if not isinstance(error, AttemptHalted) and not (
+            lost and self._halting.wait(limits.HALT_WAIT_S)
+        ):
             return False
         _drop_frames(error)
         self.failed = True
@@ -187,7 +189,7 @@ def why_not(model: Module) -> str:
 
 
 def checksum(parameters: Iterable[Tensor]) -> int:
-    """Of the bits of this rank's parts; below 2**62."""
+    """Checksum of the bits of this rank's parts; below 2**62."""
     total = 0
     for parameter in parameters:
         total = (total * 31 + hash_bytes(flat_bytes(local_of(parameter).detach()))) % 2**62

@@ -388,6 +388,8 @@ class Session:
         reset(state.model, groups, self._modes)
         for shards in self._shards_given:
             shards.resized(self.world_size)
+            for parameter in shards.parameters():
+                parameter.grad = None
         for one in state.optimizers:
             one.optimizer.state.clear()
         self._begin_at(state, 0)
@@ -408,7 +410,10 @@ class Session:
         self._num_compared += 1
         if self.shape.replicate == 1:
             return
-        number, shard = checksum(p for p in state.parameters.values() if p.requires_grad), self.shape.shard_index(self.rank)
+        number, shard = (
+            checksum(p for p in state.parameters.values() if p.requires_grad),
+            self.shape.shard_index(self.rank),
+        )
         largest_s2 = torch.full((self.shape.num_shards, 2), -(2**63), dtype=torch.int64)
         largest_s2[shard] = torch.tensor([number, -number])
         dist.all_reduce(largest_s2, dist.ReduceOp.MAX)

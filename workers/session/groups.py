@@ -160,7 +160,7 @@ class Groups:
         store.set(f"kept/{rank}", json.dumps([*before, list(self._listed)]))
         keys = [f"kept/{other}" for other in range(world_size)]
         self._await(keys, limits.STARTUP_TIMEOUT_S, is_over)
-        ranks = [json.loads(told) for told in store.multi_get(keys)]
+        ranks = [json.loads(said) for said in store.multi_get(keys)]
         now = {was: new for new, (was, _, _) in enumerate(ranks)}
         moved = world_size == before[1] and any(was != new for was, new in now.items())
         if moved or len(now) != world_size or {world for _, world, _ in ranks} != {before[1]}:

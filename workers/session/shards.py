@@ -46,8 +46,6 @@ class Shards:
         """Sum of the squares of gradients that were used and freed within backward."""
         for waiting in self._waiting:
             waiting.clear()
-        for shard in self._shards:
-            shard.grad = None
 
     def parameters(self) -> list[nn.Parameter]:
         """Parameters for the optimizer, in the order of `model.parameters()`. They share the

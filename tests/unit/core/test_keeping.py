@@ -1,0 +1,112 @@
+"""Processes that survive their generation: when workers keep them, and what a failure of such a
+generation costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.orchestrator.core.actions import LaunchGroup, StopGroup
+from holdfast.orchestrator.core.events import ResizeRequested
+from holdfast.orchestrator.protocol.facts import Exit
+
+from .harness import Transcript, spec
+
+
+def kept_after_a_kill(job: Transcript) -> None:
+    """Worker 0 is killed, and the others wait."""
+    job.exits(0, signal=9, step=3)
+    job.stopped("a", 3, kept=(1,))
+    job.stopped("b", 3, kept=(2, 3))
+
+
+def test_the_next_generation_goes_on_with_what_was_kept() -> None:
+    job = Transcript().started(step=3)
+    job.exits(0, signal=9, step=3)
+    assert all(stop.keep for stop in job.of(StopGroup))
+    job.stopped("a", 3, kept=(1,))
+    job.stopped("b", 3, kept=(2, 3))
+    launch = job.of(LaunchGroup)[0]
+    assert launch.membership.kept_from == 1 and launch.membership.generation == 2
+    assert launch.reason.text.endswith("3 of 4 workers keep their process")
+    job.succeed(LaunchGroup)
+    job.step(4)
+    assert job.state.ledger.restarts == {"infrastructure": 1}
+    assert job.replayed().state.keeping == job.state.keeping
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        spec(recovery={"keepProcesses": "never"}),
+        spec(resources={"gpu": 1}),
+    ],
+)
+def test_nothing_is_kept_where_that_is_unwanted_or_unproved(
+    document: dict[str, object],
+) -> None:
+    job = Transcript(document).started(step=3)
+    job.exits(0, signal=9, step=3)
+    assert not any(stop.keep for stop in job.of(StopGroup))
+
+
+def test_a_generation_that_has_not_trained_keeps_nothing_and_nor_does_a_planned_stop() -> None:
+    job = Transcript().started(step=None)
+    job.exits(0, signal=9)
+    assert job.of(StopGroup) and not any(stop.keep for stop in job.of(StopGroup))
+    job = Transcript().started(step=3)
+    job.apply(ResizeRequested(nodes=1))
+    job.wait(60)
+    assert job.all(StopGroup) and not any(stop.keep for stop in job.all(StopGroup))
+
+
+def test_a_smaller_world_keeps_processes_if_it_has_no_new_ones() -> None:
+    recovery = {"replacementWaitSeconds": 0}
+    for kept, expected in (((2, 3), 1), ((2,), 0)):
+        job = Transcript(spec(recovery=recovery)).started(step=3)
+        job.lose("a")
+        job.stopped("b", 3, kept=kept)
+        job.wait(120)
+        launch = job.all(LaunchGroup)[-1]
+        assert launch.membership.world_size == 2 and launch.membership.kept_from == expected
+
+
+def test_kept_processes_that_cannot_go_on_cost_no_restart_and_all_are_forked() -> None:
+    job = Transcript().started(step=3)
+    error = Exit(rank=1, code=1, error_type="NotKept", error_message="ranks have moved")
+    for failures in (1, 2):
+        kept_after_a_kill(job)
+        assert job.of(LaunchGroup)[0].membership.kept_from
+        job.succeed(LaunchGroup)
+        job.exits(1, code=1, error_type=error.error_type, error_message=error.error_message)
+        assert not any(stop.keep for stop in job.of(StopGroup)), "it has not trained"
+        job.all_stopped()
+        assert not job.of(LaunchGroup)[0].membership.kept_from
+        assert job.state.ledger.restarts == {"infrastructure": failures}
+        assert not job.state.ledger.failed_at
+        job.succeed(LaunchGroup)
+        job.step(3 + failures)
+    assert "ranks have moved" in job.state.keeping.why_never
+    job.exits(0, signal=9, step=5)
+    assert not any(stop.keep for stop in job.of(StopGroup))
+
+
+def test_another_fault_while_kept_processes_go_on_is_charged() -> None:
+    job = Transcript().started(step=3)
+    kept_after_a_kill(job)
+    job.succeed(LaunchGroup)
+    job.exits(2, signal=9, step=3)
+    job.all_stopped(3)
+    assert job.state.ledger.restarts == {"infrastructure": 2}
+    assert not job.state.keeping.why_never
+
+
+def test_replicas_that_differ_are_an_incident_and_nothing_is_kept_any_more() -> None:
+    job = Transcript().started(step=3)
+    kept_after_a_kill(job)
+    job.succeed(LaunchGroup)
+    job.step(4)
+    job.exits(3, code=1, error_type="Diverged", error_message="replicas differ", step=4)
+    job.all_stopped(4)
+    assert job.state.incidents[-1].rule == "diverged"
+    assert not job.of(LaunchGroup)[0].membership.kept_from
+    assert "replicas differ" in job.state.keeping.why_never

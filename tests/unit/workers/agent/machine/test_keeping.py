@@ -1,0 +1,104 @@
+"""Workers that keep their process when their generation stops: halt, wait, and the next seat."""
+
+from __future__ import annotations
+
+from holdfast.orchestrator.protocol import messages as m
+from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.workers import worker_protocol
+from holdfast.workers.agent.machine import commands, inputs
+from holdfast.workers.agent.machine.commands import Command
+
+from .harness import SECOND_NS, AgentHarness
+
+DDP = Mesh(replicate=2)
+
+
+def training(*keepable: int, mesh: Mesh = DDP) -> AgentHarness:
+    agent = AgentHarness()
+    agent.launch(mesh=mesh)
+    for rank in keepable:
+        agent.from_worker(rank, worker_protocol.KeepReported(why_not=""))
+    return agent
+
+
+def stop(agent: AgentHarness, **more: object) -> tuple[Command, ...]:
+    return agent.receive(m.StopWorkers(action_id=5, generation=1, keep=True, **more))  # type: ignore[arg-type]
+
+
+def halted(agent: AgentHarness, rank: int) -> tuple[Command, ...]:
+    return agent.from_worker(rank, worker_protocol.Halted(step=3))
+
+
+def stopped(out: tuple[Command, ...]) -> m.GroupStopped:
+    (found,) = (c.message for c in out if isinstance(c, commands.Send))
+    assert isinstance(found, m.GroupStopped)
+    return found
+
+
+def kills(out: tuple[Command, ...]) -> list[tuple[int, int]]:
+    return [(c.generation, c.rank) for c in out if isinstance(c, commands.Kill)]
+
+
+def forks(agent: AgentHarness, generation: int = 2, **more: object) -> tuple[Command, ...]:
+    return agent.launch(generation, **{"mesh": DDP, "kept_from": 1, **more})
+
+
+def test_workers_that_leave_their_step_are_reported_as_ended_by_us_and_get_the_next_seats() -> None:
+    agent = training(0, 1)
+    out = stop(agent)
+    assert out == (commands.Halt(1, (0, 1)),)
+    assert not halted(agent, 0)
+    report = stopped(halted(agent, 1))
+    assert report.kept == (0, 1) and all(exit.by_us for exit in report.exits)
+    assert not agent.from_worker(0, worker_protocol.Pulse()), "it says nothing else until then"
+    out = forks(agent)
+    assert [c.kept for c in out if isinstance(c, commands.Fork)] == [(1, 0), (1, 1)]
+    assert not kills(out)
+
+
+def test_a_worker_that_cannot_be_kept_is_killed_at_once_and_one_that_halts_late_after_1_s() -> None:
+    agent = training(0)
+    assert kills(stop(agent)) == [(1, 1)]
+    assert not agent.worker_ends(1, signal=9)
+    agent.now_ns += SECOND_NS
+    assert kills(agent.give(inputs.ClockTick())) == [(1, 0)]
+    assert not halted(agent, 0), "too late: its kill is under way"
+    assert stopped(agent.worker_ends(0, signal=9)).kept == ()
+
+
+def test_a_kept_worker_that_ends_while_it_waits_gets_no_seat() -> None:
+    agent = training(0, 1)
+    stop(agent)
+    halted(agent, 0)
+    halted(agent, 1)
+    assert not agent.worker_ends(0, signal=9)
+    assert [c.kept for c in forks(agent) if isinstance(c, commands.Fork)] == [None, (1, 1)]
+
+
+def test_kept_workers_that_the_next_generation_does_not_use_are_killed() -> None:
+    for more in ({"kept_from": 0}, {"mesh": Mesh(shard=2)}):
+        agent = training(0, 1)
+        stop(agent)
+        halted(agent, 0)
+        halted(agent, 1)
+        out = forks(agent, **more)
+        assert (1, 1) in kills(out)
+        assert [c.kept for c in out if isinstance(c, commands.Fork)][1] is None
+
+
+def test_late_messages_of_a_kept_worker_do_not_count_in_its_next_generation() -> None:
+    agent = training(0, 1)
+    stop(agent)
+    halted(agent, 0)
+    halted(agent, 1)
+    forks(agent)
+    assert not agent.from_worker(0, worker_protocol.Progress(step=9), generation=1)
+    assert agent.machine.group is not None
+    assert agent.machine.group.workers[0].step == -1
+    assert not agent.machine.group.workers[0].keepable
+
+
+def test_without_the_order_nothing_is_halted() -> None:
+    agent = training(0, 1)
+    out = agent.receive(m.StopWorkers(action_id=5, generation=1))
+    assert kills(out) == [(1, 0), (1, 1)]
