@@ -68,7 +68,7 @@ class Attempts:
 
     # -- of the agent ---------------------------------------------------------------------------
     def halt(self) -> None:
-        """End the attempt, from the pulse thread. The agent kills the process if that takes long."""
+        """End the attempt, from the pulse thread; the agent kills a process that takes long."""
         self._over.clear()
         self._halting.set()
         until, main = time.monotonic() + 2 * limits.HALT_S, threading.main_thread().ident
