@@ -6,6 +6,7 @@ A row is the beginning of test ids, and how they go on, each after a "; ".
 
 _LOSSES = "strategies/test_losses.py::test_losses_and_gradient_norms_are_those_of_one_process["
 _KILLED = "test_a_killed_worker_costs_the_steps_since_the_scripts_checkpoint["
+_KEPT = "test_losses_after_kills_at_random_moments_are_those_of_an_undisturbed_job["
 _LOST = "test_a_lost_node_is_replaced_and_the_script_goes_on["
 _WARM_UP = "test_a_warm_up_leaves_no_group_no_random_state_and_no_threads_behind[entrypoint"
 _TRACED = "test_accuracy.py::test_the_plan_is_what_a_traced_step_needs_and_sends["
@@ -30,6 +31,7 @@ _LONG = {
     "printed_commands_that_start_nothing_succeed[d",
     "e2e/local/test_hand_over.py::test_": "a_",
     "e2e/local/test_hangs.py::test_": "a_rank_that_",
+    f"e2e/local/test_kept.py::{_KEPT}": "d; f",
     "e2e/local/test_kill.py::test_": "training_survives_its_node_launcher",
     "e2e/local/test_losses.py::test_": "a_job_that_shrinks",
     "e2e/local/test_outputs.py::test_a_job_that_succeeds_ends_with_0[": "c; f; l; u",

@@ -28,7 +28,7 @@ MAX_WORDS = 40000
 BUDGETS = {
     "orchestrator": 53041,
     "workers": 24712,
-    "tests": 87319,
+    "tests": 87321,
     "orchestrator/api": 4324,
     "orchestrator/backends": 6343,
     "orchestrator/catalogue": 990,
