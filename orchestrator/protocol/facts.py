@@ -58,7 +58,6 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes with the same value may be lost together; empty: the node is a domain of its own."""
     topology: tuple[str, ...] = ()
     """Zone, rack, ..., outermost first; ranks are assigned in this order."""
-    torch_version: str = ""
     pid: int = 0
     cache_directory: str = ""
     """Directory for what torch.compile and Triton compile; empty: torch's own choice, or the

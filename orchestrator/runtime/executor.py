@@ -30,7 +30,7 @@ from ..core.events import ActionFailed, ActionSucceeded, ActionUnknown, AnyEvent
 from ..protocol import messages as wire
 from ..protocol.facts import LaunchIncident, OwnCheckpoint
 from .agent_server import AgentConnection
-from .checkpoint_store.async_store import AsyncCheckpointStore
+from .checkpoint_store.async_store import ThreadedCheckpointStore
 from .checkpoint_store.options import answer_of
 from .checkpoint_store.store import NotCovered
 from .translate import Answer, AwaitedAnswers, NodeAction, to_message
@@ -45,7 +45,7 @@ class Executor:
     def __init__(
         self,
         backend: Backend,
-        store: AsyncCheckpointStore,
+        store: ThreadedCheckpointStore,
         links: Mapping[str, AgentConnection],
         submit: Callable[[AnyEvent], None],
         settle_s: float = 5.0,

@@ -29,7 +29,7 @@ from ..protocol.facts import ShardFile
 from ..protocol.manifest import Manifest
 from .agent_gateway import AgentGateway
 from .agent_server import AgentConnection, AgentServer
-from .checkpoint_store.async_store import AsyncCheckpointStore
+from .checkpoint_store.async_store import ThreadedCheckpointStore
 from .checkpoint_store.options import CHECKPOINT_FIELD
 from .clock import Clock
 from .code_sender import CodeSender, CodeStore
@@ -110,7 +110,7 @@ class JobRuntime:
         token: str,
         backend: Backend,
         endpoint: AgentServer,
-        storage: AsyncCheckpointStore,
+        storage: ThreadedCheckpointStore,
         tls_name: str = "",
         tls_context: ssl.SSLContext | None = None,
         clock: Clock | None = None,

@@ -1,5 +1,4 @@
-"""`python -m holdfast.workers.checkpoint list|verify|export|repair`: JSON on standard output.
-No torch.
+"""`python -m holdfast.workers.checkpoint verify|export|repair`: JSON on standard output. No torch.
 
 `holdfast checkpoint` runs it. Exit code 0; 1: a checkpoint is damaged; 2: an invalid request. A
 problem is reported as {"error": "..."}.
@@ -31,24 +30,6 @@ def main(arguments: list[str] | None = None) -> int:
     return code
 
 
-def _list(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    found = [
-        {
-            "directory": c.directory,
-            "step": c.step,
-            "generation": c.generation,
-            "committed": c.committed,
-            "num_bytes": c.manifest.num_bytes if c.manifest else 0,
-            "num_shards": c.manifest.mesh.num_shards if c.manifest else 0,
-            "mesh": c.manifest.mesh.describe() if c.manifest else "",
-            "committed_at": c.manifest.committed_at if c.manifest else "",
-            "problem": c.problem,
-        }
-        for c in inspect.list_checkpoints(options.path)
-    ]
-    return {"path": options.path, "checkpoints": found}, 0
-
-
 def _verify(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     result = inspect.verify(options.path, inspect.find(options.path, options.step))
     body = {
@@ -66,13 +47,8 @@ def _verify(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 def _export(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     manifest = inspect.find(options.path, options.step)
-    files = inspect.export(
-        options.path,
-        manifest,
-        Path(options.to),
-        optimizer=options.optimizer,
-        max_file_bytes=options.max_file_bytes,
-    )
+    to = Path(options.to)
+    files = inspect.export(options.path, manifest, to, optimizer=options.optimizer)
     body = {
         "path": options.path,
         "directory": manifest.directory,
@@ -89,29 +65,26 @@ def _repair(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     return body, 1 if result.problems else 0
 
 
-_RUN = {"list": _list, "verify": _verify, "export": _export, "repair": _repair}
+_RUN = {"verify": _verify, "export": _export, "repair": _repair}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m holdfast.workers.checkpoint")
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb, what in (
-        ("list", "list the checkpoints below a path"),
         ("verify", "read and check every byte of one checkpoint"),
         ("export", "write plain safetensors files"),
         ("repair", "write a new checkpoint from the intact parts of a damaged one"),
     ):
         command = verbs.add_parser(verb, help=what)
         command.add_argument("path", help="checkpoint path or URL of a job")
-        if verb != "list":
-            command.add_argument("--step", type=int, help="default: the newest step")
+        command.add_argument("--step", type=int, help="default: the newest step")
         if verb == "repair":
             command.add_argument("--dry-run", action="store_true", help="change nothing")
             command.add_argument("--job", default="", help="if no manifest has the job's name")
         if verb == "export":
             command.add_argument("--to", required=True, help="directory to write to")
             command.add_argument("--optimizer", action="store_true", help="include optimizer state")
-            command.add_argument("--max-file-bytes", type=int, default=5 * 10**9)
     return parser
 
 

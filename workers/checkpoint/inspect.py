@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import math
 from collections import Counter
@@ -32,19 +33,6 @@ from .layout import (
 from .shard_sources import CheckpointFiles, ShardSource, expect_identity
 
 
-@dataclass(frozen=True)
-class ListedCheckpoint:
-    """One directory below the checkpoint path."""
-
-    directory: str
-    step: int
-    generation: int
-    committed: bool
-    manifest: Manifest | None = None
-    problem: str = ""
-    """Why the checkpoint cannot be used."""
-
-
 @dataclass
 class VerifyResult:
     """The result of verifying one checkpoint."""
@@ -55,7 +43,6 @@ class VerifyResult:
     num_rank_states: int = 0
     """Ranks with state of their own (`per_rank`)."""
     num_bytes: int = 0
-    """Files whose header has no checksum of its own, so that no restore can check it."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -63,28 +50,14 @@ class VerifyResult:
         return not self.problems
 
 
-def list_checkpoints(path: str) -> list[ListedCheckpoint]:
-    """All checkpoints, newest first; those without a manifest are marked as not committed."""
-    store = CheckpointFiles(path)
-    found = []
-    for name in store.directories():
-        parsed = parse_directory_name(name)
-        if parsed is None:
-            continue
-        try:
-            found.append(
-                ListedCheckpoint(name, *parsed, committed=True, manifest=store.manifest(name))
-            )
-        except DamagedCheckpoint as error:
-            found.append(ListedCheckpoint(name, *parsed, committed=False, problem=str(error)))
-        except HoldfastError:
-            found.append(ListedCheckpoint(name, *parsed, committed=False, problem="no manifest"))
-    return sorted(found, key=lambda c: (c.step, c.generation), reverse=True)
-
-
 def find(path: str, step: int | None = None) -> Manifest:
     """The newest committed checkpoint, or that of a step. Raises UserError if there is none."""
-    committed = [c.manifest for c in list_checkpoints(path) if c.manifest is not None]
+    store, committed = CheckpointFiles(path), []
+    for name in filter(parse_directory_name, store.directories()):
+        # Without a manifest, or with one that is damaged, a directory is not a checkpoint.
+        with contextlib.suppress(HoldfastError):
+            committed.append(store.manifest(name))
+    committed.sort(key=lambda m: (m.step, m.generation), reverse=True)
     for manifest in committed:
         if step is None or manifest.step == step:
             return manifest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from holdfast.orchestrator.api.v1alpha1.resilience import Retention
 from holdfast.orchestrator.core.actions import Retained
@@ -18,33 +18,6 @@ from .store import CheckpointStore
 THREAD_NAME_PREFIX = "storage"
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class AsyncCheckpointStore(Protocol):
-    """One job's checkpoints. Calls are carried out in the order in which they were made."""
-
-    async def prepare(self) -> None:
-        """Create the directory and prove that it can be written. Raises UserError."""
-
-    async def manifests(self) -> list[Manifest]:
-        """Committed checkpoints, oldest step first. Raises HoldfastError when the store does not
-        answer."""
-
-    async def damaged(self) -> list[str]:
-        """Names of checkpoints whose manifest is damaged. Raises as `manifests`."""
-
-    async def adopt_written(self, generation: int, retention: Retention) -> list[Manifest]:
-        """Commit complete checkpoints of this generation that agents wrote without a controller,
-        if `retention` keeps them. Raises HoldfastError when the store does not answer."""
-
-    async def commit(self, step: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> int:
-        """Write the manifest of a complete set of files; returns their bytes."""
-
-    async def clean(self, retained: Retained) -> list[str]:
-        """Delete the job's checkpoints that are not retained; returns their names."""
-
-    async def settle(self) -> None:
-        """Wait until all calls so far have ended."""
 
 
 class SerialExecutor:
@@ -89,7 +62,7 @@ class SerialExecutor:
 
 
 class ThreadedCheckpointStore:
-    """An AsyncCheckpointStore over a CheckpointStore in this process."""
+    """The calls of a CheckpointStore, carried out in the order in which they were made."""
 
     def __init__(self, open_store: Callable[[], CheckpointStore], executor: SerialExecutor) -> None:
         """`open_store` is called in a thread with the first call, and again until it succeeds: some

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -42,7 +41,6 @@ def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str)
         address_interface=interface_of(address),
         hcas=rdma_devices(),
         failure_domain=failure_domain,
-        torch_version=_torch_version(),
         pid=os.getpid(),
         cache_directory=cache_directory(),
     )
@@ -102,10 +100,3 @@ def interface_of(address: str) -> str:
         if any(one.address.partition("%")[0] == address for one in addresses):
             return name
     return ""
-
-
-def _torch_version() -> str:
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return ""

@@ -44,20 +44,36 @@ def allow_reading_by(pid: int) -> None:
         _prctl(_PR_SET_PTRACER, pid)
 
 
+PF_EXITING = 0x4
+"""linux/sched.h: the process gives back what it holds."""
+
+
 def _prctl(option: int, value: int | bytes) -> None:
     if _libc.prctl(option, value, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), "prctl")
 
 
-def state_of(pid: int) -> str:
-    """State letter of a process (R, S, D, T, Z ...); empty when it does not exist."""
+def _stat(pid: int) -> list[bytes]:
+    """State, ppid and so on, as proc(5) lists them; empty when the process does not exist."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
-        return ""
+        return []
     # The name in parentheses may itself contain parentheses.
-    return chr(stat[stat.rindex(b")") + 2])
+    return stat[stat.rindex(b")") + 2 :].split()
+
+
+def state_of(pid: int) -> str:
+    """State letter of a process (R, S, D, T, Z ...); empty when it does not exist."""
+    return (_stat(pid) or [b""])[0].decode()
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process ends or has ended. Its connections close first; a GPU's context can take
+    seconds until it is a zombie."""
+    stat = _stat(pid)
+    return not stat or stat[0] in b"ZX" or bool(int(stat[6]) & PF_EXITING)
 
 
 def catches(pid: int, number: int) -> bool:

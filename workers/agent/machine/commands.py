@@ -84,6 +84,7 @@ class Kill(CommandBase, frozen=True):
     generation: int
     rank: int
     signal: int
+    injected: bool = False
 
 
 class Halt(CommandBase, frozen=True):

@@ -166,7 +166,7 @@ class Worker:
             code, signal = 1, None
         failed = self.failed or given.crash or NO_ERROR
         obeyed = SIGTERM in self.signals and signal is None and self.failed is None
-        by_us = (signal is not None and signal in self.signals) or obeyed
+        by_us = (signal is not None and signal in self.signals and not given.before_ours) or obeyed
         self.exit = Exit(
             rank=self.seat.rank,
             local_rank=self.seat.local_rank,
@@ -411,7 +411,7 @@ def inject_fault(group: Generation | None, message: Chaos) -> list[Command]:
         text = f"chaos {message.kind}: there is no live worker of rank {message.rank} here"
         return [commands.Send(AgentEvent(text=text))]
     # Not in worker.signals: the exit must look like one that Holdfast did not cause.
-    return [commands.Kill(group.generation, message.rank, signal)]
+    return [commands.Kill(group.generation, message.rank, signal, injected=True)]
 
 
 def lingers(group: Generation, rank: int, waits_for: str) -> list[Command]:

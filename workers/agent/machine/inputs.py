@@ -70,6 +70,8 @@ class WorkerEnded(InputBase, frozen=True):
     wall_ns: int = 0
     crash: Failed | None = None
     """What its output shows of a crash in native code."""
+    before_ours: bool = False
+    """It was ending when our first signal was sent."""
 
 
 class JobConfigured(InputBase, frozen=True):

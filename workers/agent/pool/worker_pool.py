@@ -26,7 +26,7 @@ from holdfast.orchestrator.protocol.facts import CRASH_SIGNALS, USAGE_CODE
 from holdfast.workers import worker_protocol, worker_transport
 
 from ..linux import processes
-from ..machine import inputs
+from ..machine import commands, inputs
 from ..machine.inputs import Input
 from . import fork_protocol, last_output, preload
 from .learned_imports import LearnedImports
@@ -62,6 +62,9 @@ class WorkerProcess:
     imported: bool = False
     """True for a standby that has imported what the script imports."""
     reading: bool = False
+    signalled: bool = False
+    was_ending: bool = False
+    """It was when our first signal was sent."""
     log_file: str = ""
     stack_text: str = ""
     """Text of its newest StackReport."""
@@ -157,10 +160,15 @@ class WorkerPool:
                 with contextlib.suppress(OSError):
                     process.asked.send(worker_protocol.HALT)
 
-    def kill(self, generation: int, rank: int, number: int) -> None:
-        process = self._seats.get((generation, rank))
-        if process is not None:
-            self._request(fork_protocol.SignalWorker(worker=process.number, signal=number))
+    def kill(self, command: commands.Kill) -> None:
+        process = self._seats.get((command.generation, command.rank))
+        if process is None:
+            return
+        # Peers may notice a death long before its parent does.
+        if process.pid and not process.signalled and not command.injected:
+            process.signalled = True
+            process.was_ending = processes.is_ending(process.pid)
+        self._request(fork_protocol.SignalWorker(worker=process.number, signal=command.signal))
 
     def send(
         self, generation: int, rank: int, message: worker_protocol.ToWorker, fd: int | None
@@ -297,10 +305,10 @@ class WorkerPool:
             crash = last_output.crash(self._last_output(process))
         elif code == USAGE_CODE:
             crash = last_output.usage(self._last_output(process))
-        ended = inputs.WorkerEnded(
-            *process.seat, code, number, out_of_memory, time.time_ns(), crash
+        wall_ns, early = time.time_ns(), process.was_ending
+        self._give(
+            inputs.WorkerEnded(*process.seat, code, number, out_of_memory, wall_ns, crash, early)
         )
-        self._give(ended)
 
     def _last_output(self, process: WorkerProcess) -> str:
         """The end of what the worker has printed."""

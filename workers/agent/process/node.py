@@ -319,7 +319,7 @@ class AgentProcess:
                 self._workers.refill(command.count)
             case commands.Kill():
                 if not self._starts.dropped(command.generation, command.rank):
-                    self._workers.kill(command.generation, command.rank, command.signal)
+                    self._workers.kill(command)
             case commands.Halt():
                 self._workers.halt(command.generation, command.ranks)
             case commands.TakeStacks():

@@ -162,11 +162,6 @@ def test_only_a_directory_with_a_manifest_is_committed(tmp_path: Path) -> None:
     attempt.mkdir()
     (attempt / shard_file_name(0, 2)).write_bytes(files[0])
     (tmp_path / "notes").mkdir()
-    listed = inspect.list_checkpoints(str(tmp_path))
-    assert [(c.step, c.committed, c.problem) for c in listed] == [
-        (9, False, "no manifest"),
-        (1, True, ""),
-    ]
     assert inspect.find(str(tmp_path)).step == 1
     with pytest.raises(UserError, match=r"no committed checkpoint of step 9.*committed steps: 1"):
         inspect.find(str(tmp_path), 9)
@@ -318,9 +313,9 @@ def test_the_manifest_of_another_directory_is_damage(tmp_path: Path) -> None:
     copied = tmp_path / "step-00000009.gen-2"
     copied.mkdir()
     (copied / "manifest.json").write_bytes(encode_manifest(manifest))
-    listed = inspect.list_checkpoints(str(tmp_path))
-    assert [(one.step, one.committed) for one in listed] == [(9, False), (1, True)]
-    assert "got the manifest of step-00000001.gen-1" in listed[0].problem
+    assert inspect.find(str(tmp_path)) == manifest
+    with pytest.raises(DamagedCheckpoint, match="got the manifest of step-00000001"):
+        CheckpointFiles(str(tmp_path)).manifest(copied.name)
 
 
 @pytest.mark.parametrize(
@@ -385,9 +380,10 @@ def test_a_modules_tensor_that_cannot_be_read_is_damage(tmp_path: Path, held: li
 def test_a_broken_manifest_is_reported(tmp_path: Path) -> None:
     manifest = write(tmp_path, staged(1, 1))
     (tmp_path / manifest.directory / "manifest.json").write_text('{"format": 3}')
-    listed = inspect.list_checkpoints(str(tmp_path))
-    assert not listed[0].committed
-    assert "not a manifest" in listed[0].problem
+    with pytest.raises(DamagedCheckpoint, match="not a manifest"):
+        CheckpointFiles(str(tmp_path)).manifest(manifest.directory)
+    with pytest.raises(UserError, match="committed steps: none"):
+        inspect.find(str(tmp_path))
 
 
 def test_object_stores_are_read_like_local_directories(tmp_path: Path) -> None:
@@ -472,4 +468,3 @@ def test_the_command_exits_with_1_for_damage_and_2_for_a_user_error(
     flip_bit(tmp_path / manifest.directory / shard_file_name(0, 1), -1)
     assert command.main(["verify", str(tmp_path)]) == 1
     assert command.main(["export", str(tmp_path), "--to", str(tmp_path / "out")]) == 0
-    assert command.main(["list", str(tmp_path)]) == 0

@@ -27,5 +27,7 @@ def test_a_zombie_is_reaped_when_it_is_seen_twice() -> None:
 def test_live_children_are_not_reaped() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     assert child.pid not in processes.reap_strays({child.pid})
+    assert not processes.is_ending(child.pid)
     child.communicate(b"\n")
     assert child.returncode == 0
+    assert processes.is_ending(child.pid), "there is none any more"

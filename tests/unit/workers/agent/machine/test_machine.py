@@ -73,6 +73,16 @@ def test_a_stop_kills_at_once_and_reports_when_the_last_worker_is_reaped() -> No
     assert {(e.rank, e.by_us) for e in stopped.exits} == {(0, False), (1, True)}
 
 
+def test_a_death_before_the_stop_that_is_reported_after_it_is_not_ours() -> None:
+    """Its peers lose their connections, and the stop comes, before its parent can reap it."""
+    harness = AgentHarness()
+    harness.launch(1)
+    harness.receive(m.StopWorkers(action_id=7, generation=1))
+    harness.give(inputs.WorkerEnded(1, 0, None, 9, before_ours=True))
+    (stopped,) = of(m.GroupStopped, harness.worker_ends(1, signal=9))
+    assert {(e.rank, e.by_us) for e in stopped.exits} == {(0, False), (1, True)}
+
+
 def test_a_repeated_stop_gets_the_same_report() -> None:
     harness = AgentHarness()
     harness.launch(1)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import select
 import socket
+import subprocess
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from holdfast.orchestrator.protocol.facts import GroupProgress, Membership, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol, worker_transport
-from holdfast.workers.agent.machine import inputs
+from holdfast.workers.agent.machine import commands, inputs
 from holdfast.workers.agent.pool import fork_protocol
 from holdfast.workers.agent.pool.stack_activity import Inspection
 from holdfast.workers.agent.pool.worker_pool import WorkerPool
@@ -117,6 +118,44 @@ def test_messages_of_a_worker_come_before_its_exit_even_if_it_never_read_its_soc
         worker_protocol.Progress,
         inputs.WorkerEnded,
     ]
+
+
+@pytest.mark.parametrize(("injected", "dies_first", "early"), [
+    (False, True, True), (False, False, False), (True, False, True),
+])  # fmt: skip
+def test_who_was_ending_before_our_signal_was_not_ended_by_it(
+    injected: bool, dies_first: bool, early: bool
+) -> None:
+    async def scene() -> bool:
+        ended: asyncio.Future[inputs.Input] = asyncio.get_running_loop().create_future()
+        pool = WorkerPool(
+            asyncio.get_running_loop(),
+            lambda given: isinstance(given, inputs.WorkerEnded) and ended.set_result(given),
+        )
+        ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pool.attach(ours)
+        pool.assign(ASSIGN, None)
+        request, _fds = fork_protocol.receive(server)
+        assert isinstance(request, fork_protocol.ForkWorker)
+        worker, child = request.worker, subprocess.Popen(["sleep", "600"])
+        fork_protocol.send(server, fork_protocol.Forked(worker=worker, pid=child.pid))
+        while not await asyncio.sleep(0.01, any(p.pid for p in pool._processes.values())):
+            pass
+        if injected:
+            pool.kill(commands.Kill(1, 0, 9, injected=True))
+        if injected or dies_first:
+            child.kill()
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        pool.kill(commands.Kill(1, 0, 9))
+        child.kill()
+        child.wait()
+        fork_protocol.send(server, fork_protocol.ProcessEnded(worker=worker, code=None, signal=9))
+        found = await asyncio.wait_for(ended, 30)
+        server.close()
+        assert isinstance(found, inputs.WorkerEnded)
+        return found.before_ours
+
+    assert asyncio.run(scene()) == early
 
 
 def test_an_inspection_gets_what_the_pulse_thread_reports_and_no_more_than_came_in_time() -> None:
