@@ -79,9 +79,9 @@ class CoverageSum(msgspec.Struct, frozen=True):
     """Which values of which tensors a shard file holds, as two sums modulo 2**64
     (protocol/coverage.py). Equal as long as the layout of the file is."""
 
-    weighted: int
+    weighted: int = 0
     """Over all boxes: parts of the tensor x sum over the corners of the box."""
-    whole: int
+    whole: int = 0
     """Over all tensors in the file: sum over the corners of the whole tensor."""
 
 
@@ -97,8 +97,7 @@ class ShardFile(msgspec.Struct, frozen=True):
     num_bytes: int
     checksum: str
     """xxh3_128 of the whole file, hex."""
-    coverage: CoverageSum | None = None
-    """None: written by a version that did not report it."""
+    coverage: CoverageSum = CoverageSum()
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):

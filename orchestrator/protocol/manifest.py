@@ -152,9 +152,8 @@ def _expect_file(file: ShardFile, mesh: Mesh, step: int, generation: int) -> Non
             f"{due}: got step {file.step}, generation {file.generation}; expected step {step}, "
             f"generation {generation}"
         )
-    if file.coverage is not None:
-        for number in (file.coverage.weighted, file.coverage.whole):
-            _expect_number(f"{due}: coverage", number, MODULUS - 1)
+    for number in (file.coverage.weighted, file.coverage.whole):
+        _expect_number(f"{due}: coverage", number, MODULUS - 1)
 
 
 def _expect_number(name: str, got: int, most: int) -> None:

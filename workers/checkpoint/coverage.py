@@ -13,25 +13,24 @@ from holdfast.orchestrator.protocol.facts import CoverageSum
 
 from .layout import RANK, Box, DamagedCheckpoint, Header, header_length, parse_header
 
+PROVES_NOTHING = CoverageSum(1, 0)
 
-def coverage_of_file(fd: int) -> CoverageSum | None:
-    """Sum of a whole shard file. None: its header does not tell in how many parts tensors are."""
+
+def coverage_of_file(fd: int) -> CoverageSum:
+    """Sum of a whole shard file."""
     try:
         length = header_length(os.pread(fd, 8, 0), "the buffer")
         return coverage_sum(parse_header(os.pread(fd, length, 0), "the buffer"))
     except DamagedCheckpoint:
-        return None
+        return PROVES_NOTHING
 
 
-def coverage_sum(header: Header) -> CoverageSum | None:
-    """None: written by a version that did not store the number of parts."""
+def coverage_sum(header: Header) -> CoverageSum:
     weighted = whole = 0
     for name, entry in header.entries.items():
         box = entry.box
         if name.startswith(RANK):
             continue  # only one shard has it, and it is whole
-        if not box.parts:
-            return None
         zeros = (0,) * len(box.global_shape)
         whole += _corners(name, Box(box.global_shape, zeros, box.global_shape))
         if box.num_elements:

@@ -80,8 +80,8 @@ class Box:
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    parts: int = field(default=0, compare=False)
-    """Number of different parts of the tensor over the ranks of a replica; 0: unknown."""
+    parts: int = field(default=1, compare=False)
+    """Number of different parts of the tensor over the ranks of a replica."""
 
     @property
     def num_elements(self) -> int:
@@ -234,9 +234,8 @@ def make_layout(
     for index, entry in enumerate(placed):
         held: dict[str, Any] = {
             "global_shape": list(entry.box.global_shape), "offset": list(entry.box.offset),
+            "parts": entry.box.parts,
         }  # fmt: skip
-        if entry.box.parts:
-            held["parts"] = entry.box.parts
         text = f"{',' if index else ''}{json.dumps(entry.name)}:{json.dumps(held)[:-1]}"
         out += _escape(text + ',"checksum":"')
         checksums_at.append(len(out))
@@ -278,7 +277,7 @@ class _EntryMetadata(msgspec.Struct):
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     checksum: str
-    parts: int = 0
+    parts: int
 
 
 class _Metadata(msgspec.Struct):

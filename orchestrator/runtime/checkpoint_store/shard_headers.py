@@ -27,7 +27,7 @@ class BadHeader(HoldfastError):
 class _StoredBox(msgspec.Struct):
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
-    parts: int = 0
+    parts: int
 
 
 class _StoredTensor(msgspec.Struct):

@@ -144,7 +144,7 @@ class WriteDone(InputBase, frozen=True):
     staged: StagedShard
     file: str
     checksum: str = ""
-    coverage: CoverageSum | None = None
+    coverage: CoverageSum = CoverageSum()
     seconds: float = 0.0
     detail: str = ""
 

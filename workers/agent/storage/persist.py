@@ -32,7 +32,7 @@ CHUNK_BYTES = 4 * 2**20
 class Written(NamedTuple):
     checksum: str
     """xxh3_128 of the file, hex."""
-    coverage: CoverageSum | None
+    coverage: CoverageSum
     """Which values the file holds."""
 
 
