@@ -65,7 +65,7 @@ RELEASE = "0.1.0"
 """The version of Holdfast: of the package, the images and the chart."""
 
 PROTOCOL_VERSION = 1
-"""Agents and controllers of another version are refused at their first message."""
+"""Agents and controllers of another version are rejected at their first message."""
 
 MAX_FRAME_BYTES = 16 * 2**20
 """One message. An inventory of 1,000 shards is below 200 kB; a larger message is a broken peer."""

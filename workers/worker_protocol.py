@@ -146,7 +146,7 @@ class Leaving(WorkerMessage, frozen=True, kw_only=True, tag="leaving"):
     """The script has run to its end; threads and exit functions are left."""
 
     waits_for: str = ""
-    """Not empty: it was sent before, and this is why the process has not ended since."""
+    """Why the process has not ended since its first Leaving; empty in that one."""
 
 
 class CheckpointWritten(WorkerMessage, frozen=True, kw_only=True, tag="checkpoint-written"):
@@ -154,9 +154,9 @@ class CheckpointWritten(WorkerMessage, frozen=True, kw_only=True, tag="checkpoin
 
     path: str
     unread: bool = False
-    """It was started again and has opened no checkpoint of the job before."""
+    """True if the restarted script has opened none of the job's checkpoints."""
     waits: bool = False
-    """It would overwrite one, and waits for its end instead."""
+    """True if the rank would overwrite one and waits to be ended."""
 
 
 class CheckpointOpened(WorkerMessage, frozen=True, kw_only=True, tag="checkpoint-opened"):

@@ -279,7 +279,7 @@ def _git(directory: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
 
 
 def _walked(root: Path) -> Iterator[str]:
-    """Without git."""
+    """Files of a directory outside git."""
 
     def fail(error: OSError) -> None:
         got = f"{error.filename} ({error.strerror})"

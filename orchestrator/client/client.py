@@ -197,7 +197,7 @@ def _refuse(
 
 
 def _remove(place: Path) -> None:
-    """Also the directory of the name, unless it has others."""
+    """Delete the directory, and its parent if that is empty then."""
     shutil.rmtree(place, ignore_errors=True)
     with suppress(OSError):
         place.parent.rmdir()

@@ -20,7 +20,7 @@ from .events import AnyEvent, HeartbeatsLost, HeartbeatsRestored, NodeLost
 FRESH_BEATS = 1.5
 """Heartbeat intervals for which the last heartbeat counts as current."""
 BEATS_TO_DOUBT = 1.5
-"""Heartbeat intervals without any heartbeat before the controller suspects itself, at least."""
+"""Fewest heartbeat intervals without any heartbeat after which the controller suspects itself."""
 
 
 class FailureDetector:

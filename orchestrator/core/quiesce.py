@@ -28,8 +28,8 @@ SECOND_MARGIN_S = 12.0
 """Margin of the second request, after a rank was past the first step: reports come late where the
 CPUs are busy. There is no third one, as the interruption waits."""
 AT_ONCE: tuple[Purpose, ...] = ("failure", "finish", "new-code")
-"""Interruptions that wait for no step. Who has edited the code waits for it, so the steps since the
-last one that was staged are trained again."""
+"""Interruptions that stop workers at once. A user waits for edited code, so steps since the last
+staged one are trained again."""
 
 
 def step_ahead(state: JobState, margin_s: float = MARGIN_S) -> int:

@@ -37,8 +37,8 @@ class Sizes(Struct):
     began: bool = False
     """The running generation, which reports no steps, began collectives."""
     visible: bool = False
-    """A generation of this job was seen to train: by a step, or by its collectives. One of which
-    neither is seen still reads its checkpoint, however large that is."""
+    """A generation of this job reported a step or began collectives, so training is visible; a
+    generation that shows neither still reads its checkpoint."""
 
     def allows(self, world: int) -> bool:
         if world in self.refused:

@@ -184,7 +184,7 @@ def begin_generation(state: JobState) -> None:
 
 
 def orders(state: JobState, node: str, beat: Heartbeat) -> list[ToNode]:
-    """To a member whose heartbeat shows another interval than the chosen one."""
+    """Orders for a member whose heartbeat shows another interval than the chosen one."""
     chosen = state.staging.interval
     if chosen is None or state.stop is not None:
         return []

@@ -92,7 +92,7 @@ class ConfigMapStore:
                 if not self._fresh:
                     raise
                 found = await self._cluster.get(*get)
-        if not is_owned(found, self._owner):
+        if not self._owner.owns(found):
             raise JournalError(
                 f"{self.place}: belongs to an earlier job of this name, which is being deleted; "
                 f"the job starts when it is gone"
@@ -192,12 +192,6 @@ class ConfigMapStore:
             f"job {self._owner.key}: the journal cannot be written ({error}); training continues "
             f"without a controller"
         )
-
-
-def is_owned(document: Document, owner: Owner) -> bool:
-    """The object belongs to this job and not to an earlier one of the same name."""
-    references = document["metadata"].get("ownerReferences") or ()
-    return any(one.get("uid") == owner.uid for one in references)
 
 
 def _writer(document: Document) -> str:

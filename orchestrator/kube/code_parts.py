@@ -57,12 +57,6 @@ def _document(owner: Owner, code: str, number: int, data: bytes, num_parts: int)
     }
 
 
-def is_of_job(document: Document, owner: Owner) -> bool:
-    """Whether a ConfigMap goes with this job, and not with an earlier one of the same name."""
-    references = document["metadata"].get("ownerReferences") or ()
-    return any(one.get("uid") == owner.uid for one in references)
-
-
 def read_part(document: Document) -> tuple[bytes, int]:
     """(bytes, number of parts). Raises ValueError for a ConfigMap that holds no part."""
     annotations = document["metadata"].get("annotations") or {}

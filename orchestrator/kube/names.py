@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,11 @@ class Owner:
     @property
     def key(self) -> str:
         return job_key(self.namespace, self.name)
+
+    def owns(self, document: Mapping[str, Any]) -> bool:
+        """The object belongs to this job and not to an earlier one of the same name."""
+        references = document["metadata"].get("ownerReferences") or ()
+        return any(one.get("uid") == self.uid for one in references)
 
 
 GROUP, _, VERSION = API_VERSION.partition("/")

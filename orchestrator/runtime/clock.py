@@ -1,5 +1,4 @@
-"""The clock of a job's controller: integer nanoseconds since the Unix epoch that never go back.
-A module of its own because tests and hosts replace it."""
+"""The clock of a job's controller: integer nanoseconds since the Unix epoch that never go back."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Ready(NamedTuple):
     must_commit: bool
     """The records hold a decision or a new phase. Others may wait for the next commit."""
     orders: tuple[ToNode, ...] = ()
-    """To be sent like actions. Nothing waits for them: an agent that misses one reports again."""
+    """Messages to send like actions. Nothing waits for them: who misses one reports again."""
 
 
 class JobLoop:

@@ -1,5 +1,4 @@
-"""Wakes watchers when something has changed, also while a watcher is busy with an earlier change.
-A module of its own because hosts and the control API share it."""
+"""Wakes watchers when something has changed, also while one is busy with an earlier change."""
 
 from __future__ import annotations
 

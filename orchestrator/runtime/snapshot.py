@@ -65,7 +65,7 @@ class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     launch: list[_Launch]
     inflight: list[AnyAction | _Launch]
     state: JobState
-    """Without the fields above."""
+    """The state without memberships and launches."""
     memory: ProjectionState
 
 

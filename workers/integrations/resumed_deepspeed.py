@@ -130,7 +130,7 @@ class _Conversion:
         self._process: subprocess.Popen[bytes] | None = None
 
     def state(self) -> tuple[str, str]:
-        """And why it failed. Starts the program if it is needed, and waits for a moment."""
+        """(state, why it failed). Starts the converter if it is needed, and waits POLL_S."""
         try:
             if self._process is not None:
                 return self._wait(self._process)
@@ -185,7 +185,7 @@ class _Conversion:
 
 
 def _is_current(source: Path) -> bool:
-    """It was converted after it was written last."""
+    """Whether the converted copy is newer than the checkpoint."""
     place = _place(source)
     written = max(entry.stat().st_mtime_ns for entry in source.iterdir())
     return place.is_dir() and place.stat().st_mtime_ns > written

@@ -134,7 +134,7 @@ class InMemoryTrainer(Trainer):  # type: ignore[misc]
         return super()._finalize_training(*args, **more)
 
     def _phase(self, name: WorkerPhase) -> AbstractContextManager[None]:
-        """Also of what a script evaluates before it trains."""
+        """Report the phase, also while a script evaluates before it trains."""
         return self._session.phase(name) if self._session is not None else reporting.phase(name)
 
     @property

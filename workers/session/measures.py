@@ -84,7 +84,7 @@ class SentBytes:
         self._began_ns = time.time_ns()
 
     def skip(self) -> None:
-        """This step has collectives that are none of a step."""
+        """Leave this step out: a phase in it had collectives of its own."""
         self._began_ns = None
 
     def end(self) -> None:

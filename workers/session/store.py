@@ -108,8 +108,8 @@ def wait_until_open(address: str, port: int, world_size: int) -> None:
 def pauses(
     world_size: int, uniform: Callable[[float, float], float] = random.uniform
 ) -> Iterator[float]:
-    """Between the attempts of one rank to connect. Different on every rank, so that thousands do
-    not connect in the same millisecond."""
+    """Seconds between a rank's attempts to connect. They differ between ranks, so that thousands do
+    not connect at once."""
     shortest = max(FIRST_PAUSE_S, world_size / ATTEMPTS_PER_S)
     longest, waited_s = max(LONGEST_PAUSE_S, shortest), 0.0
     while True:

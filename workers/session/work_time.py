@@ -112,8 +112,8 @@ class GpuProbe:
         self._pending = begun, ended
 
     def _products(self) -> None:
-        """Without torch's random numbers, which are the script's; not of zeros, which take less
-        power and are multiplied faster."""
+        """Multiply matrices without the script's random numbers; zeros would take less power and
+        time."""
         if self._matrices is None:
             size = (self.WIDTH, self.WIDTH)
             count = self.WIDTH**2

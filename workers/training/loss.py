@@ -1,6 +1,4 @@
-"""The loss of each token: cross entropy, and the z-loss. A small module: the loss function of the
-recipe and the head, which computes it in chunks, share it.
-"""
+"""The loss of each token: cross entropy, and the z-loss."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The learning rate as a function of the step alone, so that it needs no saved state. A small
-module: it has no other use, and no other module decides a rate.
-"""
+"""The learning rate as a function of the step alone, so that it needs no saved state."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class PodTracker:
     """Reported as being removed."""
     released: set[str] = field(default_factory=set)
     trained: set[str] = field(default_factory=set)
-    """Have finished a step, as the core reported or their labels show."""
+    """Nodes that have finished a step, by the core or their labels."""
     node_names: dict[str, str] = field(default_factory=dict)
     """Pod -> Kubernetes node, of all pods ever seen."""
 
@@ -380,15 +380,10 @@ class KubernetesBackend:
     # -- changes of pods -----------------------------------------------------------------------
     def _pods(self) -> dict[str, Document]:
         found = self._shared.pod_informer.pods(self._key)
-        return {name: pod for name, pod in found.items() if self._is_owned(pod)}
-
-    def _is_owned(self, pod: Document) -> bool:
-        """A deleted job of the same name may have left pods."""
-        references = pod["metadata"].get("ownerReferences") or ()
-        return any(one.get("uid") == self._owner.uid for one in references)
+        return {name: pod for name, pod in found.items() if self._owner.owns(pod)}
 
     def _on_pod_change(self, change: Change, pod: Document) -> None:
-        if not self._is_owned(pod):
+        if not self._owner.owns(pod):
             return
         name = pod["metadata"]["name"]
         self._locate(pod)

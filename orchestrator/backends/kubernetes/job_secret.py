@@ -61,7 +61,7 @@ async def ensure_keys(
                 await _keep_copy(cluster, owner, keys)
         except Conflict:
             found = await cluster.get(SECRETS, owner.namespace, name)
-    if not _is_owned(found, owner):
+    if not owner.owns(found):
         raise KeysUnusable(
             f"Secret {owner.namespace}/{name}: has another owner, or belongs to an earlier job of "
             f"this name that is being deleted; the job starts when it is gone"
@@ -79,7 +79,7 @@ async def ensure_keys(
 async def _copied(cluster: KubeClient, owner: Owner) -> TlsKeyPair | None:
     """The keys in the copy; None: there is none of this job, or it was edited."""
     found = await cluster.find(SECRETS, owner.namespace, names.secret_copy_name(owner.name))
-    return _keys_in(found) if found is not None and _is_owned(found, owner) else None
+    return _keys_in(found) if found is not None and owner.owns(found) else None
 
 
 async def _keep_copy(cluster: KubeClient, owner: Owner, keys: TlsKeyPair) -> None:
@@ -88,11 +88,6 @@ async def _keep_copy(cluster: KubeClient, owner: Owner, keys: TlsKeyPair) -> Non
     document["metadata"]["name"] = names.secret_copy_name(owner.name)
     with contextlib.suppress(Conflict):
         await cluster.create(SECRETS, owner.namespace, document)
-
-
-def _is_owned(secret: Document, owner: Owner) -> bool:
-    references = secret["metadata"].get("ownerReferences") or ()
-    return any(one.get("uid") == owner.uid for one in references)
 
 
 def _keys_in(secret: Document) -> TlsKeyPair | None:

@@ -365,8 +365,8 @@ class LocalTarget(RunsEnded):
         with directory.locked():
             place = directory.set_aside()
         note = (
-            f"job {name}: {view.state} before; it runs again with the code as it is now, from "
-            f"{begin}; journal and logs of before are in {place}"
+            f"job {name} ({view.state}) runs again with the current code, from {begin}; its old "
+            f"journal and logs are in {place}"
         )
         return self._controlled(directory, display, [] if supervise("controller") else [note])
 

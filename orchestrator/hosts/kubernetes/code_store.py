@@ -54,7 +54,7 @@ class ClusterCodeStore:
     async def _is_there(self, code: str) -> bool:
         name = code_parts.part_name(self._owner.name, code, 0)
         found = await self._cluster.find(CONFIG_MAPS, self._owner.namespace, name)
-        return found is not None and code_parts.is_of_job(found, self._owner)
+        return found is not None and self._owner.owns(found)
 
     async def _read(self, code: str, number: int) -> StoredPart:
         name = code_parts.part_name(self._owner.name, code, number)
@@ -65,7 +65,7 @@ class ClusterCodeStore:
                 f"{where}: is not there; upload the code with `holdfast again "
                 f"{self._owner.name} --kubernetes`"
             )
-        if not code_parts.is_of_job(found, self._owner):
+        if not self._owner.owns(found):
             raise CodeMissing(f"{where}: belongs to another job, or to an earlier one of this name")
         try:
             return StoredPart(*code_parts.read_part(found))

@@ -6,7 +6,6 @@ from __future__ import annotations
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.core.events import JobSubmitted
 from holdfast.orchestrator.core.journal import Journal
-from holdfast.orchestrator.journal.configmap_store import is_owned
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import CONFIG_MAPS
 from holdfast.orchestrator.kube.names import Owner, journal_name
@@ -54,9 +53,7 @@ class PriorStatus:
         may have ended before it wrote the first one. Raises ApiError."""
         if not self.started:
             found = await cluster.find(CONFIG_MAPS, owner.namespace, journal_name(owner.name))
-            self.started = (
-                found is not None and is_owned(found, owner) and bool(found.get("binaryData"))
-            )
+            self.started = found is not None and owner.owns(found) and bool(found.get("binaryData"))
         return self.started
 
 

@@ -105,8 +105,8 @@ def test_a_job_that_has_ended_runs_again_from_its_checkpoint(found: Job, tmp_pat
     assert f"begins {step + 1}" in text and "code 3" in text and "code 1" not in text
     printed = found.output()
     assert (
-        f"cancelled before; it runs again with the code as it is now, from its checkpoint of "
-        f"step {step}; journal and logs of before are in " in printed
+        f"(cancelled) runs again with the current code, from its checkpoint of "
+        f"step {step}; its old journal and logs are in " in printed
     )
     assert "[rank 0] code 3" in printed
     earlier = found.directory.path / "earlier-1"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIN_INTERVAL_S = 0.3
-"""Between two measurements."""
+"""Seconds between two measurements."""
 ACTIVE_SHARE = 0.05
 """Share of a core from which a process is active: pulse and transport threads use a tenth of it."""
 WINDOW_S = 1.0

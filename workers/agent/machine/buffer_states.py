@@ -42,11 +42,11 @@ class Filling:
     waiting: set[int]
     """Local ranks that have not staged it."""
     writing: set[int] = field(default_factory=set)
-    """Those of them that may write the buffer now."""
+    """Local ranks that may write the buffer now."""
     samples: set[int] = field(default_factory=set)
     """Checksums of the same bytes of each twin."""
     void: bool = False
-    """It cannot become complete."""
+    """True when the step can no longer become complete."""
 
 
 @dataclass

@@ -27,7 +27,7 @@ class ScriptProgress:
     _began_ns: int | None = None
     """When a program that posts began to train."""
     _said_after: int | None = None
-    """After which step a framework began to train, as its hook said."""
+    """Step before the framework's first one, from its hook; None: not reported."""
     _first: tuple[int, int] | None = None
     """(step, time) of the first post of a step."""
     _last: tuple[int, int] | None = None

@@ -20,7 +20,7 @@ class Standbys:
     """The standbys of one node."""
 
     due_ns: int | None = None
-    """When they are forked; None: they are, or shall not be."""
+    """Time of the next fork; None when no standby is needed."""
     reported: bool | None = None
     """Whether they are ready, as was last reported; None: not known yet."""
 

@@ -36,7 +36,7 @@ class ForkWorker(ForkMessage, frozen=True, kw_only=True, tag="fork"):
     """Modules of spec.preload, and those that workers of this script imported: the template has
     them, or a standby imports them while it waits."""
     left_out: tuple[str, ...] = ()
-    """Those among them with which a template must not fork, as far as it is known."""
+    """Modules after whose import a template must not fork, as far as is known."""
 
 
 class SignalWorker(ForkMessage, frozen=True, kw_only=True, tag="signal"):

@@ -50,7 +50,7 @@ class LearnedImports:
         return self.preload + self._modules
 
     def left_out(self) -> tuple[str, ...]:
-        """Those with which a process must not fork."""
+        """Modules after whose import a process must not fork."""
         return self._left_out
 
     def learned(self, modules: tuple[str, ...]) -> None:

@@ -18,7 +18,7 @@ async def upload(cluster: KubeClient, owner: Owner, code: Code) -> None:
             await cluster.create(CONFIG_MAPS, owner.namespace, document)
         except Conflict:
             found = await cluster.get(CONFIG_MAPS, owner.namespace, name)
-            if not code_parts.is_of_job(found, owner):
+            if not owner.owns(found):
                 got = f"ConfigMap {owner.namespace}/{name}, which belongs to another job"
                 expected = "a name that is free"
                 fix = "an earlier job of this name may be being deleted; try again in a moment"
@@ -34,7 +34,7 @@ async def delete_others(cluster: KubeClient, owner: Owner, kept: tuple[str, ...]
     for one in found:
         metadata = one["metadata"]
         old = metadata["labels"][code_parts.LABEL_CODE] not in digits
-        if old and code_parts.is_of_job(one, owner):
+        if old and owner.owns(one):
             await cluster.delete(
                 CONFIG_MAPS, owner.namespace, metadata["name"], uid=metadata["uid"]
             )

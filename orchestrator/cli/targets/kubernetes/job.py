@@ -84,7 +84,7 @@ class KubernetesTransport:
         return self._object_view().state in TERMINAL
 
     def _object_view(self) -> JobView:
-        """Without the pods."""
+        """The job's view without its pods."""
         return view_of_object(self._document, Clock().now_ns())
 
     def remark(self, view: JobView) -> str:
