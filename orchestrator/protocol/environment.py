@@ -166,7 +166,7 @@ def _devices(job: TrainingJob, seat: WorkerSeat, facts: NodeFacts) -> Iterator[S
     LOCAL_RANK selects. The backend, or spec.env, decides which GPUs a node has."""
     count = job.spec.resources.num_gpus
     why = f"spec.resources.gpu is {count}"
-    named = _names(job.spec.env.get(VISIBLE_DEVICES)) or facts.visible_devices
+    named = names_in(job.spec.env.get(VISIBLE_DEVICES)) or facts.visible_devices
     if not count:
         yield Setting(VISIBLE_DEVICES, "", why, "resources")
     elif count == 1 and is_mig(named) and seat.local_rank < len(named):
@@ -186,7 +186,8 @@ def is_mig(names: Sequence[str]) -> bool:
     return bool(names) and all(name.startswith("MIG-") for name in names)
 
 
-def _names(visible: str | None) -> tuple[str, ...]:
+def names_in(visible: str | None) -> tuple[str, ...]:
+    """The devices that CUDA_VISIBLE_DEVICES names."""
     return tuple(name.strip() for name in (visible or "").split(",") if name.strip())
 
 

@@ -74,6 +74,10 @@ class StagedShard(msgspec.Struct, frozen=True):
     num_shards: int
     num_bytes: int
 
+    def written(self, file: str, checksum: str, coverage: CoverageSum) -> ShardFile:
+        identity = (self.step, self.generation, self.shard, self.num_shards)
+        return ShardFile(*identity, file, self.num_bytes, checksum, coverage)
+
 
 class CoverageSum(msgspec.Struct, frozen=True):
     """Which values of which tensors a shard file holds, as two sums modulo 2**64

@@ -222,6 +222,14 @@ class Rig:
         send_to_launcher(sock, start)
 
     # -- generations --------------------------------------------------------------------------
+    def finished(self, node: str, generation: int) -> None:
+        """Wait until both workers have finished the script."""
+        self.controller.wait(
+            m.Heartbeat,
+            node,
+            lambda b: b.generation == generation and [w.step for w in b.workers] == [1000, 1000],
+        )
+
     def launch(
         self,
         node: str,

@@ -12,18 +12,10 @@ import pytest
 
 from holdfast.orchestrator.protocol import messages as m
 
-from .agent_rig import Rig, children_of, watched
+from .agent_rig import children_of, watched
 from .conftest import make_rig
 
 pytestmark = pytest.mark.e2e
-
-
-def running(rig: Rig, node: str, generation: int) -> None:
-    rig.controller.wait(
-        m.Heartbeat,
-        node,
-        lambda b: b.generation == generation and [w.step for w in b.workers] == [1000, 1000],
-    )
 
 
 def test_nodes_survive_their_launcher_and_end_with_their_workers(tmp_path: Path) -> None:
@@ -34,7 +26,7 @@ def test_nodes_survive_their_launcher_and_end_with_their_workers(tmp_path: Path)
             for node in ("a", "b"):
                 rig.start_node(sock, node)
                 assert rig.launch(node, 1).ok
-                running(rig, node, 1)
+                rig.finished(node, 1)
             assert rig.launcher is not None
             below = [p for node in ("a", "b") for pids in rig.pids(node).values() for p in pids]
             with watched([*rig.nodes.values(), *below]) as gone:
@@ -43,7 +35,7 @@ def test_nodes_survive_their_launcher_and_end_with_their_workers(tmp_path: Path)
                 for node in ("a", "b"):
                     assert rig.stop(node, 1).generation == 1
                     assert rig.launch(node, 2).ok
-                    running(rig, node, 2)
+                    rig.finished(node, 2)
                 for pid in rig.nodes.values():
                     os.kill(pid, signal.SIGKILL)
                 gone()
@@ -64,7 +56,7 @@ def test_a_stand_alone_agent_runs_and_ends_when_it_is_refused(tmp_path: Path) ->
     try:
         rig.controller.wait(m.Hello, "solo")
         assert rig.launch("solo", 1).ok
-        running(rig, "solo", 1)
+        rig.finished("solo", 1)
         servers = children_of(agent.pid)
         below = [*servers, *(p for server in servers for p in children_of(server))]
         with watched(below) as gone:

@@ -61,15 +61,6 @@ def staged(rig: Rig, node: str, generation: int, step: int = 3) -> None:
     )
 
 
-def finished(rig: Rig, node: str, generation: int) -> None:
-    """Wait until both workers have finished the script."""
-    rig.controller.wait(
-        m.Heartbeat,
-        node,
-        lambda b: b.generation == generation and [w.step for w in b.workers] == [1000, 1000],
-    )
-
-
 def test_staged_state_survives_its_workers_and_is_restored(rig: Rig, node: str) -> None:
     mode(rig, "stage")
     rig.launch(node, 1)
@@ -79,7 +70,7 @@ def test_staged_state_survives_its_workers_and_is_restored(rig: Rig, node: str) 
     assert steps == {(2, 0), (2, 1), (3, 0), (3, 1)}
     mode(rig, "fetch")
     rig.launch(node, 2, restore=Restore(step=3, generation=1, num_shards=2))
-    finished(rig, node, 2)
+    rig.finished(node, 2)
     for rank in range(2):
         for shard in range(2):
             assert f"fetched {shard} 1000000 True" in rig.log(2, rank)
@@ -95,7 +86,7 @@ def test_a_new_node_fetches_shards_from_the_memory_of_another(
     sources = tuple(ShardLocation(k, node, "127.0.0.1", data_port(rig, node)) for k in range(2))
     mode(rig, "fetch")
     rig.launch(other, 12, restore=Restore(step=3, generation=11, num_shards=2, sources=sources))
-    finished(rig, other, 12)
+    rig.finished(other, 12)
     assert rig.log(12, 0).count("True") == 2, rig.log(12, 0)
     rig.stop(other, 12)
     rig.stop(node, 11)

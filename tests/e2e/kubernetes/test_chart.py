@@ -271,12 +271,6 @@ def user(helm: Helm, plane: ControlPlane) -> Iterator[Kubectl]:
     yield from fresh(plane.kubectl())
 
 
-def refusal(kubectl: Kubectl, *words: str, stdin: str | None = None) -> str:
-    done = kubectl.attempt(*words, stdin=stdin)
-    assert done.returncode != 0, f"accepted: {done.stdout}"
-    return done.stderr
-
-
 def test_the_operators_pod_is_admitted_by_the_restricted_standard(
     helm: Helm, plane: ControlPlane
 ) -> None:
@@ -291,7 +285,7 @@ def test_the_operators_pod_is_admitted_by_the_restricted_standard(
     kubectl = plane.kubectl(render.NAMESPACE)
     kubectl.run("create", "--dry-run=server", "--filename=-", stdin=yaml.safe_dump(pod))
     pod["spec"]["containers"][0]["securityContext"]["capabilities"] = {}
-    text = refusal(kubectl, "create", "--dry-run=server", "--filename=-", stdin=yaml.safe_dump(pod))
+    text = kubectl.refusal("create", "--dry-run=server", "--filename=-", stdin=yaml.safe_dump(pod))
     assert "violates PodSecurity" in text
 
 
@@ -326,7 +320,7 @@ def test_the_policy_refuses_what_the_crd_cannot_check(
     user: Kubectl, patch: dict[str, Any], message: str
 ) -> None:
     user.create(job(SCRIPT))
-    text = refusal(user, "patch", "tj", "right", "--type=merge", "--patch", json.dumps(patch))
+    text = user.refusal("patch", "tj", "right", "--type=merge", "--patch", json.dumps(patch))
     assert message in text
 
 
@@ -357,7 +351,7 @@ def test_the_policy_lets_the_known_annotations_pass(user: Kubectl, annotation: s
 def test_only_the_operator_writes_the_status(user: Kubectl) -> None:
     user.create(job(SCRIPT))
     patch = ("patch", "tj", "right", "--subresource=status", "--type=merge", "--patch")
-    text = refusal(user, *patch, '{"status":{"state":"succeeded"}}')
+    text = user.refusal(*patch, '{"status":{"state":"succeeded"}}')
     assert f"status: got a change by admin; expected one by {OPERATOR}" in text
     assert "change spec, or annotate the job" in text
     user.run(*patch, '{"status":{"state":"running"}}', f"--as={OPERATOR}")
@@ -374,10 +368,10 @@ def test_editors_of_a_namespace_may_run_jobs_but_not_write_their_status(
     user.run("apply", "--as=ann", "--filename=-", stdin=yaml.safe_dump(job(SCRIPT)))
     user.run("scale", "--as=ann", "tj/right", "--replicas=3")
     assert "right" in user.run("get", "tj", "--as=vic")
-    text = refusal(user, "scale", "--as=vic", "tj/right", "--replicas=1")
+    text = user.refusal("scale", "--as=vic", "tj/right", "--replicas=1")
     assert 'cannot patch resource "trainingjobs/scale"' in text
     patch = ("--subresource=status", "--type=merge", "--patch", '{"status":{"state":"x"}}')
-    text = refusal(user, "patch", "tj", "right", "--as=ann", *patch)
+    text = user.refusal("patch", "tj", "right", "--as=ann", *patch)
     assert 'cannot patch resource "trainingjobs/status"' in text
     user.run("delete", "tj", "right", "--as=ann")
 
@@ -443,10 +437,10 @@ def test_the_operator_writes_only_to_objects_of_jobs_and_in_no_system_namespace(
     another = {**OWNED, "labels": {"holdfast.dev/job": "other"}}
     foreign = {**OWNED, "ownerReferences": [{**OWNED["ownerReferences"][0], "kind": "Job"}]}
     for metadata in ({}, labels, owners, another, foreign):
-        text = refusal(user, *dry, stdin=written(kind, metadata))
+        text = user.refusal(*dry, stdin=written(kind, metadata))
         assert "the operator may write only to objects with the label holdfast.dev/job" in text
     for namespace in SYSTEM:
-        text = refusal(user.inside(namespace), *dry, stdin=written(kind, OWNED))
+        text = user.inside(namespace).refusal(*dry, stdin=written(kind, OWNED))
         assert f"the operator may write nothing in namespace {namespace}" in text
     user.run(*create, stdin=written(kind, OWNED))
 
@@ -464,11 +458,11 @@ def test_the_operator_neither_changes_nor_deletes_what_others_made(user: Kubectl
         (user, ("patch", "pod", "theirs", "--type=merge", "--patch", adopted)),
         (user, ("delete", "pod", "theirs", "--wait=false")),
     ):
-        text = refusal(kubectl, *words, by, stdin=written("ConfigMap", {"name": "coredns"}))
+        text = kubectl.refusal(*words, by, stdin=written("ConfigMap", {"name": "coredns"}))
         assert "the operator may write only to objects with the label holdfast.dev/job" in text
     user.run("create", "--filename=-", by, stdin=written("Pod", owned))
     user.run("label", "pod", "written", "holdfast.dev/rank=0", by)
-    text = refusal(user, "label", "pod", "written", "holdfast.dev/job=other", "--overwrite", by)
+    text = user.refusal("label", "pod", "written", "holdfast.dev/job=other", "--overwrite", by)
     assert "the operator may write only to objects" in text
     user.run("delete", "pod", "written", "--wait=false", by)
 
@@ -476,14 +470,14 @@ def test_the_operator_neither_changes_nor_deletes_what_others_made(user: Kubectl
 def test_the_operator_makes_no_secret_that_the_cluster_fills_with_a_token(user: Kubectl) -> None:
     named = {**OWNED, "annotations": {"kubernetes.io/service-account.name": "default"}}
     document = written("Secret", named, type="kubernetes.io/service-account-token")
-    text = refusal(user, "create", "--filename=-", f"--as={OPERATOR}", stdin=document)
+    text = user.refusal("create", "--filename=-", f"--as={OPERATOR}", stdin=document)
     assert "the operator may write only to Secrets of the type Opaque" in text
 
 
 @pytest.mark.parametrize("namespace", SYSTEM)
 def test_a_job_in_a_system_namespace_is_rejected(user: Kubectl, namespace: str) -> None:
     words = ("create", "--filename=-", "--dry-run=server")
-    text = refusal(user.inside(namespace), *words, stdin=yaml.safe_dump(job(SCRIPT)))
+    text = user.inside(namespace).refusal(*words, stdin=yaml.safe_dump(job(SCRIPT)))
     assert f"metadata.namespace: got {namespace}; expected a namespace of users" in text
 
 

@@ -60,12 +60,6 @@ def dry(crd: dict[str, Any], control_plane: ControlPlane | GivenCluster) -> Iter
     yield from fresh(control_plane.kubectl())
 
 
-def refusal(kubectl: Kubectl, *words: str, stdin: str | None = None) -> str:
-    done = kubectl.attempt(*words, stdin=stdin)
-    assert done.returncode != 0, f"accepted: {done.stdout}"
-    return done.stderr
-
-
 def test_the_definition_is_accepted_without_warnings(crd: dict[str, Any]) -> None:
     conditions = {c["type"]: c["status"] for c in crd["status"]["conditions"]}
     assert conditions["Established"] == conditions["NamesAccepted"] == "True"
@@ -93,7 +87,7 @@ def without_empty(value: Any) -> Any:
 
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: f"{case.rule} {case.id}".strip())
 def test_a_wrong_job_is_refused_with_the_messages_of_the_models(dry: Kubectl, case: Wrong) -> None:
-    text = refusal(dry, "apply", "--filename=-", stdin=yaml.safe_dump(job(case.spec, case.name)))
+    text = dry.refusal("apply", "--filename=-", stdin=yaml.safe_dump(job(case.spec, case.name)))
     for part in case.message:
         assert part in text
     assert "rule evaluation error" not in text
@@ -117,7 +111,7 @@ def test_a_job_that_never_started_may_be_corrected(jobs: Kubectl) -> None:
 def test_a_change_that_a_running_job_cannot_follow_is_refused(jobs: Kubectl, case: Change) -> None:
     jobs.create(job(case.before))
     start(jobs)
-    text = refusal(jobs, "patch", "tj", "right", "--type=merge", "--patch", json.dumps(case.patch))
+    text = jobs.refusal("patch", "tj", "right", "--type=merge", "--patch", json.dumps(case.patch))
     for part in case.message:
         assert part in text
 
@@ -133,7 +127,7 @@ def test_a_change_inside_an_untyped_field_is_noticed(jobs: Kubectl, part: str) -
         "kubernetes": {"podTemplate": {"spec": {"hostname": "b"}}},
     }[part]
     patch = json.dumps({"spec": {part: change}})
-    text = refusal(jobs, "patch", "tj", "right", "--type=merge", "--patch", patch)
+    text = jobs.refusal("patch", "tj", "right", "--type=merge", "--patch", patch)
     assert f"spec.{part}: got a changed value" in text
 
 
@@ -169,7 +163,7 @@ def test_where_the_pods_run_can_change_while_the_job_is_suspended(
     jobs.create(job({**SCRIPT, "suspend": True}))
     start(jobs)
     patch = ("patch", "tj", "right", "--type=merge", "--patch", json.dumps({"spec": change}))
-    assert "suspend the job to change it" in refusal(jobs, *patch), "its pods are still there"
+    assert "suspend the job to change it" in jobs.refusal(*patch), "its pods are still there"
     state = json.dumps({"status": {"state": "suspended"}})
     jobs.run("patch", "tj", "right", "--subresource=status", "--type=merge", "--patch", state)
     jobs.run(*patch)
@@ -177,7 +171,7 @@ def test_where_the_pods_run_can_change_while_the_job_is_suspended(
 
 @pytest.mark.parametrize("spec", UNTYPED_WRONG, ids=str)
 def test_values_of_untyped_fields_are_checked(dry: Kubectl, spec: dict[str, Any]) -> None:
-    text = refusal(dry, "create", "--filename=-", stdin=yaml.safe_dump(job(spec)))
+    text = dry.refusal("create", "--filename=-", stdin=yaml.safe_dump(job(spec)))
     field = next(
         f"{part}.{name}" for part, inner in spec.items() for name in inner if part != "entrypoint"
     )
@@ -206,13 +200,13 @@ def test_kubectl_rejects_a_number_without_quotes_and_names_its_field(dry: Kubect
     }.items():
         document = yaml.safe_dump(job({**SCRIPT, **change}))
         assert "2e-3\n" in document and "'2e-3'" not in document
-        text = refusal(dry, "create", "--dry-run=server", "--filename=-", stdin=document)
+        text = dry.refusal("create", "--dry-run=server", "--filename=-", stdin=document)
         assert field in text and "must be of type string" in text
 
 
 def test_a_misspelt_key_is_refused_by_kubectl_and_dropped_otherwise(jobs: Kubectl) -> None:
     document = yaml.safe_dump(job({**SCRIPT, "nodez": {"min": 1}}))
-    assert 'unknown field "spec.nodez"' in refusal(jobs, "apply", "--filename=-", stdin=document)
+    assert 'unknown field "spec.nodez"' in jobs.refusal("apply", "--filename=-", stdin=document)
     jobs.run("apply", "--validate=ignore", "--filename=-", stdin=document)
     stored = jobs.get("tj", "right")
     assert stored is not None and "nodez" not in stored["spec"]
@@ -239,7 +233,7 @@ def test_an_invalid_pod_template_is_refused(
     dry: Kubectl, template: dict[str, Any], message: str
 ) -> None:
     document = yaml.safe_dump(job({**SCRIPT, "kubernetes": {"podTemplate": template}}))
-    assert message in refusal(dry, "create", "--filename=-", stdin=document)
+    assert message in dry.refusal("create", "--filename=-", stdin=document)
 
 
 def test_a_pod_template_is_stored_as_written(jobs: Kubectl) -> None:
@@ -261,7 +255,7 @@ def test_a_pod_template_is_stored_as_written(jobs: Kubectl) -> None:
 
 def test_an_unknown_version_is_refused_with_the_known_ones(jobs: Kubectl) -> None:
     document = {**job(SCRIPT), "apiVersion": "holdfast.dev/v9"}
-    text = refusal(jobs, "apply", "--filename=-", stdin=yaml.safe_dump(document))
+    text = jobs.refusal("apply", "--filename=-", stdin=yaml.safe_dump(document))
     assert 'no matches for kind "TrainingJob" in version "holdfast.dev/v9"' in text
 
 
@@ -280,11 +274,10 @@ def test_scale_resizes_and_adjusts_the_minimum(jobs: Kubectl) -> None:
     jobs.run("scale", "tj/right", "--replicas=1")
     assert sizes(jobs) == (1, 1)
     jobs.run("patch", "tj", "right", "--type=merge", "--patch", '{"spec":{"suspend":true}}')
-    assert "spec.nodes.max: got 0; expected greater than or equal to 1; for no nodes" in refusal(
-        jobs, "scale", "tj/right", "--replicas=0"
-    )
+    text = jobs.refusal("scale", "tj/right", "--replicas=0")
+    assert "spec.nodes.max: got 0; expected greater than or equal to 1; for no nodes" in text
     raised = '{"spec":{"nodes":{"min":4}}}'
-    text = refusal(jobs, "patch", "tj", "right", "--type=merge", "--patch", raised)
+    text = jobs.refusal("patch", "tj", "right", "--type=merge", "--patch", raised)
     assert "spec.nodes.max: got 1; expected at least nodes.min (4)" in text
 
 
@@ -303,7 +296,7 @@ def test_scale_to_a_size_that_splits_a_replica_group_is_refused(jobs: Kubectl) -
         "parallelism": {"shard": 4},
     }
     jobs.create(job(spec))
-    text = refusal(jobs, "scale", "tj/right", "--replicas=3")
+    text = jobs.refusal("scale", "tj/right", "--replicas=3")
     assert "spec.parallelism.shard: got 4; expected a divisor of 6 workers" in text
     jobs.run("scale", "tj/right", "--replicas=2")
 

@@ -15,7 +15,12 @@ from pathlib import Path
 import psutil
 
 from holdfast.orchestrator.protocol import cgroup
-from holdfast.orchestrator.protocol.environment import CACHE_VARIABLE, VISIBLE_DEVICES, chosen_cache
+from holdfast.orchestrator.protocol.environment import (
+    CACHE_VARIABLE,
+    VISIBLE_DEVICES,
+    chosen_cache,
+    names_in,
+)
 from holdfast.orchestrator.protocol.facts import Gpu, NodeFacts
 from holdfast.orchestrator.protocol.hardware import (
     cpus,
@@ -79,19 +84,15 @@ def gpus() -> tuple[Gpu, ...]:
 
 def num_visible(variable: str | None, found: int) -> int:
     """Number of GPUs that a value of CUDA_VISIBLE_DEVICES leaves."""
-    return found if variable is None else len(_names(variable))
+    return found if variable is None else len(names_in(variable))
 
 
 def visible_devices(variable: str | None, found: tuple[Gpu, ...]) -> tuple[str, ...]:
     """The names that the variable gives; without it those that the driver gives parts of GPUs."""
     if variable is not None:
-        return _names(variable)
+        return names_in(variable)
     names = tuple(gpu.device for gpu in found)
     return names if all(names) else ()
-
-
-def _names(variable: str | None) -> tuple[str, ...]:
-    return tuple(name for part in (variable or "").split(",") if (name := part.strip()))
 
 
 def interface_of(address: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from holdfast.orchestrator.protocol.facts import ShardFile, StagedShard, WorkerSeat
+from holdfast.orchestrator.protocol.facts import StagedShard, WorkerSeat
 from holdfast.orchestrator.protocol.host_memory import too_little
 from holdfast.orchestrator.protocol.manifest import directory_name, shard_file_name
 from holdfast.orchestrator.protocol.messages import (
@@ -301,16 +301,7 @@ class CheckpointTiers:
                 detail=done.detail,
             )
             return [*out, commands.Send(failed)]
-        file = ShardFile(
-            step=staged.step,
-            generation=staged.generation,
-            shard=staged.shard,
-            num_shards=staged.num_shards,
-            file=done.file,
-            num_bytes=staged.num_bytes,
-            checksum=done.checksum,
-            coverage=done.coverage,
-        )
+        file = staged.written(done.file, done.checksum, done.coverage)
         report = ShardPersisted(generation=staged.generation, shard=file, seconds=done.seconds)
         self.unacknowledged[key(staged)] = report
         return [*out, commands.Send(report)]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import fsspec
 import xxhash
 
-from holdfast.orchestrator.protocol.facts import CoverageSum, ShardFile, StagedShard
+from holdfast.orchestrator.protocol.facts import CoverageSum, StagedShard
 from holdfast.orchestrator.protocol.files import (
     is_local,
     make_directory,
@@ -57,17 +57,7 @@ def write_shard(
 
 def note_of(staged: StagedShard, file: str, done: Written, mesh: Mesh) -> bytes:
     """What the next controller has to know of a file that no controller gets a report of."""
-    reported = ShardFile(
-        step=staged.step,
-        generation=staged.generation,
-        shard=staged.shard,
-        num_shards=staged.num_shards,
-        file=file,
-        num_bytes=staged.num_bytes,
-        checksum=done.checksum,
-        coverage=done.coverage,
-    )
-    return encode_note(ShardNote(file=reported, mesh=mesh))
+    return encode_note(ShardNote(file=staged.written(file, *done), mesh=mesh))
 
 
 def write_note(note: bytes, checkpoint_path: str, directory: str, name: str) -> None:

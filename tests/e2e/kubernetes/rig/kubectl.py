@@ -53,6 +53,11 @@ class Kubectl:
             check=False,
         )
 
+    def refusal(self, *words: str, stdin: str | None = None) -> str:
+        done = self.attempt(*words, stdin=stdin)
+        assert done.returncode != 0, f"accepted: {done.stdout}"
+        return done.stderr
+
     def run(self, *words: str, stdin: str | None = None, timeout_s: float = 60) -> str:
         done = self.attempt(*words, stdin=stdin, timeout_s=timeout_s)
         if done.returncode:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,14 +14,6 @@ from holdfast.orchestrator.errors import UserError
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.checkpoint.layout import Bytes
 from holdfast.workers.session.agent_channel import AgentChannel, AgentGone
-
-
-@pytest.fixture
-def ends() -> Iterator[tuple[socket.socket, AgentChannel]]:
-    """The agent's end of a wire and the worker's."""
-    ours, theirs = worker_transport.pair()
-    with ours, theirs:
-        yield ours, AgentChannel(theirs, hold_s=0.2)
 
 
 def give(agent: socket.socket, number: int) -> None:

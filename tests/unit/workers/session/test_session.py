@@ -42,14 +42,6 @@ def alone() -> Iterator[Session]:
     assert not dist.is_initialized()
 
 
-@pytest.fixture
-def ends() -> Iterator[tuple[socket.socket, AgentChannel]]:
-    """The agent's end of a wire and the worker's."""
-    ours, theirs = worker_transport.pair()
-    with ours, theirs:
-        yield ours, AgentChannel(theirs, hold_s=0.2)
-
-
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(2, 1)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
