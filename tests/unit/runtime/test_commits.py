@@ -19,14 +19,14 @@ from holdfast.orchestrator.core.events import (
     StepCompleted,
 )
 from holdfast.orchestrator.core.journal import JournalError, JournalLost, Record
-from holdfast.orchestrator.protocol.facts import NodeFacts
-from holdfast.orchestrator.protocol.messages import Heartbeat, NodeJoined
+from holdfast.orchestrator.protocol.messages import Heartbeat
 from holdfast.orchestrator.runtime import snapshot
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.driver import Driver
 from holdfast.orchestrator.runtime.job_loop import JobLoop
 
 from .harness import BOUND_S, drive, make_job
+from .test_job_loop import joined
 
 JOB = make_job()
 SUBMITTED = JobSubmitted(job_id="id", spec=job_to_mapping(JOB), spec_directory="/")
@@ -128,11 +128,6 @@ class MemoryDriver:
         await self.handle(*(joined(name) for name in ("a", "b")))
         assert any(isinstance(action, LaunchGroup) for action in self.actions)
         return self
-
-
-def joined(name: str) -> FromNode:
-    facts = NodeFacts(hostname=name, address=name, data_port=1, slots=2)
-    return FromNode(name, NodeJoined(facts=facts, offered_port=4000))
 
 
 def test_actions_and_replies_wait_for_the_commit() -> None:

@@ -74,7 +74,6 @@ def test_a_stop_kills_at_once_and_reports_when_the_last_worker_is_reaped() -> No
 
 
 def test_a_death_before_the_stop_that_is_reported_after_it_is_not_ours() -> None:
-    """Its peers lose their connections, and the stop comes, before its parent can reap it."""
     harness = AgentHarness()
     harness.launch(1)
     harness.receive(m.StopWorkers(action_id=7, generation=1))

@@ -45,6 +45,19 @@ class StagingRun:
             if isinstance(change, Give):
                 self.free[change.slot].append(change.buffer)
 
+    def play(self, acts: list[str]) -> None:
+        for act in acts:
+            match act.split():
+                case ["stage", slot]:
+                    self.stage(int(slot))
+                case ["pin", slot]:
+                    self.pin(int(slot))
+                case ["unpin"]:
+                    self.unpin()
+                case _:
+                    self.launch()
+            self.check()
+
     def stage(self, slot: int) -> None:
         if self.step[slot] > self.step[1 - slot]:
             return  # the next step waits for its collectives
@@ -94,18 +107,7 @@ STALLS = [
 @example(STALLS[1])
 @given(st.lists(st.sampled_from(["stage 0", "stage 1"] * 6 + ["pin 0", "pin 1", "unpin", "die"])))
 def test_the_two_newest_complete_steps_survive_any_interleaving(acts: list[str]) -> None:
-    run = StagingRun()
-    for act in acts:
-        match act.split():
-            case ["stage", slot]:
-                run.stage(int(slot))
-            case ["pin", slot]:
-                run.pin(int(slot))
-            case ["unpin"]:
-                run.unpin()
-            case _:
-                run.launch()
-        run.check()
+    StagingRun().play(acts)
 
 
 class ShortRun(StagingRun):
@@ -145,18 +147,7 @@ class ShortRun(StagingRun):
 def test_with_few_buffers_training_goes_on_and_the_newest_step_stays(
     most: int, acts: list[str]
 ) -> None:
-    run = ShortRun(most)
-    for act in acts:
-        match act.split():
-            case ["stage", slot]:
-                run.stage(int(slot))
-            case ["pin", slot]:
-                run.pin(int(slot))
-            case ["unpin"]:
-                run.unpin()
-            case _:
-                run.launch()
-        run.check()
+    ShortRun(most).play(acts)
 
 
 def test_with_two_buffers_the_older_step_stays_until_its_buffer_is_needed() -> None:
