@@ -39,7 +39,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         totals["samples"] += BATCH * s.data_parallel_size
-        s.step(step, loss=loss.detach())  # stages the state in node memory and reports
+        s.step(step, loss=loss.detach(), total_steps=STEPS)  # stages the state in memory, reports
         if s.rank == 0 and step % 50 == 0:
             print(f"step {step} loss {loss.item():.4f} samples {totals['samples']}", flush=True)
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from ..core.transitions import TERMINAL
 from ..runtime.observe.view import JobView
 from .output import clock, count, plural
-from .render import incident_title, is_open, live, outcome, steps
+from .render import after, incident_title, is_open, live, outcome, steps
 
 PROGRESS_INTERVAL_S = 5.0
 REFRESH_PER_SECOND = 4
@@ -176,7 +176,7 @@ class LineDisplay(SilentDisplay):
             lines.append(view.state + (f": {view.reason}" if view.reason else ""))
         self._reasons.add(reason)
         if view.checkpoints and view.checkpoints[-1:] != last.checkpoints[-1:]:
-            lines.append(f"checkpoint of step {view.checkpoints[-1].step} committed")
+            lines.append(f"checkpoint {after(view.checkpoints[-1])} committed")
         return lines
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
@@ -55,6 +56,11 @@ GROUPS = {
     "debug": "Look into a running job (events, stacks, profile), or break it on purpose "
     "(kill-worker, hang-worker, kill-node).",
 }
+ELSEWHERE = {
+    "chaos": "debug kill-worker", "describe": "status JOB", "get": "status", "list": "status",
+    "ls": "status", "ps": "status", "report": "status JOB --report", "stop": "cancel",
+}  # fmt: skip
+"""Command of another tool, or a word of our pages -> ours."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -79,6 +85,7 @@ def holdfast(
         bool,
         typer.Option(
             "--version",
+            "-V",
             callback=_print_version,
             is_eager=True,
             help="Print the versions of Holdfast, torch and Python, and exit.",
@@ -130,12 +137,15 @@ def _usage(error: Any) -> NoReturn:
         raise SystemExit(2)
     context = getattr(error, "ctx", None)
     where = context.command_path if context else "holdfast"
-    text = error.format_message().rstrip(".") + "."
+    text = error.format_message()
+    text += "." * (text[-1] not in ".?")
     if type(error).__name__ == "NoSuchOption" and where.endswith((" run", " submit")):
         text += " Arguments of a script come after --."
-    unknown = getattr(error, "option_name", "--" + text.partition("command '")[2].rstrip("'."))
-    if path := _command_paths().get(unknown.removeprefix("--")):
-        text += f" Write `holdfast {path}`."
+    unknown = getattr(error, "option_name", "").removeprefix("--")
+    if command := re.search(r"command '([^']+)'", text):
+        unknown = command[1]
+    if path := (_command_paths() | ELSEWHERE).get(unknown):
+        text = f"{text.partition(' Did you mean')[0]} Write `holdfast {path}`."
     fail(f"{text} See `{where} --help`." if isinstance(error, USAGE_ERROR) else text, 2)
 
 

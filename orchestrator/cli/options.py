@@ -66,7 +66,19 @@ RayOption = Annotated[
     ),
 ]  # fmt: skip
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's metadata.name.")]
+
+
+def _job_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Names of this machine's jobs, for the shell's completion."""
+    if ctx.params.get("kubernetes") or ctx.params.get("ray"):
+        return []
+    home = ctx.params.get("home") or os.environ.get("HOLDFAST_HOME") or "~/.holdfast"
+    return [path.name for path in Path(home, "jobs").expanduser().glob(f"{incomplete}*")]
+
+
+JobArgument = Annotated[
+    str, typer.Argument(metavar="JOB", help="The job's metadata.name.", autocompletion=_job_names)
+]
 FileArgument = Annotated[
     Path, typer.Argument(metavar="FILE", help="A TrainingJob in YAML.", show_default=False)
 ]

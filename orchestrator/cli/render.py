@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.transitions import TERMINAL
-from ..runtime.observe.view import Incident, JobView, NodeView
+from ..runtime.observe.view import CheckpointView, Incident, JobView, NodeView
 from .output import clock, columns, count, duration, plural, size, sparkline, state_text
 
 TIME_CAUSES = {
@@ -53,8 +53,7 @@ def header(view: JobView) -> Text:
 
 
 def steps(view: JobView) -> str:
-    """How many steps are done; the same count everywhere. A checkpoint is named by its last step,
-    counted from 0 as the script does."""
+    """How many steps are done. In checkpoints' names and JSON the last one counts from 0."""
     if view.total_steps:
         return f"{view.step + 1} of {view.total_steps} steps"
     return plural(view.step + 1, "step") if view.step >= 0 else ""
@@ -126,7 +125,7 @@ def facts(view: JobView, losses: list[float]) -> Table:
 
 def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str | Text]]:
     if view.step >= 0 and not view.total_steps:
-        yield "step", str(view.step)
+        yield "steps", str(view.step + 1)
     if view.loss is not None:
         line = sparkline(losses)
         yield "loss", f"{view.loss:.4f}" + (f"  {line}" if line else "")
@@ -183,13 +182,15 @@ def restarts(view: JobView) -> str:
 def checkpoints(view: JobView) -> str:
     """The newest one in each tier, or the script's own."""
     if view.own_checkpoint is not None:
-        return view.own_checkpoint or "none seen of the script"
-    done = plural(view.memory_step + 1, "step")
-    memory = f"{done} in memory" if view.memory_step >= 0 else "none in memory"
-    if not view.checkpoints:
-        return f"{memory}, none in storage"
-    last = view.checkpoints[-1]
-    return f"{memory}, {last.step + 1} in storage ({size(last.num_bytes)})"
+        return view.own_checkpoint or "no checkpoint yet"
+    memory = f"after {plural(view.memory_step + 1, 'step')}" if view.memory_step >= 0 else "none"
+    last = view.checkpoints[-1] if view.checkpoints else None
+    storage = f"{after(last)} ({size(last.num_bytes)})" if last else "none"
+    return f"memory: {memory}; storage: {storage}"
+
+
+def after(checkpoint: CheckpointView) -> str:
+    return f"after {plural(checkpoint.step + 1, 'step')}"
 
 
 def copies(view: JobView) -> str:

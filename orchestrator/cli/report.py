@@ -12,6 +12,7 @@ from ..core.transitions import TERMINAL
 from ..runtime.observe.view import Incident, JobView
 from .output import clock, date, duration, plural, size, state_text
 from .render import (
+    after,
     goodput,
     ledger,
     outcome,
@@ -204,7 +205,7 @@ def _checkpoints(
         yield f"no checkpoint in storage ({view.checkpoint_path})" if view.checkpoint_path else ""
         return
     last = view.checkpoints[-1]
-    yield f"checkpoint of step {last.step} ({size(last.num_bytes)}) in {view.checkpoint_path}"
+    yield f"checkpoint {after(last)} ({size(last.num_bytes)}) in {view.checkpoint_path}"
     if can_read:
         yield f"export it with: {command('checkpoint', 'export', view.name, 'DIRECTORY')}"
     else:

@@ -217,10 +217,7 @@ class ScriptRun:
 
 
 def asked(
-    file: Path | None,
-    words: list[str] | None,
-    save: Path | None = None,
-    **options: Any,
+    file: Path | None, words: list[str] | None, save: Path | None = None, **options: Any
 ) -> ScriptRun | None:
     """The run without a spec that a command line asks for; None: FILE is a spec. Raises UserError
     for options that a spec has fields for."""

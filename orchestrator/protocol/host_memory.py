@@ -156,8 +156,8 @@ def least(plans: dict[str, HostMemory]) -> tuple[str, HostMemory] | None:
     return found[0] if found else None
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2g} GiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.1f} GiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.1f} GiB"
 
 
 def describe(memory: HostMemory, node: str = "") -> str:
@@ -172,17 +172,17 @@ def describe(memory: HostMemory, node: str = "") -> str:
         "checkpoints": "no buffer: no checkpoint can be made",
     }[grant.given_up]
     needs = grant.buffers + COPIES * grant.buddy
-    takes = f"{needs} x {_gib(unit)}" if needs else f"each needs {_gib(unit)}"
+    takes = f"{needs} x {_size(unit)}" if needs else f"each needs {_size(unit)}"
     where = f" on {node}" if node else ""
-    room = f"{_gib(memory.usable_bytes)} of {_gib(memory.room.limit_bytes)} available{where}"
+    room = f"{_size(memory.usable_bytes)} of {_size(memory.room.limit_bytes)} available{where}"
     return f"{what} ({takes}); {room}"
 
 
 def too_little(memory: HostMemory) -> str:
     """Why no buffer is given, and what helps."""
     return (
-        f"host memory: {_gib(memory.room.available_bytes)} of {_gib(memory.room.limit_bytes)} are "
-        f"free on this node; expected at least {_gib(memory.unit_bytes)}, a checkpoint of "
+        f"host memory: {_size(memory.room.available_bytes)} of {_size(memory.room.limit_bytes)} "
+        f"are free on this node; expected at least {_size(memory.unit_bytes)}, a checkpoint of "
         f"{memory.workers} workers; give the node more (spec.resources.memory), or spread the "
         "state over more workers (spec.parallelism.shard)"
     )

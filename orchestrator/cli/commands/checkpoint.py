@@ -224,9 +224,7 @@ def repair(
     job_name: Annotated[
         str,
         typer.Option(
-            "--job",
-            metavar="[NAMESPACE/]NAME",
-            help="Name of the job, if no manifest has it.",
+            "--job", metavar="[NAMESPACE/]NAME", help="Name of the job, if no manifest has it."
         ),
     ] = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,

@@ -59,8 +59,7 @@ def resume(
     start_over: Annotated[
         bool,
         typer.Option(
-            "--start-over",
-            help="Begin at step 0; only for a job that is held for its checkpoints.",
+            "--start-over", help="Begin at step 0; only for a job that is held for its checkpoints."
         ),
     ] = False,
     as_json: JsonOption = False,

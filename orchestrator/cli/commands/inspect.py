@@ -123,11 +123,7 @@ def _list(target: Target, as_json: bool) -> None:
 
 
 def events(
-    job: JobArgument,
-    follow: FollowOption = False,
-    as_json: JsonOption = False,
-    *,
-    target: Target,
+    job: JobArgument, follow: FollowOption = False, as_json: JsonOption = False, *, target: Target
 ) -> None:
     """Print every event that the controller received, and each decision with its reason.
 
@@ -154,8 +150,7 @@ def logs(
         str | None, typer.Option("--node", help="Print the log of this node's agent instead.")
     ] = None,
     failed: Annotated[
-        bool,
-        typer.Option("--failed", help="Only the worker that caused the last failure."),
+        bool, typer.Option("--failed", help="Only the worker that caused the last failure.")
     ] = False,
     *,
     target: Target,

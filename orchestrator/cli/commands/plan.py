@@ -114,8 +114,7 @@ EnvironmentOption = Annotated[
     bool, typer.Option("--environment", help="Show ranks and the environment of rank 0 too.")
 ]
 SaveOption = Annotated[
-    Path | None,
-    typer.Option("--save", metavar="FILE", help="With --model: write the best job."),
+    Path | None, typer.Option("--save", metavar="FILE", help="With --model: write the best job.")
 ]
 CalibrateOption = Annotated[
     bool,
@@ -163,10 +162,7 @@ def plan(
         between = network or DEFAULT_NETWORK
         made: Any = _model_plan(known, model, devices or [], between, sequence, batch, by, host)
     else:
-        _refuse_with(
-            "a job",
-            {"--sequence": sequence, "--batch": batch, "--save": save},
-        )
+        _refuse_with("a job", {"--sequence": sequence, "--batch": batch, "--save": save})
         assert file is not None
         measure, memory = (home, calibrate), (device_memory, host)
         made = _job_plan(known, file, devices or [], network, nodes, memory, measure, by)

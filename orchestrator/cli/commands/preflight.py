@@ -50,8 +50,7 @@ def preflight(
         ),
     ] = None,
     nodes: Annotated[
-        int | None,
-        typer.Option("--nodes", min=1, help="With --import: the number of nodes."),
+        int | None, typer.Option("--nodes", min=1, help="With --import: the number of nodes.")
     ] = None,
     workers: Annotated[
         int | None,

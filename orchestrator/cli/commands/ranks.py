@@ -33,8 +33,7 @@ def register(app: typer.Typer, panel: str) -> None:
 def stacks(
     job: JobArgument,
     rank: Annotated[
-        list[int] | None,
-        typer.Option("--rank", min=0, help="Only this rank; may be repeated."),
+        list[int] | None, typer.Option("--rank", min=0, help="Only this rank; may be repeated.")
     ] = None,
     every: Annotated[
         bool, typer.Option("--all", help="Ask all ranks, not only the first 512.")

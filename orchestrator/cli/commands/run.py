@@ -56,8 +56,7 @@ LinesOption = Annotated[
     ),
 ]  # fmt: skip
 ReportOption = Annotated[
-    bool,
-    typer.Option("--json", help="Print only JSON: the report at the end; submit: the name."),
+    bool, typer.Option("--json", help="Print only JSON: the report at the end; submit: the name.")
 ]
 PageOption = Annotated[
     bool, typer.Option("--ui", help="Open the page of your jobs beside it, see `holdfast ui`.")
@@ -202,11 +201,7 @@ def _shown(
 
 
 def attach(
-    job: JobArgument,
-    lines: LinesOption = None,
-    as_json: ReportOption = False,
-    *,
-    target: Target,
+    job: JobArgument, lines: LinesOption = None, as_json: ReportOption = False, *, target: Target
 ) -> None:
     """Watch a job until it ends, then print the report, with the exit code of `holdfast run`.
 

@@ -29,6 +29,7 @@ from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..display import Display, watch_job
 from ..output import plural, stderr, without_controller
+from ..render import after
 from ..report import local_command
 from .base import Launch, RunResult, RunsEnded, exit_code, first_free
 from .remote_job import ControllerGone, LogSelector, RemoteJob, expect_ended, extra_s, view_through
@@ -361,7 +362,7 @@ class LocalTarget(RunsEnded):
         view = view_through(transport)
         begin = "the beginning: it has no checkpoint"
         if view.checkpoints:
-            begin = f"its checkpoint of step {view.checkpoints[-1].step}"
+            begin = f"its checkpoint {after(view.checkpoints[-1])}"
         with directory.locked():
             place = directory.set_aside()
         note = (

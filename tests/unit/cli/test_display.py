@@ -59,7 +59,7 @@ def test_progress_is_printed_every_few_seconds_only() -> None:
         return make_view(step=step, now_ns=T0 + int(seconds * NS))
 
     lines = show(at(0, 1), at(1, 2), at(2, 3), at(5.5, 9), at(6, 10))
-    steps = [line.split(",")[0] for line in lines if " steps" in line]
+    steps = [line.split(",")[0] for line in lines if " of 100 steps" in line]
     assert steps == ["2 of 100 steps", "10 of 100 steps"]
 
 
@@ -94,7 +94,7 @@ def test_changes_made_in_place_to_a_view_are_printed() -> None:
 def test_a_committed_checkpoint_is_printed_once() -> None:
     after = make_view(checkpoints=[CheckpointView(step=49, generation=1)])
     lines = show(make_view(), after, after)
-    assert lines.count("checkpoint of step 49 committed") == 1
+    assert lines.count("checkpoint after 50 steps committed") == 1
 
 
 def test_the_live_display_shows_everything() -> None:
@@ -104,8 +104,9 @@ def test_the_live_display_shows_everything() -> None:
             display.show(make_view(step=step, loss=3.0 - step, incidents=[make_incident()]))
         display.note("a remark")
     shown = text_of(to)
-    for part in ("3 of 100 steps", "12.3k tokens/s", "4 workers, HSDP", "node-0", "SIGKILL",
-                 "42 steps in memory, 40 in storage (40.0 MiB)", "█▅▁", "remark"):  # fmt: skip
+    for part in ("3 of 100 steps", "12.3k tokens/s", "4 workers, HSDP", "node-0", "SIGKILL", "█▅▁",
+                 "memory: after 42 steps; storage: after 40 steps (40.0 MiB)",
+                 "remark"):  # fmt: skip
         assert part in shown
 
 
@@ -118,7 +119,7 @@ def test_throughput_is_shown_of_the_job_and_of_one_gpu_where_there_are_any() -> 
 
 
 def test_of_a_script_its_own_checkpoint_is_shown() -> None:
-    for path, shown in (("/o/ckpt.pt", "/o/ckpt.pt"), ("", "none seen of the script")):
+    for path, shown in (("/o/ckpt.pt", "/o/ckpt.pt"), ("", "no checkpoint yet")):
         view = make_view(own_checkpoint=path, checkpoints=[])
         assert checkpoints(view) == shown
         assert "no checkpoint in storage" not in "\n".join(map(str, report_lines(view)))
@@ -128,7 +129,7 @@ def test_status_of_a_job_that_has_not_started() -> None:
     to = console()
     to.print(status(JobView(name="new")))
     assert "pending" in text_of(to)
-    assert "none in memory, none in storage" in text_of(to)
+    assert "memory: none; storage: none" in text_of(to)
 
 
 def report_lines(view: JobView) -> Iterator[str]:
@@ -154,7 +155,7 @@ def test_the_report_says_how_it_ended_and_what_each_incident_cost() -> None:
         "culprit: rank 2 on node-1",
         "evidence: exit by signal 9",
         "phases: stop 0.05 s, launch 0.02 s, first-step 0.60 s",
-        "checkpoint of step 39 (40.0 MiB) in /somewhere/checkpoints",
+        "checkpoint after 40 steps (40.0 MiB) in /somewhere/checkpoints",
     ):
         assert part in lines
     bars = [line for line in lines if "█" in line]

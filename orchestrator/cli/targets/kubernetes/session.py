@@ -77,9 +77,7 @@ class JobDeleted(HoldfastError):
 
 
 async def follow_job(
-    cluster: KubeClient,
-    document: Document,
-    note: Callable[[str], None] = lambda text: None,
+    cluster: KubeClient, document: Document, note: Callable[[str], None] = lambda text: None
 ) -> AsyncIterator[Document]:
     """The job's object, now and after every change. An API server that does not answer is tried
     again: the job does not depend on it. Raises JobDeleted, also when another object has taken the

@@ -132,14 +132,7 @@ class KubernetesTarget(Target):
 
         return self._watched(name, get, display, only_new=True)
 
-    def _watched(
-        self,
-        name: str,
-        begin: Begin,
-        display: Display,
-        *,
-        only_new: bool,
-    ) -> RunResult:
+    def _watched(self, name: str, begin: Begin, display: Display, *, only_new: bool) -> RunResult:
         from .output import LinesOfRank0
 
         lines = LinesOfRank0(self._session, display)
