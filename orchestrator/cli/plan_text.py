@@ -166,6 +166,13 @@ def _model_parts(plan: ModelPlan, explain: bool) -> Iterator[RenderableType]:
     )
     if plan.offload_memory:
         yield f"offload: {plan.offload_memory}"
+    if plan.method != "full":
+        yield (
+            f"adapters of rank 16 on all matrices of the blocks: {plan.trained / 1e6:.1f} M "
+            f"trained ({plan.trained / plan.parameters:.2%}), "
+            f"{12 * plan.trained / 2**20:,.0f} MiB in a checkpoint; "
+            f"merged: {plan.merged_bytes / 2**30:.1f} GiB"
+        )
     yield from _strategies(plan)
     if plan.estimate is not None:
         yield from _figures(plan.estimate, plan.device_memory_bytes, explain)

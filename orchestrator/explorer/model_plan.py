@@ -9,6 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..catalogue.types import Device
+from ..planner import adapters
 from ..planner.memory import USABLE, describe_host, device_bytes, host_share, state_bytes
 from ..planner.model import Architecture
 from ..planner.workload import ParallelLayout, Workload
@@ -28,6 +29,12 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     global_batch: int
     format: str
     """Number format of the first layout's products."""
+    method: str = "full"
+    """full, lora or qlora."""
+    trained: int
+    """Parameters with gradients."""
+    merged_bytes: int
+    """Size of the exported model."""
     fits: bool
     verdict: str
     """One line."""
@@ -77,10 +84,15 @@ def plan_model(work: Workload, clusters: tuple[Cluster, ...], order: Order) -> M
         estimate=estimate(work, layout, hardware) if layout else None,
         device_memory_bytes=cluster.memory_bytes,
         format=work.format,
+        method=work.method,
+        trained=adapters.trained(work),
+        merged_bytes=adapters.merged_bytes(work),
         alternatives=alternatives,
         lost=lost_of(found),
         num_considered=sum(answer.num_considered for _, answer in found),
-        own_loop_bytes=device_bytes(replace(work, own_loop=True), layout) if layout else None,
+        own_loop_bytes=device_bytes(replace(work, own_loop=True), layout)
+        if layout and work.method == "full"
+        else None,
         spec=spec_of(work, layout) if layout else None,
     )
 
@@ -93,6 +105,8 @@ def in_format_of(work: Workload, device: Device) -> Workload:
 
 def _verdict(work: Workload, best: Ranked | None, found: list[tuple[Cluster, Found]]) -> str:
     name, billions = work.model.name, work.counts.total / 1e9
+    if work.method != "full":
+        name = f"{adapters.NAMES[work.method]} of {name}"
     if best is not None:
         candidate, cluster = best.candidate, best.cluster
         share = candidate.num_bytes / cluster.memory_bytes
@@ -135,9 +149,9 @@ def _least(work: Workload, layout: ParallelLayout, room: float) -> str:
 
 # -- the job that launches it -------------------------------------------------------------------
 def spec_of(work: Workload, layout: ParallelLayout) -> dict[str, Any] | None:
-    """A TrainingJob with the recipe; None: the recipe does not have this architecture."""
+    """A TrainingJob with the recipe; None: the recipe lacks this architecture or method."""
     model = work.model
-    if not recipe_has(model):
+    if work.method != "full" or not recipe_has(model):
         return None
     mesh, workers = layout.mesh, min(layout.workers_per_node, layout.mesh.world_size)
     axes = {"replicate": mesh.replicate, "shard": mesh.shard, "tensor": mesh.tensor}

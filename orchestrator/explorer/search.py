@@ -173,13 +173,14 @@ def estimate(work: Workload, layout: ParallelLayout, hardware: Hardware) -> Cand
 def meshes(work: Workload, cluster: Cluster) -> Iterator[Mesh]:
     """All meshes of exactly these devices that divide the model, plainest first."""
     model, world = work.model, cluster.devices
-    for pipeline in _divisors(model.num_layers, MAX_PIPELINE):
-        for tensor in _divisors(model.num_kv_heads, cluster.per_node):
+    plain = work.method != "full"  # frozen weights are divided by FSDP2 only
+    for pipeline in _divisors(model.num_layers, 1 if plain else MAX_PIPELINE):
+        for tensor in _divisors(model.num_kv_heads, 1 if plain else cluster.per_node):
             if cluster.per_node % tensor or not _divides(work, tensor):
                 continue
             if tensor > 1 and work.optimizer != "adamw":
                 continue  # the others work on the rows that FSDP2 divides
-            for context in _contexts(work, tensor):
+            for context in (1,) if plain else _contexts(work, tensor):
                 inner = pipeline * tensor * context
                 if world % inner:
                     continue
@@ -237,7 +238,7 @@ def layouts(
             if not work.compiled:  # compiled blocks compute all gradients at once
                 schedules += (("zbvZeroBubble", 2),)
     sharded = mesh.num_fsdp_shards > 1
-    may_offload = sharded and work.on_gpu and work.optimizer == "adamw"
+    may_offload = sharded and work.on_gpu and (work.optimizer, work.method) == ("adamw", "full")
     may_offload = may_offload and main_memory_holds(work, mesh, host_bytes)
     offloads = (False, True) if may_offload else (False,)
     # A tensor axis passes whole logits to the loss.

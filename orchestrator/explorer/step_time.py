@@ -21,9 +21,10 @@ import msgspec
 
 from ..catalogue.calibration import NOT_CALIBRATED, Calibration
 from ..catalogue.types import Device, Link
+from ..planner import adapters
 from ..planner.activations import rank_tokens
 from ..planner.memory import moment_bytes, rank_parameters
-from ..planner.model import Architecture, flops_per_token
+from ..planner.model import Architecture
 from ..planner.workload import ParallelLayout, Workload
 from ..protocol.mesh import Mesh
 from .traffic import Collective, collectives
@@ -108,7 +109,7 @@ class StepTime(NamedTuple):
 def mfu(work: Workload, layout: ParallelLayout, hardware: Hardware, seconds: float) -> float:
     """Model FLOPs of a step / what the devices could have computed in the format of the
     parameters; products in float8 are counted against bfloat16 as well."""
-    flops = flops_per_token(work.model, work.sequence_length) * work.tokens_per_step
+    flops = adapters.step_flops_per_token(work) * work.tokens_per_step
     return flops / (seconds * layout.mesh.world_size * peak_flops(work, hardware.device))
 
 
@@ -126,6 +127,8 @@ class _Block(NamedTuple):
     passes: float
     again: float
     """What backward computes a second time."""
+    products: float = 2.0
+    """Products of backward for each of forward's; a frozen matrix has no gradient."""
 
     @property
     def forward(self) -> float:
@@ -133,8 +136,8 @@ class _Block(NamedTuple):
 
     @property
     def backward(self) -> float:
-        # Two products for each of forward's; flash attention computes 5 products for its 2.
-        return 2 * self.matmul + 2.5 * self.attention + 2 * self.passes + self.again
+        # Flash attention computes 5 products for its 2.
+        return self.products * self.matmul + 2.5 * self.attention + 2 * self.passes + self.again
 
 
 def step_time(work: Workload, layout: ParallelLayout, hardware: Hardware) -> StepTime:
@@ -191,7 +194,7 @@ def _compute(block: _Block, head: float, micro: int, blocks: int) -> Iterator[St
             what, times * seconds, False, lambda: f"{times:g} x {seconds:.3g} s", _FITTED
         )
 
-    yield part("matrix products", 3 * passes, block.matmul)
+    yield part("matrix products", (1 + block.products) * passes, block.matmul)
     yield part("attention", 3.5 * passes, block.attention)
     yield part("passes over memory", 3 * passes, block.passes)
     yield part("recomputation", passes, block.again)
@@ -228,8 +231,16 @@ def _block(work: Workload, layout: ParallelLayout, hardware: Hardware) -> _Block
     passes = moved / (device.memory_bandwidth * shares.memory)
     if not work.compiled:
         passes *= EAGER_PASSES
+    backward = 2.0
+    if work.method != "full":
+        extra = adapters.trained(work) / (model.num_layers * work.counts.matrices)
+        matmul, backward = matmul * (1 + extra), (1 + 2 * extra) / (1 + extra)
+    if work.method == "qlora":
+        # Out of 4 bits once in forward and once in backward, while other passes are 1 and 2.
+        unpacked = (adapters.NF4_BYTES + work.width) * work.counts.matrices
+        passes += 2 / 3 * unpacked / (device.memory_bandwidth * shares.memory)
     again = _again(layout, matmul, attention, passes)
-    return _Block(scale * matmul, scale * attention, scale * passes, scale * again)
+    return _Block(scale * matmul, scale * attention, scale * passes, scale * again, backward)
 
 
 def _again(layout: ParallelLayout, matmul: float, attention: float, passes: float) -> float:
@@ -255,7 +266,8 @@ def _head(work: Workload, layout: ParallelLayout, hardware: Hardware) -> float:
     and about 30 bytes read and written for each logit."""
     tokens, device = rank_tokens(work, layout), hardware.device
     share = tokens * work.model.vocab_size / layout.mesh.tensor
-    products = (8 if layout.chunk_tokens else 6) * work.model.dim * share
+    each = (8 if layout.chunk_tokens else 6) - 2 * (work.method != "full")
+    products = each * work.model.dim * share
     peak = device.sustained * peak_flops(work, device)
     seconds = products / (peak * hardware.shares.matmul)
     seconds += 30 * share / (device.memory_bandwidth * hardware.shares.memory)
@@ -264,7 +276,7 @@ def _head(work: Workload, layout: ParallelLayout, hardware: Hardware) -> float:
 
 def _state_traffic(work: Workload) -> float:
     """Bytes per parameter that a step of the optimizer reads and writes."""
-    return 4 + 4 + 4 + 2 * moment_bytes(work)
+    return 12 * adapters.trained(work) / work.counts.total + 2 * moment_bytes(work)
 
 
 def _optimizer(work: Workload, layout: ParallelLayout, hardware: Hardware) -> float:

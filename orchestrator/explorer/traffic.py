@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
+from ..planner import adapters
 from ..planner.activations import key_value_dim, rank_tokens
 from ..planner.memory import factor_elements, stage_parameters
 from ..planner.model import block_matrices, factor_rank
@@ -147,6 +148,10 @@ def _shards(work: Workload, layout: ParallelLayout) -> Iterator[Collective]:
     if shard == 1:
         return
     total = stage_parameters(work.counts, layout) / mesh.tensor
+    summed, kept, text, of = total, work.width * total, f"{work.width} P", "P"
+    if work.method != "full":
+        summed, of = adapters.trained(work), "A"
+        kept, text = adapters.frozen_bytes(work) + work.width * summed, "weights"
     axes = _shard_axes(mesh)
     micro, keep = layout.num_micro_batches, layout.reshard is False
     if mesh.pipeline > 1:  # gathered and reduced once in a step
@@ -154,31 +159,31 @@ def _shards(work: Workload, layout: ParallelLayout) -> Iterator[Collective]:
     groups = work.model.num_layers // mesh.pipeline + 3
     gathers, whole = 1 if keep else 2, layout.accumulate_whole
     gathered, reduced = 1 if keep and whole else micro, 1 if whole else micro
-    ring, width, reduce = (shard - 1) / shard, work.width, work.reduce_width
+    ring, reduce = (shard - 1) / shard, work.reduce_width
     small = layout.reshard if layout.reshard is not True and layout.reshard is not False else 0
     if small > 1 and mesh.pipeline == 1:  # forward gathers over all, backward over the small group
         yield Collective(
             "all-gather of parameters in forward", "all-gather", axes, shard,
-            gathered * width * total * ring, gathered * groups,
-            lambda: f"m {gathered} x {width} P x (S-1)/S", _ZERO,
+            gathered * kept * ring, gathered * groups,
+            lambda: f"m {gathered} x {text} x (S-1)/S", _ZERO,
         )  # fmt: skip
         yield Collective(
             "all-gather of parameters in backward", "all-gather", axes, small,
-            gathered * width * total * (small - 1) / small, gathered * groups,
-            lambda: f"m {gathered} x {width} P x ({small}-1)/{small}: reshardAfterForward", _ZERO,
+            gathered * kept * (small - 1) / small, gathered * groups,
+            lambda: f"m {gathered} x {text} x ({small}-1)/{small}: reshardAfterForward", _ZERO,
         )  # fmt: skip
     else:
         yield Collective(
             "all-gather of parameters", "all-gather", axes, shard,
-            gathers * gathered * width * total * ring, gathers * gathered * groups,
-            lambda: f"{gathers} x m {gathered} x {width} P x (S-1)/S", _ZERO,
+            gathers * gathered * kept * ring, gathers * gathered * groups,
+            lambda: f"{gathers} x m {gathered} x {text} x (S-1)/S", _ZERO,
         )  # fmt: skip
     factor = _scatter_factor(work)
     twice = "2 (gloo) x " if factor == 2 else ""
     yield Collective(
         "reduce-scatter of gradients", "reduce-scatter", axes, shard,
-        factor * reduced * reduce * total * ring, reduced * groups,
-        lambda: f"{twice}m {reduced} x {reduce} P x (S-1)/S", _ZERO,
+        factor * reduced * reduce * summed * ring, reduced * groups,
+        lambda: f"{twice}m {reduced} x {reduce} {of} x (S-1)/S", _ZERO,
     )  # fmt: skip
 
 
@@ -235,10 +240,12 @@ def _shard_axes(mesh: Mesh) -> tuple[str, ...]:
 
 def _replicas(work: Workload, layout: ParallelLayout) -> Collective:
     mesh, shard, reduce = layout.mesh, layout.mesh.num_fsdp_shards, work.reduce_width
-    total = stage_parameters(work.counts, layout) / mesh.tensor
+    total, of = stage_parameters(work.counts, layout) / mesh.tensor, "P"
+    if work.method != "full":
+        total, of = adapters.trained(work), "A"
     ring = (mesh.replicate - 1) / mesh.replicate
     return Collective(
         "all-reduce of gradients", "all-reduce", ("replicate",), mesh.replicate,
         2 * reduce * total / shard * ring, work.model.num_layers // mesh.pipeline + 3,
-        lambda: f"2 x {reduce} P / S x (R-1)/R; S {shard}, R {mesh.replicate}", _ZERO,
+        lambda: f"2 x {reduce} {of} / S x (R-1)/R; S {shard}, R {mesh.replicate}", _ZERO,
     )  # fmt: skip

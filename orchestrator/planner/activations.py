@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..api.v1alpha1.parallelism import ActivationCheckpointing
+from . import adapters
 from .model import Architecture
 from .terms import BACKWARD_BEGINS, BACKWARD_ENDS, FORWARD, LOSS, Term
 from .workload import ParallelLayout, StageEnds, Workload
@@ -75,7 +76,8 @@ def layer_bytes(work: Workload, layout: ParallelLayout) -> float:
         # for each head.
         inner += 2 * width * (heads - keys)
         norms = (24 if width == 4 else 20) * model.dim
-    if not layout.fsdp and width < 4:
+    inner += adapters.kept_per_token(work)
+    if _autocast(work, layout):
         # autocast: the residual stream is in float32, and each matrix keeps its cast input.
         norms = (8 + 10) * model.dim + 8
     if tensor > 1:
@@ -85,8 +87,13 @@ def layer_bytes(work: Workload, layout: ParallelLayout) -> float:
 
 def input_bytes(work: Workload, layout: ParallelLayout) -> float:
     """Bytes per token of a block's input, on one rank of a tensor axis."""
-    width = 4 if not layout.fsdp else work.width
+    width = 4 if _autocast(work, layout) else work.width
     return width * work.model.dim / layout.mesh.tensor
+
+
+def _autocast(work: Workload, layout: ParallelLayout) -> bool:
+    """Whether autocast casts float32 parameters; frozen weights are in the format of forward."""
+    return not layout.fsdp and work.width < 4 and work.method == "full"
 
 
 def _kept_of_layers(

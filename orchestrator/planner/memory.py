@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ..protocol.host_memory import RESERVE
 from ..protocol.mesh import Mesh
+from . import adapters
 from .activations import activation_terms, in_flight, layer_bytes, rank_tokens
 from .model import Counts, block_matrices, factor_rank
 from .terms import (
@@ -107,6 +108,8 @@ def moment_bytes(work: Workload) -> float:
     """Bytes of optimizer state per parameter, averaged over the model. Exact for adamw; others keep
     norms and small matrices as adamw does, which is not counted."""
     model, counts = work.model, work.counts
+    if work.method != "full":
+        return 8 * adapters.trained(work) / counts.total
     if work.optimizer == "adamw8bit" and model.dim % 256 == 0:
         other = model.num_layers * model.dim * model.ffn_dim * (model.ffn_dim % 256 != 0)
         return (BYTES_IN_8_BITS * (counts.total - other) + 8 * other) / counts.total
@@ -127,13 +130,15 @@ def factor_elements(work: Workload) -> int:
 
 
 def state_bytes(work: Workload) -> float:
-    """Bytes per parameter: 4 master copy, 4 gradient, the optimizer's."""
-    return 8 + moment_bytes(work)
+    """Bytes per parameter: 4 master copy, 4 gradient, the optimizer's; of frozen weights what they
+    are kept in."""
+    share = adapters.trained(work) / work.counts.total
+    return adapters.frozen_bytes(work) / work.counts.total + 8 * share + moment_bytes(work)
 
 
 def checkpoint_bytes(work: Workload) -> float:
-    """Bytes per parameter: as state_bytes without the gradient."""
-    return 4 + moment_bytes(work)
+    """Bytes per parameter: as state_bytes without gradients and frozen weights."""
+    return 4 * adapters.trained(work) / work.counts.total + moment_bytes(work)
 
 
 def rank_parameters(counts: Counts, layout: ParallelLayout) -> float:
@@ -215,6 +220,8 @@ def state_terms(
     work: Workload, layout: ParallelLayout, part: StageEnds = WHOLE
 ) -> tuple[Term, ...]:
     """Master copy, moments and gradients of one rank, wherever they are."""
+    if work.method != "full":
+        return tuple(adapters.state_terms(work, layout))
     mesh, ranks = layout.mesh, layout.mesh.tensor * layout.mesh.num_fsdp_shards
     total = _parameters_of(work.counts, layout, part)
     mine = total / ranks
@@ -278,6 +285,9 @@ def _gradients_stay(layout: ParallelLayout) -> bool:
 # -- gathered parameters, gradients before they are reduced ---------------------------------------
 def _gathered(work: Workload, layout: ParallelLayout, part: StageEnds) -> Iterator[Term]:
     mesh, width = layout.mesh, work.width
+    if work.method != "full":
+        yield from adapters.gathered(work, layout)
+        return
     if not layout.fsdp:
         yield from _without_shards(work, layout)
         return

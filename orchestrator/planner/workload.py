@@ -39,6 +39,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     float8: bool = False
     """The matrix products of the blocks are computed in 8 bits."""
     on_gpu: bool = True
+    method: Literal["full", "lora", "qlora"] = "full"
+    """What is trained: everything, or adapters beside frozen weights (see adapters.py)."""
+    adapter_rank: int = 16
     own_loop: bool = False
     """fully_shard wraps the blocks and the whole model, so that embedding and head are in the root
     group; the recipe wraps them apart."""

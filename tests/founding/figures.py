@@ -15,9 +15,11 @@ from typing import Any
 import msgspec
 
 from holdfast.orchestrator.api.v1alpha1.recipe import Model
+from holdfast.orchestrator.explorer.search import search
 from holdfast.orchestrator.explorer.step_time import crosses_nodes, step_time
 from holdfast.orchestrator.explorer.traffic import collectives
 from holdfast.orchestrator.planner.activations import input_bytes, layer_bytes
+from holdfast.orchestrator.planner.adapters import NF4_BYTES
 from holdfast.orchestrator.planner.memory import USABLE, moment_bytes, state_bytes, state_terms
 from holdfast.orchestrator.planner.model import count_parameters, of_recipe
 from holdfast.orchestrator.planner.workload import ParallelLayout, Workload
@@ -28,7 +30,9 @@ from .models import (
     FULL,
     GB,
     LEAST,
+    SEQUENCE,
     category_gb,
+    cluster,
     device,
     hardware,
     kept_gb,
@@ -48,8 +52,6 @@ moments. Source: Rajbhandari et al. 2020, section 3.1."""
 FLOAT32_BYTES = (4, 4, 8)
 """All in float32: FSDP2's, and those of document B."""
 BUCKETS_MIB = (1, 5, 10, 25, 50, 100, 400)
-NF4_BITS = 4 + 0.127
-"""Bits of a weight, with double quantisation. Source: Dettmers et al. 2023 (QLoRA), section 3."""
 
 
 def figure(function: Callable[[], Numbers]) -> Callable[[], Numbers]:
@@ -203,9 +205,17 @@ def ddp_on_one_gpu() -> Numbers:
 @figure
 def adapters_70b() -> Numbers:
     total = work("llama3-70b").counts.total / GB
+    eight = search(work("llama3-70b", batch=8, method="qlora"), cluster("8xH100-80")).ranked[0]
     return {
         "bf16": 2 * total,
-        "nf4": NF4_BITS / 8 * total,
+        "nf4": NF4_BYTES * total,
+        "lora_1": peak_gb(work("llama3-70b", method="lora"), layout(1, **LEAST)),
+        "qlora_1": peak_gb(work("llama3-70b", method="qlora"), layout(1, **LEAST)),
+        "qlora_8": peak_gb(work("llama3-70b", method="qlora"), layout(8, **LEAST)),
+        "steps": eight.worth / (8 * SEQUENCE),
+        "claimed": 50_000 / (5.6 * 3600 * 1.8),
+        "lora_7b": peak_gb(work("llama2-7b", method="lora"), layout(1, **LEAST)),
+        "qlora_7b": peak_gb(work("llama2-7b", method="qlora"), layout(1, **LEAST)),
         "have": device("H100-80").memory_bytes / GB,
         "full": states_gb(work("llama3-70b"), 1),
         "host_of_eight": 8 * 2 * total / 1000,
@@ -484,10 +494,9 @@ def price() -> Numbers:
 
 @figure
 def epoch_70b() -> Numbers:
-    full, adapters = 7.2 * 3600 * 1.3, 5.6 * 3600 * 1.8
+    full = 7.2 * 3600 * 1.3
     return {
         "steps": full, "per_step": 50_000 / full,
-        "adapter_steps": adapters, "adapter_per_step": 50_000 / adapters,
         "states": states_gb(work("llama3-70b"), 8),
     }  # fmt: skip
 

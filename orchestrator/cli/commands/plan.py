@@ -74,6 +74,14 @@ SequenceOption = Annotated[
         show_default="8192, or the model's longest",
     ),
 ]  # fmt: skip
+MethodOption = Annotated[
+    str | None,
+    typer.Option(
+        "--method", metavar="full|lora|qlora",
+        help="With --model: what is trained; adapters have rank 16 on all matrices of the blocks.",
+        show_default="full",
+    ),
+]  # fmt: skip
 BatchOption = Annotated[
     int | None,
     typer.Option(
@@ -133,6 +141,7 @@ def plan(
     nodes: NodesOption = None,
     sequence: SequenceOption = None,
     batch: BatchOption = None,
+    method: MethodOption = None,
     by: ByOption = "tokens",
     device_memory: DeviceMemoryOption = None,
     host_memory: HostMemoryOption = None,
@@ -160,9 +169,14 @@ def plan(
         flags = {"--calibrate": calibrate or None, "--environment": environment or None}
         _refuse_with("--model", of_job | flags)
         between = network or DEFAULT_NETWORK
-        made: Any = _model_plan(known, model, devices or [], between, sequence, batch, by, host)
+        made: Any = _model_plan(
+            known, model, devices or [], between, (sequence, batch, method or "full"), by, host
+        )
     else:
-        _refuse_with("a job", {"--sequence": sequence, "--batch": batch, "--save": save})
+        _refuse_with(
+            "a job",
+            {"--sequence": sequence, "--batch": batch, "--method": method, "--save": save},
+        )
         assert file is not None
         measure, memory = (home, calibrate), (device_memory, host)
         made = _job_plan(known, file, devices or [], network, nodes, memory, measure, by)
@@ -198,13 +212,18 @@ def _refuse_with(what: str, given: dict[str, Any]) -> None:
 # -- of a model ---------------------------------------------------------------------------------
 def _model_plan(
     known: Catalogue, name: str, devices: list[str], network: str,
-    sequence: int | None, batch: int | None, by: str, host: int | None,
+    of_step: tuple[int | None, int | None, str], by: str, host: int | None,
 ) -> Any:  # fmt: skip
+    """`of_step`: tokens of a sample, samples, and what is trained."""
     from holdfast.orchestrator.catalogue.load import parse_devices
     from holdfast.orchestrator.explorer.model_plan import cluster_of, plan_model, recipe_has
+    from holdfast.orchestrator.planner.adapters import NAMES
     from holdfast.orchestrator.planner.model import count_parameters
     from holdfast.orchestrator.planner.workload import Workload
 
+    sequence, batch, method = of_step
+    if method not in NAMES:
+        raise UserError(str(Problem("--method", method, "full, lora or qlora")))
     if not devices:
         fix = "--devices 64xH100-80"
         raise UserError(str(Problem("--devices", "nothing with --model", "devices", fix)))
@@ -232,6 +251,7 @@ def _model_plan(
         global_batch=samples,
         compiled=True,
         own_loop=not recipe_has(architecture),
+        method=method,
     )
     return plan_model(work, tuple(clusters), by)  # type: ignore[arg-type]
 
@@ -374,6 +394,8 @@ def _job_text(made: Any) -> str:
     if made.spec is None:
         got = "nothing that fits" if made.chosen is None else f"{made.model}"
         expected = "a model that the recipe has: RMSNorm, SwiGLU, no biases, a head of its own"
+        if made.chosen is not None and made.method != "full":
+            got, expected = f"--method {made.method}", "full, which the recipe trains"
         raise UserError(str(Problem("--save", got, expected)))
     return yaml_text(made.spec)
 

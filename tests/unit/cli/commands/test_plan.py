@@ -58,6 +58,7 @@ CONFIG = {
         (("--model", "llama3-8b", "--devices", "H100-80"), ("'H100-80'", "write 1xH100-80")),
         (("--model", "llama3-8b", "--devices", "0xH100-80"), ("'0xH100-80'", "one device or more")),
         (("--model", "llama3-8b"), ("--devices: got nothing with --model", "64xH100-80")),
+        ((*MODEL, "--method", "nf4"), ("--method: got nf4; expected full, lora or qlora",)),
         ((*MODEL, "--by", "luck"), ("--by: got luck", "tokens or price")),
         (
             ("--model", "llama3-8b", "--devices", "8xV100-32", "--by", "price"),
@@ -174,6 +175,17 @@ def test_the_plan_of_a_model_is_the_same_in_text_and_json(holdfast: Holdfast) ->
     assert max(made["estimate"]["phases"].values()) == made["estimate"]["peak_bytes"]
     for part in ("Strategies that fit", f"{chosen['tokens_per_s']:,.0f}", "price: $"):
         assert part in text.out
+
+
+def test_adapters_are_planned_with_the_sizes_of_what_they_write(holdfast: Holdfast) -> None:
+    how = ("--model", "llama3-8b", "--method", "qlora", "--devices", "1xA100-40")
+    result = holdfast("spec plan", *how, "--explain")
+    assert result.code == 0 and result.out.startswith("fits: QLoRA of llama3-8b (8.0 B)")
+    sizes = "41.9 M trained (0.52%), 480 MiB in a checkpoint; merged: 15.0 GiB"
+    shown = " ".join(result.out.split())
+    assert sizes in shown and "0.5159 x the matrices of the blocks + 2 x the rest" in shown
+    refused = holdfast("spec plan", *how, "--save", "job.yaml")
+    assert (refused.code, "--save: got --method qlora" in refused.err) == (2, True)
 
 
 def test_explain_shows_formula_and_source_of_every_figure(holdfast: Holdfast) -> None:
