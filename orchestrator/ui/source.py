@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import io
 import os
+import re
 import shlex
 import time
 from collections import deque
@@ -33,6 +34,8 @@ T = TypeVar("T")
 PROGRAM = "holdfast.orchestrator.cli.main"
 READ_S, REST, ENDED_S = 1.0, 8.0, 15.0
 """Between two reads: at least, in units of what a read takes, and of a job that has ended."""
+OF_A_JOB = re.compile(r"[-a-z0-9/]+: \S")
+"""A line about a job that cannot be read; libraries print other ones."""
 MAX_LINES = 2000
 BATCH_S = 0.2
 
@@ -85,7 +88,7 @@ class Source:
             return
         with contextlib.redirect_stderr(io.StringIO()) as remarks:  # jobs that cannot be read
             views = self._target.views()
-        problems = [line for line in remarks.getvalue().splitlines() if line.strip()]
+        problems = [line for line in remarks.getvalue().splitlines() if OF_A_JOB.match(line)]
         empty = self._target.empty_message().replace("`", "")
         jobs = pages.jobs_section(views, problems, empty, self.where)
         reading.sections = {"jobs": jobs}

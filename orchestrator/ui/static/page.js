@@ -18,13 +18,19 @@ function filter() {
   const words = document.getElementById("filter").value.toLowerCase();
   for (const row of document.querySelectorAll("[data-filter]")) row.hidden = !row.textContent.toLowerCase().includes(words);
 }
-if (live) {
-  const source = new EventSource(live);
-  source.addEventListener("section", (event) => { const one = JSON.parse(event.data); swap(one.id, one.html); });
-  source.addEventListener("problem", (event) => { link.textContent = JSON.parse(event.data); });
-  source.addEventListener("well", () => { link.textContent = "live"; });
-  source.onerror = () => { link.textContent = "holdfast ui does not answer; start it again"; };
+// A page that nobody sees needs no connection; a browser has six for one address.
+let stream = null;
+function follow() {
+  stream?.close();
+  stream = document.hidden || !live ? null : new EventSource(live);
+  if (!stream) return;
+  stream.addEventListener("section", (event) => { const one = JSON.parse(event.data); swap(one.id, one.html); });
+  stream.addEventListener("problem", (event) => { link.textContent = JSON.parse(event.data); });
+  stream.addEventListener("well", () => { link.textContent = "live"; });
+  stream.onerror = () => { link.textContent = "holdfast ui does not answer; start it again"; };
 }
+document.addEventListener("visibilitychange", follow);
+follow();
 document.getElementById("filter")?.addEventListener("input", filter);
 document.addEventListener("click", (event) => {
   const button = event.target.closest("button");
@@ -32,8 +38,14 @@ document.addEventListener("click", (event) => {
   if (button && "close" in button.dataset) button.closest("dialog").close();
 });
 async function post(form) {
-  const answer = await fetch(form.action, { method: "POST", body: new URLSearchParams(new FormData(form)) });
-  return answer.text();
+  try {
+    const answer = await fetch(form.action, { method: "POST", body: new URLSearchParams(new FormData(form)) });
+    const name = answer.headers.get("content-disposition")?.match(/filename="(.*)"/)?.[1];
+    if (!name) return answer.text();
+    const file = Object.assign(document.createElement("a"), { href: URL.createObjectURL(await answer.blob()), download: name });
+    file.click();
+    return "recorded: " + name;
+  } catch (error) { return "holdfast ui does not answer; start it again"; }
 }
 for (const form of document.querySelectorAll("[data-ask]"))
   form.addEventListener("submit", async (event) => {

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from holdfast import Client
+from holdfast.orchestrator.cli.targets.kubernetes.target import KubernetesTarget
 from holdfast.orchestrator.errors import UserError
 from tests.e2e.kubernetes.commands import SCRIPT, trained, write_status
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.unit.ui.views import served
 
 pytestmark = pytest.mark.e2e
 BOUND_S = 90
@@ -45,3 +47,24 @@ def test_a_job_is_created_changed_awaited_and_deleted(
     assert made.name.startswith("train") and jobs.get("trainingjob", made.name) is not None
     assert [one.name for one in client.jobs()] == [made.name]
     assert not list(tmp_path.glob(".holdfast*")) and not list(tmp_path.glob("home/client/*"))
+
+
+def test_the_page_shows_and_changes_a_job_with_the_users_credentials(
+    jobs: Kubectl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("starlette", reason="the extra `ui` is not installed")
+    monkeypatch.chdir(tmp_path)
+    client = Client(kubernetes=True, namespace=jobs.namespace, kubeconfig=jobs.kubeconfig)
+    (tmp_path / "train.py").write_text("print('training')\n")
+    client.submit(SCRIPT)
+    write_status(jobs, trained())
+    target = KubernetesTarget(jobs.namespace, None, jobs.kubeconfig)
+    with served(target) as page:
+        assert 'href="/jobs/demo"' in page.text("/")
+        shown = page.text("/jobs/demo")
+        assert "Where the time went" in shown and 'data-dialog="do-resize"' in shown
+        answer = page.ask("POST", "/jobs/demo/resize", "nodes=1", Origin=page.url)
+        assert answer.status == 200, answer.read()
+        changed = jobs.get("trainingjob", "demo")
+        assert changed is not None and changed["spec"]["nodes"]["max"] == 1
+        assert "expected one of demo" in page.text("/jobs/other")

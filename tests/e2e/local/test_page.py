@@ -190,10 +190,12 @@ def test_1024_ranks_and_texts_with_html_are_drawn(page: Any, tmp_path: Path) -> 
             and HTML in page.locator("#incidents").inner_text()
         )
         page.reload()
-        paint = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+        paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
+        page.wait_for_function(paint)
         drawn = "performance.getEntriesByType('navigation')[0].domComplete"
         print(f"first paint {page.evaluate(paint):.0f} ms, drawn {page.evaluate(drawn):.0f} ms")
         picture(page, "page-large", tmp_path)
+        page.goto("about:blank")
 
 
 def test_the_report_is_one_file_that_a_browser_shows_without_a_network(
@@ -210,3 +212,22 @@ def test_the_report_is_one_file_that_a_browser_shows_without_a_network(
     chart = page.locator("[data-chart]").first
     chart.locator("svg").hover()
     assert " at " in chart.locator("output").inner_text(), "its own script runs"
+
+
+def test_open_pages_do_not_disturb_a_job(job: Job, url: str, browser: Any) -> None:
+    """The pages read it once a second together; printed beside the pace without them."""
+
+    def pace() -> float:
+        first = job.until(lambda view: view.state == "running")
+        last = job.until(lambda view: view.step >= first.step + 8)
+        return (last.now_ns - first.now_ns) / 1e9 / (last.step - first.step)
+
+    alone = pace()
+    pages = [browser.new_page() for _ in range(5)]  # a browser has six connections for an address
+    for page in pages:
+        opened(page, url)
+    seen = pace()
+    print(f"{alone:.3f} s a step alone, {seen:.3f} s with five pages")
+    assert job.until(lambda view: view.step > 0).num_incidents == 2, "nothing was lost"
+    for page in pages:
+        page.close()
