@@ -22,6 +22,8 @@ OTHER_FAULTS = (
     "outside-signal", "out-of-memory-kill",
 )  # fmt: skip
 """Rules of failures that have nothing to do with kept processes."""
+NOT_KEPT = "not-kept"
+"""The rule of an incident in which kept processes could not go on; it charges no restart."""
 
 
 def may_keep(state: JobState, cause: Cause) -> bool:
@@ -67,17 +69,17 @@ def launched(state: JobState) -> None:
     state.keeping.workers = {}
 
 
-def failed(ctx: StepContext, failure: Failure) -> bool:
-    """Whether a generation failed because processes were kept in it."""
+def failed(ctx: StepContext, failure: Failure) -> str:
+    """The rule of an incident that is due to kept processes; empty: it is not."""
     state, keeping = ctx.state, ctx.state.keeping
     assert state.group.membership is not None
     diverged = failure.rule == DIVERGED
     early = bool(state.group.membership.kept_from) and not state.group.first_step_ns
     if not diverged and (not early or failure.rule in OTHER_FAULTS):
-        return False
+        return ""
     keeping.workers, keeping.num_failures = {}, keeping.num_failures + 1
     if diverged or keeping.num_failures >= TRIES:
         keeping.why_never = f"{failure.title}: {failure.evidence}"
     then = "no process is kept any more" if keeping.why_never else "all workers are forked again"
     ctx.note(f"kept processes could not go on ({failure.evidence}); {then}")
-    return True
+    return DIVERGED if diverged else NOT_KEPT

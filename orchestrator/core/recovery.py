@@ -401,8 +401,8 @@ def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> Rea
         incident.traceback = failure.exit.traceback
     if failure.failure_class != "user" and failure.rule not in sizes.RULES:
         _learn_size(ctx, incident)
-    if keeping.failed(ctx, failure):
-        incident.failure_class = "infrastructure"
+    if rule := keeping.failed(ctx, failure):
+        incident.failure_class, incident.rule = "infrastructure", rule
         ctx.move(state.phase, "infrastructure", failure.title)
         return None
     code: ReasonCode = failure.failure_class if failure.failure_class != "user" else "user-error"

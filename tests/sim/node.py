@@ -81,6 +81,10 @@ class SimNode:
                 world.after(world.between(0.004, 0.03), lambda: self._fork(out))
             case commands.Kill():
                 self._kill(out)
+            case commands.Halt():
+                for rank in out.ranks:
+                    halted = self.workers[(out.generation, rank)].halted
+                    world.after(world.keeps.choice((0.001, 0.02, 0.3, 0.9, 2.0)), halted)
             case commands.TakeStacks():
                 world.after(world.between(0.05, 0.5), lambda: self._stacks(out))
             case commands.InspectWorkers():
@@ -141,6 +145,8 @@ class SimNode:
         if self.world.fork_fails():
             self.feed(inputs.ForkFailed(generation, rank, "out of processes"))
             return
+        if out.kept is not None and (held := self.workers[out.kept]).kept:
+            held.take_seat(out.membership, out.seat)
         self._pid += 1
         worker = self.world.worker(self, out.membership, out.seat, len(out.twins))
         self.workers[(generation, rank)] = worker
@@ -326,6 +332,7 @@ class SimNode:
         """All processes and memory of the node are lost at once."""
         self.alive = False
         for worker in self.workers.values():
+            worker.kept = False
             if worker.alive:
                 worker.alive = False
                 worker.ready = False

@@ -10,6 +10,8 @@ from holdfast.orchestrator import limits
 from holdfast.orchestrator.core import actions as a
 from holdfast.orchestrator.core import events as e
 from holdfast.orchestrator.core.context import SECOND_NS
+from holdfast.orchestrator.core.failure import DIVERGED
+from holdfast.orchestrator.core.keeping import NOT_KEPT
 from holdfast.orchestrator.core.recovery import STORE_UNREADABLE
 from holdfast.orchestrator.core.state import JobState
 from holdfast.orchestrator.protocol import messages as m
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from .world import World
 
 
+UNCHARGED = (STORE_UNREADABLE, NOT_KEPT, DIVERGED)
+"""Rules of incidents that charge no restart."""
 NEW_CODE_S = 45.0
 """Training may go on with the old code for so long: while a node that leaves is replaced."""
 FULL_SIZE_S = limits.STANDBYS_WAIT_S + 45.0
@@ -379,7 +383,7 @@ def _judged(state: JobState) -> set[int]:
     incidents = [
         i
         for i in state.incidents
-        if i.failure_class is not None and not i.fault_injected and i.rule != STORE_UNREADABLE
+        if i.failure_class is not None and not i.fault_injected and i.rule not in UNCHARGED
     ]
     return {incident.number for incident in incidents}
 

@@ -32,6 +32,7 @@ def play(
     world.run(world.time_s + 60.0, lambda: False)
     require(not world.backend_nodes(), f"nodes are left: {world.backend_nodes()}")
     left = [w.rank for n in world.nodes.values() for w in n.workers.values() if w.alive]
+    left += [w.rank for n in world.nodes.values() for w in n.workers.values() if w.kept]
     require(not left, f"workers are left: {left}")
     world.storage.check_retention()
     view = host.loop.view(host.now)

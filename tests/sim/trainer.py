@@ -59,6 +59,8 @@ class SimWorker:
         """The staging after a step counts as time of the next one."""
         self.intervals = [(0, node.stage_every(membership.generation))]
         """(from this step on, every Nth is staged)."""
+        self.keepable = self.kept = False
+        """It may be kept; its process waits for a seat in the next generation."""
         self.gang = self.world.gang(membership)
         self.doing: StackActivity = "peers"
         self.uses_cpu = False
@@ -74,6 +76,9 @@ class SimWorker:
             return
         self.gang.workers[self.rank] = self
         self.send(worker_protocol.PhaseChanged(phase="build"))
+        if self.membership.kept_from and self.world.keeps.random() < 0.03:
+            self.fail("NotKept", "process groups were not formed again in time")
+            return
         size = self.world.sizes.shard_bytes
         shares = self.shares = self.twins > 1 and size >= MIN_SHARED_BYTES
         for _ in range(1 if shares else 3):
@@ -219,6 +224,9 @@ class SimWorker:
             staging_s=stall_s,
         )
         self.send(progress)
+        if self.world.keeps_any and not self.keepable:
+            self.keepable = True
+            self.send(worker_protocol.KeepReported(why_not=""))
         held_s = limits.HOLD_S if self.step == self.requested else 0.0
         if held_s:
             self.send(worker_protocol.PhaseChanged(phase="save"))
@@ -241,6 +249,11 @@ class SimWorker:
             return
         if secondary and self.doing != "peers":
             return  # it is in no collective, so it does not see that a peer is gone
+        if secondary and self.keepable:
+            self.keepable = False  # it waits for the order to halt first
+            again = lambda: self.fail(error_type, message, secondary=True)
+            self.world.after(limits.HALT_WAIT_S, again)
+            return
         trace = f'Traceback:\n  File "train.py", line 1, in step\n{error_type}: {message}'
         self.send(
             worker_protocol.Failed(
@@ -249,7 +262,32 @@ class SimWorker:
         )
         self.end(1, None)
 
+    # -- kept ---------------------------------------------------------------------------------
+    def halted(self) -> None:
+        """It has left its step, and waits."""
+        if not self._runs(self.halted):
+            return
+        self.send(worker_protocol.Halted(step=self.step))
+        self.alive, self.ready, self.kept = False, False, True
+        if self.world.keeps.random() < 0.05:
+            self.world.after(self.world.keeps.uniform(0, 2), lambda: self.end(None, 9))
+
+    def take_seat(self, membership: Membership, seat: WorkerSeat) -> None:
+        """Its process goes on as another worker of the next generation."""
+        require, was = self.world.oracle.require, self.membership
+        require(membership.kept_from == self.generation, "a seat for a process of another one")
+        require(seat.shard == self.seat.shard, f"shard {seat.shard} for one of {self.seat.shard}")
+        same = membership.world_size == was.world_size
+        require(not same or seat.rank == self.rank, f"rank {seat.rank} for one of {self.rank}")
+        require(membership.restore is not None, "a kept process has nothing to restore")
+        self.kept = False
+        self.world.num_kept += 1
+
     def end(self, code: int | None, signal: int | None) -> None:
+        if self.kept:
+            self.kept = False
+            self.node.worker_ended(self, code, signal)
+            return
         if not self.alive or (self.stopped and signal != 9):
             return
         self.alive = False
@@ -290,6 +328,11 @@ class SimGang:
         self.since_ns = self.world.now
         for worker in workers:
             worker.ready = False
+            old = [w for w in worker.node.workers.values() if w.kept]
+            self.world.oracle.require(
+                all(w.generation >= self.membership.generation for w in old),
+                "kept processes are left while the next generation trains",
+            )
         for worker in workers:
             self.world.after(self.world.between(0.0, 0.03), worker.advance)
 

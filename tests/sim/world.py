@@ -79,6 +79,12 @@ class World(VirtualTime):
         self.trained_step, self.trained_generations = -1, dict[int, None]()
         self.blind_s = 0.0
         """Seconds in which no controller was there, or without heartbeats of some nodes."""
+        # Of its own random numbers: other draws of the seed stay what they are.
+        self.keeps = random.Random(f"keeps {self.seed}")
+        """When workers halt, and what becomes of kept ones; half of the seeds keep none."""
+        self.keeps_any = self.keeps.random() < 0.5
+        self.num_kept = 0
+        """Seats that kept processes got."""
         self.oracle = Oracle(self)
         self.storage = Storage(self)
         self.host = Host(self)

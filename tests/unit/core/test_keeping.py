@@ -81,6 +81,7 @@ def test_kept_processes_that_cannot_go_on_cost_no_restart_and_all_are_forked() -
         assert not any(stop.keep for stop in job.of(StopGroup)), "it has not trained"
         job.all_stopped()
         assert not job.of(LaunchGroup)[0].membership.kept_from
+        assert job.state.incidents[-1].rule == "not-kept"
         assert job.state.ledger.restarts == {"infrastructure": failures}
         assert not job.state.ledger.failed_at
         job.succeed(LaunchGroup)
