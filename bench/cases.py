@@ -162,6 +162,8 @@ def cases() -> list[Case]:
     ours = lambda w: Holdfast(w)  # noqa: E731
     spare = lambda w: Holdfast(w, spares=1)  # noqa: E731
     shards = lambda w: Holdfast(w, engine="shards")  # noqa: E731
+    kept = lambda w: Holdfast(w, engine="kept")  # noqa: E731
+    kept_spare = lambda w: Holdfast(w, engine="kept", spares=1)  # noqa: E731
     shards_spare = lambda w: Holdfast(w, engine="shards", spares=1)  # noqa: E731
     others = [
         Case("store's node lost", "torchrun", plain, lose_store_node, 30, repeat=False),
@@ -173,15 +175,18 @@ def cases() -> list[Case]:
         Case("worker killed", "torchrun", plain, kill_worker),
         Case("worker killed", "Holdfast", ours, kill_worker),
         Case("worker killed", "Holdfast, shards", shards, kill_worker),
+        Case("worker killed", "Holdfast, kept", kept, kill_worker),
         Case("node lost, replaced", "torchrun", plain, lose_node, repeat=False),
         Case("node lost, replaced", "torchrun tuned", tuned, lose_node),
         Case("node lost, replaced", "Holdfast, spare", spare, lose_node),
         Case("node lost, replaced", "Holdfast, shards, spare", shards_spare, lose_node),
+        Case("node lost, replaced", "Holdfast, kept, spare", kept_spare, lose_node),
         Case("node lost, replaced", "Holdfast, no spare", ours, lose_node, repeat=False),
         Case("node lost, shrink", "torchrun", elastic, lose_node_for_good, repeat=False),
         Case("node lost, shrink", "torchrun tuned", elastic_tuned, lose_node_for_good),
         Case("node lost, shrink", "Holdfast", ours, lose_node_for_good),
         Case("node lost, shrink", "Holdfast, shards", shards, lose_node_for_good),
+        Case("node lost, shrink", "Holdfast, kept", kept, lose_node_for_good),
         # One copy of the model over all ranks, so that a lost node takes a part that no other rank
         # holds.
         *(

@@ -1,8 +1,9 @@
 """The training script of every contestant: the same model, data, mesh and optimizer.
 
 Engines differ in how they keep state: `holdfast` uses holdfast.session; `shards` also uses
-`session.shards` for the optimizer; `dcp` follows PyTorch's documentation for torchrun (async_save
-on its own group, dcp.load at the start); `none` keeps no state. It only records finished steps.
+`session.shards` for the optimizer; `kept` also attempts, so that survivors keep their process;
+`dcp` follows PyTorch's documentation for torchrun (async_save on its own group, dcp.load at the
+start); `none` keeps no state. It only records finished steps.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from holdfast.workers.training.models.transformer import Transformer
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engine", choices=["holdfast", "shards", "dcp", "none"], required=True)
+    parser.add_argument(
+        "--engine", choices=["holdfast", "shards", "kept", "dcp", "none"], required=True
+    )
     parser.add_argument("--timeline", required=True)
     parser.add_argument("--checkpoints", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -52,14 +55,14 @@ def main() -> None:
         torch.zeros(1, device=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     recorder.mark("context")
     s = session.init(shard=None if options.shard == "world" else int(options.shard))
-    if dist.is_initialized():
+    if dist.is_initialized() and options.engine != "kept":
         dist.all_reduce(torch.zeros(1, device=s.device))
     recorder.mark("process group")
-    ours = options.engine in ("holdfast", "shards")
+    ours = options.engine in ("holdfast", "shards", "kept")
     fresh = not s.restoring and not Dcp.saved(options.checkpoints)
     config = Pretrain(steps=options.steps, **json.loads(options.config))
     dtype = getattr(torch, options.dtype)
-    trainer = Trainer(s, config, fresh, local=options.engine == "shards", dtype=dtype)
+    trainer = Trainer(s, config, fresh, local=options.engine in ("shards", "kept"), dtype=dtype)
     if options.compile:
         for block in trainer.model.blocks:
             block.compile()
@@ -72,6 +75,9 @@ def main() -> None:
     else:
         start = 0
     recorder.mark("restore")
+    if options.engine == "kept":
+        attempt(s, trainer, options.steps, recorder, options.timeline)
+        start = options.steps
     for step in range(start, options.steps):
         faults.happen(Path(options.timeline).parent, s.rank, s.device)
         loss = trainer.step(step)
@@ -81,6 +87,20 @@ def main() -> None:
         if keeper and (step + 1) % options.save_every == 0:
             keeper.save(step)
     s.finish()
+
+
+def attempt(
+    s: session.Session, trainer: Trainer, steps: int, recorder: Recorder, timeline: str
+) -> None:
+    """The loop of attempts. A generation of a kept process has step files of its own."""
+    generation = s.generation
+    for step in s.steps(steps):
+        with s.attempt():
+            if s.generation != generation:
+                recorder, generation = Recorder(timeline), s.generation
+            faults.happen(Path(timeline).parent, s.rank, s.device)
+            s.step(step, loss=trainer.step(step), tokens=trainer.tokens)
+            recorder.finished(step)
 
 
 class Trainer:

@@ -137,6 +137,8 @@ def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str | 
         yield "world", f"{plural(view.world_size, 'worker')}{mesh}, generation {view.generation}"
         yield "devices", devices(view)
     yield "checkpoint", checkpoints(view)
+    if view.keeping:
+        yield "failures", view.keeping
     if view.staging:
         yield "staging", view.staging
     if view.copies_thrown_away:

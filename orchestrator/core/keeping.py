@@ -60,7 +60,16 @@ def kept_from(
     return state.generation if whole else 0
 
 
-def describe(state: JobState, members: tuple[str, ...], world_size: int) -> str:
+def describe(state: JobState, said: bool | str) -> str:
+    """Which workers start again after a failure, where rank 0 has `said` whether it keeps its
+    process."""
+    why = state.keeping.why_never or (said if isinstance(said, str) else "")
+    if said is True and not why:
+        return "survivors keep their process"
+    return f"all workers start again: {why}" if why else ""
+
+
+def decision(state: JobState, members: tuple[str, ...], world_size: int) -> str:
     num = sum(state.keeping.workers.get(name, 0) for name in members)
     return f"; {num} of {world_size} workers keep their process"
 

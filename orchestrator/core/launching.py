@@ -128,7 +128,7 @@ def _launch(ctx: StepContext, size: int) -> None:
     )
     decision = _describe(state, before, members, restore)
     if kept_from:
-        decision += keeping.describe(state, members, mesh.world_size)
+        decision += keeping.decision(state, members, mesh.world_size)
     if len(members) < len(before):
         decision += provisioning.why_no_wait(ctx)
     _begin_generation(ctx, membership, members)

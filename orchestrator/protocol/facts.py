@@ -191,6 +191,8 @@ class WorkerBeat(StepReport, frozen=True, kw_only=True):
     """Collectives that the worker has begun, in all process groups; 0: none, or not known."""
     leaves: bool = False
     """The script has run to its end; threads and exit functions may still take their time."""
+    keeps: bool | str = ""
+    """Whether rank 0 keeps its process when a peer fails, or why not; empty: not known."""
 
     @property
     def silent(self) -> bool:

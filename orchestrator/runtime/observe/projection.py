@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
-from holdfast.orchestrator.core import own_checkpoints
+from holdfast.orchestrator.core import keeping, own_checkpoints
 from holdfast.orchestrator.core.actions import AnyAction, CommitManifest
 from holdfast.orchestrator.core.context import SECOND_NS, recovery_of
 from holdfast.orchestrator.core.events import (
@@ -314,6 +314,8 @@ class JobProjection:
         workers = [worker for beat in heartbeats for worker in beat.workers]
         if workers:
             view.step = max(view.step, min(worker.step for worker in counting(workers)))
+            said = next((worker.keeps for worker in workers if worker.keeps), "")
+            view.keeping = keeping.describe(state, said)
             workers.sort(key=lambda worker: (-worker.step, worker.rank))
             newest = largest(workers)
             del newest["step_s"]  # the event has the median over several steps

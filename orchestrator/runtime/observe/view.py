@@ -209,6 +209,8 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     """Newest step of which all buddies hold a copy; -1: none, or no buddies are needed."""
     copies: str = ""
     """How often all buddies get a copy, and why."""
+    keeping: str = ""
+    """Which workers start again when one fails, and why; empty: not known."""
     staging: str = ""
     """Every how many steps the memory tier stages, and why."""
     stage_every_steps: int = 0

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 SCRIPT = """\
 import ctypes, os, sys, time
-import torch
+import psutil, torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 from holdfast import session
@@ -69,6 +70,9 @@ def train(step):
 
 for step in s.steps(TOTAL):
     with s.attempt():
+        if s.generation == 1 and s.rank == 3 and step == int(os.environ.get("LOST_AT", -1)):
+            psutil.Process().parent().parent().kill()  # the agent of this node
+            time.sleep(60)
         loss = train(step)
         total = loss.detach().clone()
         torch.distributed.all_reduce(total)
@@ -82,7 +86,8 @@ session.leave()
 """
 
 
-def scripted(place: Path, kind: str, steps: int) -> Job:
+def scripted(place: Path, kind: str, steps: int, **changes: Any) -> Job:
+    place.mkdir()
     (place / "train.py").write_text(SCRIPT)
     shard = {"hsdp": 2, "fsdp": 4, "ddp": 1}[kind]
     document = job_document(
@@ -95,6 +100,7 @@ def scripted(place: Path, kind: str, steps: int) -> Job:
             "parallelism": {"shard": shard},
             "recovery": {"budgets": {"infrastructure": {"restarts": 1000}}, "badNodeStrikes": 1000},
             "checkpoint": {"storage": {"everySteps": 50}, "memory": {"everySteps": 1}},
+            **changes,
         },
     )
     return Job(place, document)
@@ -152,9 +158,7 @@ def test_losses_after_kills_at_random_moments_are_those_of_an_undisturbed_job(
 ) -> None:
     steps, num = 150, 0
     for name in ("calm", "killed"):
-        place = tmp_path / name
-        place.mkdir()
-        job = scripted(place, kind, steps)
+        job = scripted(tmp_path / name, kind, steps)
         started.append(job)
         job.run()
         if name == "killed":
@@ -168,3 +172,31 @@ def test_losses_after_kills_at_random_moments_are_those_of_an_undisturbed_job(
     kept = sum(before == after for before, after in pairs)
     print(f"{kind}: {num} kills; in {len(pairs)} changes of generation {kept} processes were kept")
     assert kept >= num / 2
+
+
+@pytest.mark.parametrize("kind", ["hsdp", "ddp"])
+def test_a_job_that_shrinks_trains_on_as_one_whose_workers_start_again(
+    tmp_path: Path, started: list[Job], kind: str
+) -> None:
+    for keeps in ("auto", "never"):
+        job = scripted(
+            tmp_path / keeps,
+            kind,
+            60,
+            env={"LOST_AT": "20"},
+            nodes={"min": 1, "max": 2},
+            recovery={
+                "keepProcesses": keeps, "replacementWaitSeconds": 0, "growDelaySeconds": 3600
+            },
+        )  # fmt: skip
+        started.append(job)
+        job.run()
+        view = job.wait()
+        assert view.state == "succeeded", job.output()
+        assert [one.world_size_after for one in view.incidents] == [2]
+        decision = view.incidents[0].decision
+        assert ("2 of 2 workers keep their process" in decision) == (keeps == "auto"), decision
+    kept, forked = (Steps(job.place) for job in started)
+    assert kept.losses == forked.losses and sorted(kept.losses) == list(range(60))
+    assert last_state(started[0], 59) == last_state(started[1], 59)
+    assert sorted(kept.of[rank, 2] for rank in (0, 1)) == sorted(kept.of[r, 1] for r in (0, 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.orchestrator.core import keeping
 from holdfast.orchestrator.core.actions import LaunchGroup, StopGroup
 from holdfast.orchestrator.core.events import ResizeRequested
 from holdfast.orchestrator.protocol.facts import Exit
@@ -31,6 +32,9 @@ def test_the_next_generation_goes_on_with_what_was_kept() -> None:
     job.succeed(LaunchGroup)
     job.step(4)
     assert job.state.ledger.restarts == {"infrastructure": 1}
+    assert keeping.describe(job.state, True) == "survivors keep their process"
+    assert keeping.describe(job.state, "NCCL") == "all workers start again: NCCL"
+    assert keeping.describe(job.state, "") == ""
     assert job.replayed().state.keeping == job.state.keeping
 
 
@@ -87,6 +91,7 @@ def test_kept_processes_that_cannot_go_on_cost_no_restart_and_all_are_forked() -
         job.succeed(LaunchGroup)
         job.step(3 + failures)
     assert "ranks have moved" in job.state.keeping.why_never
+    assert keeping.describe(job.state, True).startswith("all workers start again: worker 1 on a")
     job.exits(0, signal=9, step=5)
     assert not any(stop.keep for stop in job.of(StopGroup))
 

@@ -76,8 +76,8 @@ class Worker:
     finished: bool = False
     leaves: bool = False
     """The script has run to its end."""
-    keepable: bool = False
-    """Its process can be kept when the generation stops."""
+    keeps: bool | str = ""
+    """Whether its process can be kept when the generation stops, or why not; empty: not known."""
     kept: bool = False
     """Its process waits for a seat in the next generation; here it counts as ended."""
     signals: set[int] = field(default_factory=set)
@@ -104,7 +104,7 @@ class Worker:
                 self.finished = True
                 self.phase = "finish"
             case worker_protocol.KeepReported():
-                self.keepable = not message.why_not
+                self.keeps = message.why_not or True
             case worker_protocol.Pulse():
                 if message.collectives != self.collectives:
                     self.collectives = message.collectives
@@ -153,6 +153,7 @@ class Worker:
             began_s=self.script.began_s(now_ns),
             collectives=self.collectives,
             leaves=self.leaves,
+            keeps=self.keeps if self.seat.rank == 0 else "",
             **report_fields(last),
         )
 
@@ -326,7 +327,7 @@ class Generation:
 
     def continue_stop(self, now_ns: int, stop: Stopping) -> list[Command]:
         """The next stage: HALT, SIGTERM or a notice, then SIGKILL."""
-        if stop.keep and any(worker.keepable for worker in self.alive):
+        if stop.keep and any(worker.keeps is True for worker in self.alive):
             return self._halt(now_ns, stop)
         if stop.grace_s <= 0 and stop.save_grace_s > 0 and stop.stage in ("begin", "halt", "save"):
             return self._wait_for_saves(now_ns, stop)
@@ -345,7 +346,7 @@ class Generation:
         """Halt the workers that can be kept, and kill those that do not end by themselves."""
         stop.keep = False
         stop.stage, stop.deadline_ns = "halt", now_ns + int(limits.HALT_S * SECOND_NS)
-        ranks = tuple(w.seat.rank for w in self.alive if w.keepable and w.failed is None)
+        ranks = tuple(w.seat.rank for w in self.alive if w.keeps is True and w.failed is None)
         others = [w for w in self.alive if w.seat.rank not in ranks and not w.ends_itself]
         return [*self._signal(others, SIGKILL), commands.Halt(self.generation, ranks)]
 

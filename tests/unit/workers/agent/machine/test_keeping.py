@@ -21,6 +21,13 @@ def training(*keepable: int, mesh: Mesh = DDP) -> AgentHarness:
     return agent
 
 
+def beats(agent: AgentHarness) -> list[bool | str]:
+    agent.now_ns += SECOND_NS
+    (sent,) = (c.message for c in agent.give(inputs.ClockTick()) if isinstance(c, commands.Send))
+    assert isinstance(sent, m.Heartbeat)
+    return [worker.keeps for worker in sent.workers]
+
+
 def stop(agent: AgentHarness, **more: object) -> tuple[Command, ...]:
     return agent.receive(m.StopWorkers(action_id=5, generation=1, keep=True, **more))  # type: ignore[arg-type]
 
@@ -95,7 +102,14 @@ def test_late_messages_of_a_kept_worker_do_not_count_in_its_next_generation() ->
     assert not agent.from_worker(0, worker_protocol.Progress(step=9), generation=1)
     assert agent.machine.group is not None
     assert agent.machine.group.workers[0].step == -1
-    assert not agent.machine.group.workers[0].keepable
+    assert not agent.machine.group.workers[0].keeps
+
+
+def test_heartbeats_have_what_rank_0_has_said_of_its_process() -> None:
+    agent = training(0, 1)
+    assert beats(agent) == [True, ""]
+    agent.from_worker(0, worker_protocol.KeepReported(why_not="the model is compiled"))
+    assert beats(agent) == ["the model is compiled", ""]
 
 
 def test_without_the_order_nothing_is_halted() -> None:
