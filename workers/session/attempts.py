@@ -43,7 +43,7 @@ class Attempts:
     """The attempts of one process."""
 
     def __init__(self, groups: Groups | None, why_not: str) -> None:
-        """`why_not`: without `groups`, why this process cannot be kept."""
+        """`why_not`: why this process cannot be kept; empty: it can, as far as is known."""
         self.groups, self.why_not = groups, why_not
         self.said = False
         """The agent knows whether it may be kept."""

@@ -34,7 +34,7 @@ from holdfast.workers.checkpoint.state import Extra, StagePart, TrainingState
 from holdfast.workers.checkpoint.upload import CudaUpload, Uploader
 from holdfast.workers.session.order import mix
 
-from . import agent_channel, numa, reporting
+from . import agent_channel, inspection, numa, reporting
 from .attempts import Attempts, checksum, reset, why_not
 from .distributed import Meshes, RankEnv, expect_on, join, own_store, pick_device, rank_env
 from .groups import Diverged, Groups, NotKept, why_not_formed
@@ -284,6 +284,8 @@ class Session:
         groups = self._attempts.groups
         if groups is not None and not groups.connected:
             self._connect(groups)
+        elif groups is not None and inspection.num_collectives() > groups.num_collectives:
+            self._attempts.why_not = "the script has collectives before restore"
         self._begin_at(self._state, start)
         return self._last_step + 1
 
@@ -332,18 +334,20 @@ class Session:
                 "session.steps: got a call before restore; expected s.restore(model, optimizer)"
             )
         self._loops = True
-        while True:
-            if self._attempts.failed or self._attempts.halting:
-                self._resume(self._state)
-            if self._last_step + 1 >= total_steps:
-                break
-            self._want_keeping(self._state)
-            step = self._last_step + 1
-            self._attempts.begin()
-            yield step
-            if not (self._attempts.failed or self._attempts.halting):
-                self._attempts.expect_stepped(step)
-        self._loops = False
+        try:
+            while True:
+                if self._attempts.failed or self._attempts.halting:
+                    self._resume(self._state)
+                if self._last_step + 1 >= total_steps:
+                    return
+                self._want_keeping(self._state)
+                step = self._last_step + 1
+                self._attempts.begin()
+                yield step
+                if not (self._attempts.failed or self._attempts.halting):
+                    self._attempts.expect_stepped(step)
+        finally:
+            self._loops = False
 
     def attempt(self) -> Attempts:
         """`with s.attempt():` around the body of a loop over s.steps. Whatever needs the peers of
@@ -364,7 +368,8 @@ class Session:
         attempts.said = True
         why = attempts.why_not
         if groups is not None:
-            why = "torch has groups of other backends" if groups.foreign else why_not(state.model)
+            why = why or ("torch has groups of other backends" if groups.foreign else "")
+            why = why or why_not(state.model)
             why = why or ("the model is a pipeline" if self.shape.pipeline > 1 else "")
             own = self._data or state.rank_state is not None
             why = why or ("loaders or single ranks have state" if own else "")
@@ -701,7 +706,8 @@ def init(shard: int | None = None, tensor: int = 1, context: int = 1, pipeline: 
     if attached is not None and attached.assign.membership.kept_from and why:
         raise NotKept(why)
     groups = join(at, device, attached.assign.membership if attached else None, keeps=not why)
-    session._attempts = Attempts(groups, why or "the script has made its process groups")
+    why = why or ("" if groups else "the script has made its process groups")
+    session._attempts = Attempts(groups, why)
     if session._channel is not None:
         session._channel.halt = session._attempts.halt
     session._enter("build")

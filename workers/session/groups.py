@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.errors import HoldfastError
 
+from .inspection import num_collectives
 from .store import TIMEOUT
 
 FORM_TIMEOUT_S = 10.0
@@ -120,6 +121,8 @@ class Groups:
         """A group cannot be formed again."""
         self._inodes: set[int] = set()
         """Sockets of the connections."""
+        self.num_collectives = 0
+        """Collectives by which DDP compared its values."""
         self.replicated: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._wrap()
 
@@ -143,7 +146,9 @@ class Groups:
         @wraps(init)
         def init_listed(module: DistributedDataParallel, *given: Any, **named: Any) -> None:
             # Without connections it cannot compare its values, which the restore sets anyway.
+            before = num_collectives()
             init(module, *given, **named | ({} if self.connected else {"init_sync": False}))
+            self.num_collectives += num_collectives() - before
             self.replicated.add(module)
 
         c10d._new_process_group_helper = make_listed
