@@ -27,8 +27,8 @@ MAX_WORDS = 40000
 # for orchestrator and workers, 65,000 for tests.
 BUDGETS = {
     "orchestrator": 53207,
-    "workers": 24664,
-    "tests": 87614,
+    "workers": 24668,
+    "tests": 87624,
     "orchestrator/api": 4324,
     "orchestrator/backends": 6332,
     "orchestrator/catalogue": 990,
@@ -44,7 +44,7 @@ BUDGETS = {
     "orchestrator/protocol": 3285,
     "orchestrator/runtime": 5726,
     "orchestrator/ui": 877,
-    "workers/agent": 10813,
+    "workers/agent": 10817,
     "workers/checkpoint": 5001,
     "workers/integrations": 2187,
     "workers/session": 3607,

@@ -78,6 +78,8 @@ class Worker:
     """The script has run to its end."""
     keeps: bool | str = ""
     """Whether its process can be kept when the generation stops, or why not; empty: not known."""
+    process_of: tuple[int, int] | None = None
+    """(generation, rank) of the kept worker whose process it takes over."""
     kept: bool = False
     """Its process waits for a seat in the next generation; here it counts as ended."""
     signals: set[int] = field(default_factory=set)

@@ -344,9 +344,8 @@ class AgentMachine:
             for_rank = membership.with_sources_of([seat.shard])
             shared = twins[seat.shard]
             fork = commands.Fork(for_rank, message.node_rank, seat, every, shared, message.code)
-            if seat.rank in kept:
-                fork = msgspec.structs.replace(fork, kept=kept[seat.rank])
-            out.append(fork)
+            workers[seat.rank].process_of = place = kept.get(seat.rank)
+            out.append(msgspec.structs.replace(fork, kept=place))
         return [*out, commands.OfferPort()]
 
     def _forked(self, given: inputs.WorkerForked) -> list[Command]:
@@ -363,8 +362,11 @@ class AgentMachine:
         group = self._group_of(given.generation)
         if group is None:
             return []
-        group.workers[given.rank].ended = True
+        worker = group.workers[given.rank]
+        worker.ended = True
         out = self._answer_launch(group, ok=False, detail=given.detail)
+        if worker.process_of is not None:
+            out.append(commands.Kill(*worker.process_of, SIGKILL))
         if group.stop is None:
             self._fence = max(self._fence, group.generation)
             out += group.kill_all()

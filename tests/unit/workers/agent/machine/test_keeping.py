@@ -116,3 +116,13 @@ def test_without_the_order_nothing_is_halted() -> None:
     agent = training(0, 1)
     out = agent.receive(m.StopWorkers(action_id=5, generation=1))
     assert kills(out) == [(1, 0), (1, 1)]
+
+
+def test_a_kept_worker_whose_seat_is_not_given_after_all_is_killed() -> None:
+    agent = training(0, 1)
+    stop(agent)
+    halted(agent, 0)
+    halted(agent, 1)
+    forks(agent)
+    out = agent.give(inputs.ForkFailed(2, 0, "the code is unavailable"))
+    assert kills(out) == [(1, 0), (2, 1)]
