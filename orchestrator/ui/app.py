@@ -154,7 +154,7 @@ class Pages:
         async def stream() -> AsyncIterator[str]:
             sent: dict[str, str] = {}
             problem: str | None = None
-            while True:
+            while not self._source.closed:
                 reading = await self._source.read(name)
                 for key, html in reading.sections.items():
                     if sent.get(key) != html:

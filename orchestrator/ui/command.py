@@ -55,12 +55,13 @@ def ui(
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((HOST, port))
+        listener.listen()  # a browser that opens the URL at once waits for the first answer
     except OSError as error:
         got = f"{port} ({error.strerror})"
         raise UserError(str(Problem("--port", got, "a free port"))) from None
     port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
     where = target.command().removeprefix("holdfast").removeprefix("kubectl holdfast").strip()
-    app = make_app(Source(target, where.replace("--", "") or "this machine"), token, port)
+    source = Source(target, where.replace("--", "") or "this machine")
     url = f"http://{HOST}:{port}/?token={token}"
     stderr().print(f"The page of your jobs: {url}", soft_wrap=True)
     if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin":
@@ -68,10 +69,19 @@ def ui(
 
         webbrowser.open(url)
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
-    )
+        make_app(source, token, port), log_level="warning", access_log=False, lifespan="off",
+        timeout_graceful_shutdown=5,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    end = server.handle_exit
+
+    def leave(*received: Any) -> None:
+        source.closed = True  # an open page's stream ends by itself
+        end(*received)
+
+    server.handle_exit = leave  # type: ignore[assignment]
     with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
 
 
 @contextlib.contextmanager

@@ -57,6 +57,8 @@ class Source:
 
     def __init__(self, target: Target, where: str) -> None:
         self._target, self.where = target, where
+        self.closed = False
+        """The page ends: its streams end too."""
         self._readings: dict[str, Reading] = {}
         # A target is used by one thread; what asks ranks takes seconds, and gets another one.
         self._reader = ThreadPoolExecutor(1, "read")
@@ -125,7 +127,7 @@ class Source:
         kept: deque[str] = deque(maxlen=MAX_LINES)
         sent = time.monotonic()
         try:
-            while True:
+            while not self.closed:
                 try:
                     async with asyncio.timeout(BATCH_S):
                         text = await child.stdout.readline()
