@@ -37,7 +37,7 @@ lint: $(STAMP)  ## style, types, import rules and language
 # actionlint is not a wheel: `go install github.com/rhysd/actionlint/cmd/actionlint@v1.7.12`.
 workflows: $(STAMP)
 	$(BIN)/zizmor --offline --quiet .github
-	if command -v actionlint > /dev/null; then actionlint; fi
+	if command -v actionlint > /dev/null; then actionlint; else echo "actionlint: not installed, skipped"; fi
 
 check: lint docs workflows  ## style, types, import rules, language, unit tests, simulation: under 3 minutes on two cores
 	$(BIN)/python -m pytest -n 2 -q tests/unit tests/sim tests/tidy --deselect tests/tidy/test_tools.py
@@ -118,11 +118,11 @@ manifests: $(STAMP)  ## write the chart's CRD and manifests/ anew; needs helm (m
 images: $(STAMP)  ## both images, without a base image, in dist/images; `make images IMAGES=operator` builds one
 	$(BIN)/python -m images.build $(IMAGES)
 
-release: $(STAMP)  ## wheel, sdist, chart, images and their bills of materials, with checksums, in dist
-	$(BIN)/python -m tools.release $(RELEASE)
+release: $(STAMP)  ## wheel, sdist, chart, images of REGISTRY and their bills of materials, in dist
+	$(BIN)/python -m tools.release --registry "$(REGISTRY)" $(RELEASE)
 
 publish: $(STAMP)  ## push what `make release` built: images and chart, to REGISTRY
-	$(BIN)/python -m tools.release --push $(REGISTRY)
+	$(BIN)/python -m tools.release --registry "$(REGISTRY)" --push
 
 clean:  ## remove what the targets above made
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,4 +1,4 @@
-"""Generates the chart's copy of the CRD, and manifests/ from the chart.
+"""Generates the chart's copy of the CRD and its version, and manifests/ from the chart.
 
     python -m helm.render
 
@@ -9,11 +9,13 @@ without helm, by the digest of the chart in manifests/.
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 from holdfast.orchestrator.kube.definition import definition_text
+from holdfast.orchestrator.limits import RELEASE
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "helm" / "holdfast"
@@ -87,6 +89,9 @@ def main() -> None:
     from tests.e2e.kubernetes.rig.binaries import locate
 
     CRD.write_text(definition_text())
+    about = CHART / "Chart.yaml"
+    version = re.compile(r"^(version|appVersion): .*", re.MULTILINE)
+    about.write_text(version.sub(rf'\1: "{RELEASE}"', about.read_text()))
     helm = locate().find("helm")
     if helm is None:
         sys.exit("helm: not found; run `make kubernetes-binaries`, or put it on PATH")

@@ -1,7 +1,7 @@
 """Builds a release into one folder with checksums, and pushes its images and chart to a registry.
 
-    python -m tools.release [--skip-images] [--out dist]
-    python -m tools.release --push registry.example.com/holdfast [--plain-http]
+    python -m tools.release --registry registry.example.com/holdfast [--skip-images] [--out dist]
+    python -m tools.release --registry registry.example.com/holdfast --push [--plain-http]
 
 A release contains what the last commit contains: with other changes in the tree it is not built.
 """
@@ -27,10 +27,11 @@ OUT = ROOT / "dist"
 CHART = ROOT / "helm" / "holdfast"
 PYTHON = f"{PREFIX}/bin/python"
 BIN = Path(sys.executable).parent
-SMOKE = """
-import s3fs, holdfast.orchestrator.cli.main, holdfast.orchestrator.hosts.kubernetes
-print("holdfast", holdfast.__version__)
-"""
+SMOKE = {
+    "operator": "s3fs, holdfast.orchestrator.cli.main, holdfast.orchestrator.hosts.kubernetes",
+    "worker": "s3fs, torch, holdfast.session, holdfast.workers.agent.process.node",
+}
+"""Role -> what its program imports."""
 
 
 def helm(*words: str | Path) -> None:
@@ -60,19 +61,31 @@ def smoke(layout: Path) -> None:
     """Start the program of an image in its own files, without a container engine."""
     with tempfile.TemporaryDirectory() as directory:
         unpack(layout, Path(directory))
+        (random := Path(directory, "dev", "urandom")).parent.mkdir(exist_ok=True)
+        random.write_bytes(os.urandom(4096))  # torch reads it
         rights = () if os.geteuid() == 0 else ("--map-root-user",)
-        words = ("unshare", *rights, "--net", f"--root={directory}", "--wd=/", PYTHON, "-c", SMOKE)
+        code = f"import {SMOKE[layout.name]}; print('holdfast', holdfast.__version__)"
+        words = ("unshare", *rights, "--net", f"--root={directory}", "--wd=/", PYTHON, "-c", code)
         shown = run(*words, wanted=f"to start the {layout.name}'s image", package="util-linux")
     if f"holdfast {RELEASE}" not in shown.decode():
         raise BuildError(f"the {layout.name}'s image shows another version: {shown.decode()}")
 
 
-def package_chart(out: Path) -> None:
+def package_chart(out: Path, registry: str) -> None:
+    """Package the chart, with the images of a registry as its defaults."""
     helm("lint", "--strict", CHART)
-    helm("package", CHART, "--destination", out)
+    with tempfile.TemporaryDirectory() as directory:
+        chart = shutil.copytree(CHART, Path(directory) / "holdfast")
+        values = (chart / "values.yaml").read_text()
+        for line in ("  repository: holdfast/operator\n", '  image: ""\n'):
+            assert values.count(line) == 1, line
+        values = values.replace("holdfast/operator\n", f"{registry}/operator\n")
+        values = values.replace('  image: ""\n', f"  image: {registry}/worker:{RELEASE}\n")
+        (chart / "values.yaml").write_text(values)
+        helm("package", chart, "--destination", out)
 
 
-def build(out: Path, *, skip_images: bool) -> None:
+def build(out: Path, registry: str, *, skip_images: bool) -> None:
     if changed := run("git", "status", "--porcelain", wanted="to see changes", package="git"):
         raise BuildError(f"commit these changes first:\n{changed.decode().rstrip()}")
     if out != OUT and out.exists() and any(out.iterdir()):
@@ -84,14 +97,14 @@ def build(out: Path, *, skip_images: bool) -> None:
     files = sorted(out.iterdir())
     run(BIN / "twine", "check", "--strict", *files, wanted="to check the distributions")
     run(BIN / "check-wheel-contents", *out.glob("*.whl"), wanted="to check the wheel")
-    package_chart(out)
+    package_chart(out, registry)
     if not skip_images:
         if build_images([f"--out={out / 'images'}"]):
             raise BuildError(
                 "without the images the release is not whole; --skip-images leaves them out"
             )
-        smoke(out / "images" / "operator")
         for role in ROLES:
+            smoke(out / "images" / role)
             (out / "images" / f"{role}.cdx.json").rename(
                 out / f"holdfast-{role}-{RELEASE}.cdx.json"
             )
@@ -121,14 +134,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.release")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR")
     parser.add_argument("--skip-images", action="store_true")
-    parser.add_argument("--push", metavar="REGISTRY", help="push images and chart of DIR")
+    parser.add_argument("--registry", required=True, help="where the images are, or will be")
+    parser.add_argument("--push", action="store_true", help="push images and chart of DIR")
     parser.add_argument("--plain-http", action="store_true", help="push without TLS")
     words = parser.parse_args()
+    registry = words.registry.lower()  # names of images are
     try:
+        if not registry:
+            expected = "where its images are, as in `make release REGISTRY=registry.example.com/x`"
+            raise BuildError(f"--registry: got nothing; expected {expected}")
         if words.push:
-            push(words.out.resolve(), words.push, plain_http=words.plain_http)
+            push(words.out.resolve(), registry, plain_http=words.plain_http)
         else:
-            build(words.out.resolve(), skip_images=words.skip_images)
+            build(words.out.resolve(), registry, skip_images=words.skip_images)
     except BuildError as error:
         print(f"release: {error}", file=sys.stderr)
         return 2

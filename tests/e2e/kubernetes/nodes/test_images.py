@@ -66,7 +66,8 @@ def test_the_operators_image_is_small_reproducible_and_without_a_shell(
     listed = {(part["name"], part["version"]): part["hashes"][0]["content"] for part in parts}
     for name, version in re.findall(r"^([\w.-]+)==(\S+)", lock, re.MULTILINE):
         assert listed[name, version] in lock
-    release.smoke(first)
+    for role in build.ROLES:
+        release.smoke(dist / "images" / role)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def test_the_chart_of_a_registry_trains_a_job_from_its_images(
 ) -> None:
     where = cluster.registry
     system, kubectl = cluster.kubectl(render.NAMESPACE), cluster.kubectl(JOBS)
-    release.package_chart(dist)
+    release.package_chart(dist, where)
     release.push(dist, where, plain_http=True)
     for inside in (system, kubectl):
         inside.run("create", "namespace", inside.namespace)
@@ -94,7 +95,6 @@ def test_the_chart_of_a_registry_trains_a_job_from_its_images(
     helm = Helm(cluster.control_plane.binaries.path("helm"), home, cluster.control_plane.kubeconfig)
     chart = ("holdfast", f"oci://{where}/charts/holdfast", "--version", RELEASE, "--plain-http")
     values = {
-        "image.repository": f"{where}/operator", "worker.image": f"{where}/worker:{RELEASE}",
         "checkpoints.root": "/checkpoints",
         "checkpoints.volume.persistentVolumeClaim.claimName": "own",
     }  # fmt: skip
