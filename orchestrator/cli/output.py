@@ -8,12 +8,13 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Column, Table
 from rich.text import Text
 
 from holdfast.orchestrator import limits
@@ -25,6 +26,12 @@ WIDE = 10_000
 """Columns of an output that is not a terminal: files and pipes get unwrapped lines, but where
 COLUMNS is set."""
 
+TEXTS = (
+    "directory", "formula", "in", "incident", "outcome", "path", "settings", "source", "value",
+    "what", "why", "why it lost",
+)  # fmt: skip
+"""Columns of tables that may be wrapped, to TEXT_WIDTH."""
+TEXT_WIDTH, PADDING = 24, 3
 STATE_STYLES = {
     "running": "green", "succeeded": "green", "member": "green", "train": "green",
     "pending": "cyan", "starting": "cyan", "finishing": "cyan", "joining": "cyan", "spare": "cyan",
@@ -91,11 +98,33 @@ def _json(value: Any) -> bytes:
     return msgspec.json.encode(value)
 
 
-def columns(*names: str) -> Table:
-    """A table in the style of kubectl: upper-case headers, no lines."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+class Columns(Table):
+    """A table in the style of kubectl: upper-case headers, no lines. Texts are wrapped; where it is
+    still wider than the output, columns are left out, in this order."""
+
+    leaves_out: tuple[str, ...] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for name in self.leaves_out:
+            if sum(map(_least_width, self.columns)) - PADDING <= options.max_width:
+                break
+            self.columns = [c for c in self.columns if c.header != name.upper()]
+            for number, column in enumerate(self.columns):
+                column._index = number  # the last one has no padding
+        yield from super().__rich_console__(console, options)
+
+
+def _least_width(column: Column) -> int:
+    width = max(cell_len(str(cell)) for cell in (column.header, *column.cells))
+    return PADDING + (width if column.no_wrap else min(width, TEXT_WIDTH))
+
+
+def columns(*names: str, leaves_out: Sequence[str] = ()) -> Columns:
+    table = Columns(box=None, pad_edge=False, padding=(0, PADDING, 0, 0), header_style="bold")
+    table.leaves_out = tuple(leaves_out)
     for name in names:
-        table.add_column(name.upper(), no_wrap=True)
+        wraps = name in TEXTS
+        table.add_column(name.upper(), no_wrap=not wraps, overflow="fold" if wraps else "ellipsis")
     return table
 
 

@@ -109,14 +109,11 @@ def _sizes(plan: Plan) -> Iterator[RenderableType]:
     table = columns("nodes", "used", "mesh", "samples per rank", "memory", "why")
     for item in plan.sizes:
         table.add_row(
-            str(item.nodes),
-            str(item.nodes_used) if item.mesh else "-",
+            str(item.nodes), str(item.nodes_used) if item.mesh else "-",
             item.mesh.describe() if item.mesh else "job waits",
             f"{item.samples_per_rank:g}" if item.samples_per_rank is not None else "",
-            size(item.device_bytes) if item.device_bytes is not None else "",
-            item.why,
-        )
-    table.columns[-1].no_wrap = False
+            size(item.device_bytes) if item.device_bytes is not None else "", item.why,
+        )  # fmt: skip
     yield table
 
 
@@ -152,7 +149,6 @@ def _environment(plan: Plan) -> Iterator[RenderableType]:
     table = columns("variable", "value", "from", "why")
     for setting in plan.environment:
         table.add_row(setting.name, setting.value, setting.source, setting.why)
-    table.columns[-1].no_wrap = False
     yield table
 
 
@@ -219,7 +215,9 @@ def _ranking(alternatives: Sequence[Alternative], of_job: int | None) -> Rendera
     """`of_job`: index of the job's own, which is always shown."""
     priced = any(one.dollars_per_billion_tokens for one in alternatives)
     names = ["strategy", "devices", "mesh", "batch", "settings", "memory", "tokens/s", "MFU"]
-    table = columns(*names, *(["$/B tokens"] if priced else []), "why it lost")
+    names += [*(["$/B tokens"] if priced else []), "why it lost"]
+    first = ("batch", "devices", "why it lost", "settings", "$/B tokens", "memory")
+    table = columns(*names, leaves_out=first)
     for number, one in enumerate(alternatives):
         if number >= MAX_ALTERNATIVES_SHOWN and number != of_job:
             continue
@@ -227,16 +225,10 @@ def _ranking(alternatives: Sequence[Alternative], of_job: int | None) -> Rendera
         cells = [f"{price:,.0f}" if price is not None else ""] if priced else []
         table.add_row(
             f"{one.strategy}, this job" if number == of_job else one.strategy,
-            _devices(one),
-            one.mesh.describe(),
-            f"{one.micro_batch} x {one.num_micro_batches}",
-            _settings(one.settings),
-            size(one.peak_bytes),
-            f"{one.tokens_per_s:,.0f}",
-            f"{one.mfu:.0%}",
-            *cells,
-            one.why,
-        )
+            _devices(one), one.mesh.describe(), f"{one.micro_batch} x {one.num_micro_batches}",
+            _settings(one.settings), size(one.peak_bytes), f"{one.tokens_per_s:,.0f}",
+            f"{one.mfu:.0%}", *cells, one.why,
+        )  # fmt: skip
     return table
 
 
@@ -287,7 +279,8 @@ def _memory(figures: Estimate, explain: bool) -> RenderableType:
                 share = f"{sums[name] / figures.peak_bytes:.0%}" if figures.peak_bytes else ""
                 table.add_row(name, size(sums[name]), share)
         return table
-    table = columns("category", "what", "bytes", "in", "by", "formula", "source")
+    names = ("category", "what", "bytes", "in", "by", "formula", "source")
+    table = columns(*names, leaves_out=("source", "in", "by"))
     for row in figures.memory:
         by = "exact" if row.exact else "estimate"
         phases = "all phases" if len(row.phases) == len(figures.phases) else ", ".join(row.phases)
@@ -301,8 +294,8 @@ def _memory(figures: Estimate, explain: bool) -> RenderableType:
 def _traffic(figures: Estimate, explain: bool) -> RenderableType:
     timed = figures.time is not None
     names = ["what", "collective", "group", "bytes", "calls"]
-    names += ["link", "time"] if timed else []
-    table = columns(*names, *(["formula", "source"] if explain else []))
+    names += [*(["link", "time"] if timed else []), *(["formula", "source"] if explain else [])]
+    table = columns(*names, leaves_out=("source", "group", "calls", "link", "formula"))
     for row in figures.traffic:
         cells = [row.what, row.collective, row.group, size(row.num_bytes), str(row.calls)]
         if timed:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Group, RenderableType
+from rich.bar import Bar
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -207,7 +209,8 @@ def storage_problem(view: JobView) -> str:
 
 
 def nodes(view: JobView) -> Table:
-    table = columns("node", "state", "address", "heartbeat", "workers")
+    names = ("node", "state", "address", "heartbeat", "workers")
+    table = columns(*names, leaves_out=("address", "heartbeat"))
     for node in view.nodes:
         heartbeat = "" if node.heartbeat_age_s is None else f"{node.heartbeat_age_s:.1f} s ago"
         table.add_row(node.name, state_text(node.state), node.address, heartbeat, _workers(node))
@@ -227,8 +230,6 @@ def _workers(node: NodeView) -> Text:
 
 def incidents(found: list[Incident], *, ended: bool = False) -> Table:
     table = columns("time", "incident", "outcome")
-    table.columns[1].no_wrap = False
-    table.columns[2].no_wrap = False
     for incident in found:
         style = "yellow" if incident.generation_after is None else ""
         title = Text(incident_title(incident), style=style)
@@ -269,6 +270,13 @@ def outcome(incident: Incident, *, ended: bool = False) -> str:
     return ", ".join(parts)
 
 
+class _Bar(Bar):
+    """A bar that takes the room there is, to BAR_WIDTH."""
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(4, BAR_WIDTH)
+
+
 def ledger(view: JobView) -> Table:
     """Where the time went: one labelled bar per cause, readable without colours."""
     total = sum(view.ledger.values()) - view.ledger.get("queued", 0.0) or 1.0
@@ -278,7 +286,7 @@ def ledger(view: JobView) -> Table:
         if seconds <= 0:
             continue
         share = 0.0 if name == "queued" else seconds / total
-        bar = Text("█" * max(share > 0, round(share * BAR_WIDTH)), style=colour)
+        bar = _Bar(1.0, 0.0, share, color=colour)
         cells = (name, bar, duration(seconds), f"{share:.1%}" if share else "")
         grid.add_row(*cells, Text(meaning, style="dim"))
     return grid

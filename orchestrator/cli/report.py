@@ -10,18 +10,8 @@ from rich.text import Text
 
 from ..core.transitions import TERMINAL
 from ..runtime.observe.view import Incident, JobView
+from . import render
 from .output import clock, date, duration, plural, size, state_text
-from .render import (
-    after,
-    goodput,
-    ledger,
-    outcome,
-    planned,
-    restarts,
-    steps,
-    storage_problem,
-    throughput,
-)
 
 PHASES = ("detect", "stop", "place", "launch", "first-step")
 
@@ -58,9 +48,9 @@ def report(
     command lines of hints. `can_read`: this machine can read the checkpoints."""
     parts: list[RenderableType] = [_title(view), *_summary(view)]
     if view.ledger:
-        share = Text(f"goodput {goodput(view)}", style="bold")
+        share = Text(f"goodput {render.goodput(view)}", style="bold")
         share.append(" of the time since the first launch", style="not bold")
-        parts += ["", share, ledger(view)]
+        parts += ["", share, render.ledger(view)]
         if view.step < 0 and view.ledger.get("productive"):
             parts.append(
                 "no steps are reported: time is productive, except loading, hangs and restarts"
@@ -108,13 +98,13 @@ def _summary(view: JobView) -> Iterator[str]:
         yield f"submitted {date(view.submitted_ns)}, job id {view.job_id}"
     loss = f"loss {view.loss:.4f}" if view.loss is not None else ""
     pace = f"{view.step_s:.3f} s per step" if view.step_s else ""
-    if line := ", ".join(part for part in (steps(view), loss, *throughput(view), pace) if part):
-        yield line
+    facts = (render.steps(view), loss, *render.throughput(view), pace)
+    yield from filter(None, [", ".join(filter(None, facts))])
     if view.world_size:
         mesh = f", {view.strategy}: {view.mesh}" if view.mesh else ""
         world = f"{plural(view.world_size, 'worker')}{mesh}; generation {view.generation}"
-        yield f"{world}, restarts: {restarts(view)}"
-    if line := "; ".join(planned(view)):
+        yield f"{world}, restarts: {render.restarts(view)}"
+    if line := "; ".join(render.planned(view)):
         yield f"planned: {line}"
     if view.controller_restarts:
         yield f"controller restarted {plural(view.controller_restarts, 'time')}"
@@ -151,7 +141,7 @@ def incident_lines(incident: Incident, *, ended: bool = False) -> Iterator[str]:
         yield f"evidence: {incident.evidence}"
     if incident.decision:
         yield f"decision: {incident.decision}"
-    yield f"outcome: {outcome(incident, ended=ended)}"
+    yield f"outcome: {render.outcome(incident, ended=ended)}"
     known = [name for name in PHASES if name in incident.seconds]
     known += [name for name in incident.seconds if name not in (*PHASES, "total")]
     if known:
@@ -194,7 +184,7 @@ def _checkpoints(
     view: JobView, command: Callable[..., str], can_read: bool
 ) -> Iterator[str | Text]:
     if view.storage_problem:
-        yield Text(storage_problem(view), style="red")
+        yield Text(render.storage_problem(view), style="red")
     if view.staging:
         yield f"staged in memory {view.staging}"
     if view.own_checkpoint is not None:
@@ -205,7 +195,7 @@ def _checkpoints(
         yield f"no checkpoint in storage ({view.checkpoint_path})" if view.checkpoint_path else ""
         return
     last = view.checkpoints[-1]
-    yield f"checkpoint {after(last)} ({size(last.num_bytes)}) in {view.checkpoint_path}"
+    yield f"checkpoint {render.after(last)} ({size(last.num_bytes)}) in {view.checkpoint_path}"
     if can_read:
         yield f"export it with: {command('checkpoint', 'export', view.name, 'DIRECTORY')}"
     else:

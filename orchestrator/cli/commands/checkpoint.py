@@ -70,17 +70,14 @@ def list_(job_or_path: TargetArgument, as_json: JsonOption = False, *, target: T
     if not manifests:
         typer.echo(f"no committed checkpoint in {path}", err=True)
         return
-    table = columns("step", "generation", "mesh", "files", "size", "committed", "directory")
+    names = ("step", "generation", "mesh", "files", "size", "committed", "directory")
+    table = columns(*names, leaves_out=("generation", "files", "mesh", "committed"))
     for manifest in manifests:
         table.add_row(
-            str(manifest.step),
-            str(manifest.generation),
-            manifest.mesh.describe(),
-            str(len(manifest.files)),
-            size(manifest.num_bytes),
-            manifest.committed_at,
+            str(manifest.step), str(manifest.generation), manifest.mesh.describe(),
+            str(len(manifest.files)), size(manifest.num_bytes), manifest.committed_at,
             manifest.directory,
-        )
+        )  # fmt: skip
     stdout().print(table)
 
 
@@ -98,13 +95,9 @@ def _list_view(view: JobView, as_json: bool) -> None:
         return
     table = columns("step", "generation", "size", "committed", "path")
     for one in view.checkpoints:
-        table.add_row(
-            str(one.step),
-            str(one.generation),
-            size(one.num_bytes),
-            date(one.committed_ns) if one.committed_ns else "",
-            view.checkpoint_path,
-        )
+        at = date(one.committed_ns) if one.committed_ns else ""
+        cells = (str(one.step), str(one.generation), size(one.num_bytes), at)
+        table.add_row(*cells, view.checkpoint_path)
     stdout().print(table)
 
 

@@ -11,7 +11,7 @@ from holdfast.orchestrator.core.transitions import TERMINAL
 from ...errors import Problem, UserError
 from ...parts import part
 from ..options import JobArgument, JsonOption, Target, with_target
-from ..output import WIDE, columns, count, date, print_json, state_text, stderr, stdout
+from ..output import columns, count, date, print_json, state_text, stderr, stdout
 
 if TYPE_CHECKING:
     from ...runtime.observe.view import JobView
@@ -98,28 +98,19 @@ def _list(target: Target, as_json: bool) -> None:
         typer.echo(target.empty_message(), err=True)
         return
     names = ("job", "state", "steps", "loss", "workers", "incidents", "submitted")
-    table = columns(*names)
+    table = columns(*names, leaves_out=names[:2:-1])
     for view in views:
         unattended = not view.controller_alive and view.state not in TERMINAL
         steps = str(view.step + 1) + (f"/{view.total_steps}" if view.total_steps else "")
         if view.step < 0 and not view.total_steps:
             steps = "-"  # a script that reports none
         table.add_row(
-            view.name,
-            state_text("unattended" if unattended else view.state),
-            steps,
-            f"{view.loss:.4f}" if view.loss is not None else "",
-            count(view.world_size),
+            view.name, state_text("unattended" if unattended else view.state), steps,
+            f"{view.loss:.4f}" if view.loss is not None else "", count(view.world_size),
             str(max(view.num_incidents, len(view.incidents))),
             date(view.submitted_ns) if view.submitted_ns else "",
-        )
-    console = stdout()
-    unbound = console.options.update(width=WIDE)
-    for name in ("submitted", "incidents", "workers", "loss"):  # JOB and STATE are never cut
-        if console.measure(table, options=unbound).maximum <= console.width:
-            break
-        table.columns = [column for column in table.columns if column.header != name.upper()]
-    console.print(table)
+        )  # fmt: skip
+    stdout().print(table)
 
 
 def events(

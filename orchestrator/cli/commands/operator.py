@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import socket
@@ -174,6 +173,8 @@ def operator(
 
     Example: `holdfast operator --agent-endpoint holdfast-agents.holdfast.svc:7077`
     """
+    import asyncio
+
     from holdfast.orchestrator.backends.kubernetes.pod_lifecycle import PodTiming
     from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
     from holdfast.orchestrator.hosts.kubernetes import run

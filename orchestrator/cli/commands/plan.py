@@ -174,8 +174,7 @@ def plan(
         )
     else:
         _refuse_with(
-            "a job",
-            {"--sequence": sequence, "--batch": batch, "--method": method, "--save": save},
+            "a job", {"--sequence": sequence, "--batch": batch, "--method": method, "--save": save}
         )
         assert file is not None
         measure, memory = (home, calibrate), (device_memory, host)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,7 +71,7 @@ def stack_lines(body: dict[str, Any]) -> list[str]:
         doing = [entry.state, DOING.get(entry.activity, "")]
         head = ", ".join(part for part in doing if part)
         lines.append(f"{rank_list(entry.ranks)}:" + (f" {head}" if head else ""))
-        lines += [f"  {frame}" for frame in entry.frames]
+        lines += [re.sub(r"/\S*/(site|dist)-packages/", "", f"  {frame}") for frame in entry.frames]
         lines += [f"  {entry.problem}"] if entry.problem else []
         lines += [f"  {_collective(entry, span)}" for span in entry.collectives]
         lines.append("")

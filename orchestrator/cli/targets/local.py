@@ -16,17 +16,10 @@ from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import Damaged, HoldfastError, Problem, SpecError, UserError
 from holdfast.orchestrator.protocol import python_command
 from holdfast.orchestrator.protocol.manifest import Manifest
-from holdfast.orchestrator.protocol.messages import (
-    BadFrame,
-    Reply,
-    Request,
-    decode,
-    encode,
-    frame_length,
-)
 from holdfast.orchestrator.runtime.job_directory import Home, JobDirectory
 from holdfast.orchestrator.runtime.observe.view import JobView
 
+from ...protocol.messages import BadFrame, Reply, Request, decode, encode, frame_length
 from ..display import Display, watch_job
 from ..output import plural, stderr, without_controller
 from ..render import after

@@ -109,9 +109,8 @@ def is_run(line: str) -> bool:
 @pytest.mark.parametrize("page", ["README.md", "docs/user/script.md"])
 def test_a_script_is_run_by_the_printed_commands(page: str) -> None:
     outputs = {line: run(line) for line in commands(page) if is_run(line)}
-    assert sum(" succeeded after " in text for text in outputs.values()) == len(
-        [line for line in outputs if line.startswith(("holdfast run ", "holdfast again "))]
-    )
+    runs = [line for line in outputs if line.startswith(("holdfast run ", "holdfast again "))]
+    assert sum(" succeeded after " in text for text in outputs.values()) == len(runs)
     assert any("rank 0 of 4 --lr 3e-4" in text for text in outputs.values())
 
 

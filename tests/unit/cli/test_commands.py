@@ -23,7 +23,7 @@ VERBS = [
     "run", "submit", "attach", "again", "status", "logs", "ui", "resize", "suspend", "resume",
     "cancel", "delete",
 ]  # fmt: skip
-HEAVY = ("pydantic", "msgspec", "yaml", "fsspec", "torch", "numpy", "psutil")
+HEAVY = ("asyncio", "pydantic", "msgspec", "yaml", "fsspec", "torch", "numpy", "psutil")
 
 JOB = """
 apiVersion: holdfast.dev/v1alpha1

@@ -132,6 +132,14 @@ def test_status_of_a_job_that_has_not_started() -> None:
     assert "memory: none; storage: none" in text_of(to)
 
 
+def test_a_table_leaves_columns_out_and_wraps_texts_but_cuts_nothing() -> None:
+    to = Console(file=io.StringIO(), width=40)
+    table = output.columns("strategy", "mesh", "memory", "why", leaves_out=("mesh",))
+    table.add_row("HSDP, this job", "replicate 4", "62.2 GiB", "longer than there is room for it")
+    to.print(table)
+    assert "HSDP, this job   62.2 GiB   longer than" in text_of(to) and "MESH" not in text_of(to)
+
+
 def report_lines(view: JobView) -> Iterator[str]:
     to = console()
     print_report(to, view)
