@@ -15,6 +15,7 @@ import socket
 import stat
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import wraps
@@ -31,6 +32,7 @@ from holdfast.orchestrator.errors import HoldfastError
 from .inspection import num_collectives
 from .store import TIMEOUT
 
+MAX_TIMES = 10_000
 FORM_TIMEOUT_S = 10.0
 FIRST_POLL_S, LONGEST_POLL_S = 0.0005, 0.02
 
@@ -119,6 +121,8 @@ class Groups:
         """Name -> group and its ranks, in the order of creation."""
         self.foreign = False
         """A group cannot be formed again."""
+        self._times: Counter[str] = Counter()
+        """How often the group of a name was formed in this generation: a script may replace it."""
         self._inodes: set[int] = set()
         """Sockets of the connections."""
         self.num_collectives = 0
@@ -161,6 +165,8 @@ class Groups:
         """Connect all groups, in a generation in which processes were kept; `rank` is this one's in
         it. Collective. `is_over`: the generation has ended. Raises NotKept, or RuntimeError."""
         before = (self._rank, self._world_size) if self.connected else (rank, world_size)
+        here = c10d._world.pg_map
+        self._listed = {name: one for name, one in self._listed.items() if one[0] in here}
         self._store.now, self._generation = store, generation
         store.set(f"kept/{rank}", json.dumps([*before, list(self._listed)]))
         keys = [f"kept/{other}" for other in range(world_size)]
@@ -171,6 +177,7 @@ class Groups:
         if moved or len(now) != world_size or {world for _, world, _ in ranks} != {before[1]}:
             raise NotKept("ranks of kept processes have moved")
         self._inodes.clear()
+        self._times.clear()
         self._rank, self._world_size, self.connected = rank, world_size, True
         for name, (group, members) in self._listed.items():
             members[:] = [now[was] for was in members if was in now]
@@ -183,7 +190,9 @@ class Groups:
         """Connect one group; with `is_over` of ranks that are all here. Its key names the members:
         a rank that lists others never meets these."""
         group, members = self._listed[name]
-        store, prefix = self._store.now, f"form/{self._generation}/{name}/{members}"
+        store, number = self._store.now, self._times[name]
+        prefix = f"form/{self._generation}/{name}/{number}/{members}"
+        self._times[name] += 1
         keys = [f"{prefix}/{member}" for member in members]
         store.set(f"{prefix}/{self._rank}", group.get_reconfigure_handle())
         timeout = TIMEOUT
@@ -194,7 +203,7 @@ class Groups:
             self._await(keys, FORM_TIMEOUT_S, is_over)
         handles = [handle.decode() for handle in store.multi_get(keys)]
         before = set(_sockets())
-        uuid = self._generation
+        uuid = self._generation * MAX_TIMES + number
         c10d._reconfigure(uuid=uuid, handles=handles, group=group, timeout=timeout).wait()
         self._inodes |= set(_sockets()) - before
 

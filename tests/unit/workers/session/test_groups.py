@@ -1,0 +1,99 @@
+"""Process groups that are cut and formed again, in two real processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+from holdfast.workers.agent.pool.failures import is_secondary
+from holdfast.workers.session import groups
+from holdfast.workers.session.groups import Groups, NotKept, SwitchStore
+
+pytestmark = pytest.mark.skipif(bool(groups.why_not_formed()), reason=groups.why_not_formed())
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def opened(port: int, rank: int) -> Store:
+    return TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False)
+
+
+def in_two_processes(work: Callable[[int, list[Callable[[], Store]]], None]) -> None:
+    """Each gets its rank and a way to open each of two stores, which rank 0 hosts."""
+    ports, pids = [free_port(), free_port()], []
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                stores = [partial(opened, port, rank) for port in ports]
+                work(rank, stores)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        pids.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
+
+
+def total(rank: int) -> float:
+    value = torch.tensor([float(rank + 1)])
+    dist.all_reduce(value)
+    return float(value)
+
+
+def joined(rank: int, store: Store, *, connected: bool) -> tuple[Groups, SwitchStore]:
+    torch.set_num_threads(1)
+    switch = SwitchStore(store)
+    made = Groups(switch, rank, 2, 1, connected=connected)
+    dist.init_process_group("gloo", store=switch, rank=rank, world_size=2)
+    return made, switch
+
+
+def test_a_collective_that_waits_is_cut_and_the_group_is_formed_again() -> None:
+    def work(rank: int, stores: list[Callable[[], Store]]) -> None:
+        made, switch = joined(rank, stores[0](), connected=True)
+        assert total(rank) == 3
+        dist.destroy_process_group()  # a script may make its own
+        dist.init_process_group("gloo", store=switch, rank=rank, world_size=2)
+        group = dist.new_group([0, 1])
+        assert total(rank) == 3
+        if rank == 0:
+            threading.Timer(0.2, made.cut).start()
+            with pytest.raises(RuntimeError) as error:
+                total(rank)
+            assert is_secondary(error.value)
+        made.connect(stores[1](), rank, 2, 2, lambda: False)
+        assert total(rank) == 3 and group.size() == 2
+        dist.barrier(group)
+
+    in_two_processes(work)
+
+
+def test_a_rank_with_more_groups_than_its_peers_does_not_connect() -> None:
+    def work(rank: int, stores: list[Callable[[], Store]]) -> None:
+        made, _ = joined(rank, stores[0](), connected=False)
+        with pytest.raises(RuntimeError, match="has not been initialized"):
+            total(rank)
+        if rank == 0:
+            made.connect(stores[1](), rank, 2, 2, lambda: False)
+            time.sleep(0.5)  # the store's host
+            return
+        dist.new_group([0, 1])
+        with pytest.raises(NotKept, match="different process groups"):
+            made.connect(stores[1](), rank, 2, 2, lambda: False)
+
+    in_two_processes(work)
