@@ -26,7 +26,8 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(BITS, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(),
                           nn.Linear(256, 1)).to(s.device)  # fmt: skip
     if s.world_size > 1:
-        fully_shard(model, mesh=s.fsdp_mesh)
+        for layer in (*model[::2], model):  # each linear layer, then what is left
+            fully_shard(layer, mesh=s.fsdp_mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     totals = {"samples": 0}  # JSON values, stored with the checkpoint
 

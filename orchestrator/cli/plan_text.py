@@ -90,7 +90,7 @@ def _verdict(plan: Plan) -> Text:
         return Text(text + where, "bold red")
     if figures is None or memory is None:
         what = "the model is" if figures is None else "the memory of the devices is"
-        fix = "" if figures is None else "; --devices 64xH100-80 says it"
+        fix = "" if figures is None else "; pass --devices, such as 64xH100-80"
         return Text(f"{plan.job}: not checked whether it fits: {what} not known{fix}", "bold")
     numbers = f"{size(figures.peak_bytes)} of {size(memory)} per worker by estimate"
     if plan.fits:

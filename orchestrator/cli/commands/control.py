@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.orchestrator import limits
-from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.errors import UserError
 
 from ..options import JobArgument, JsonOption, Target, with_target
 from ..output import print_json
@@ -105,7 +105,7 @@ def delete(
     found = target.find(job)
     what = found.describe_deletion(keep)
     if not yes and not sys.stdin.isatty():
-        raise UserError(str(Problem("--yes", "nothing, and no terminal to ask", "the option")))
+        raise UserError("stdin is not a terminal: pass --yes")
     if not yes:
         typer.confirm(f"Delete {what}?", abort=True)
     remarks = found.delete(keep)

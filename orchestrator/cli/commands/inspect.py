@@ -58,8 +58,8 @@ def status(
 
     for option, wanted in (("--watch", watch), ("--report", report or stacks), ("--html", html)):
         if wanted and (job is None or (watch and as_json)):
-            got = "it with --json" if as_json else "it without JOB"
-            raise UserError(str(Problem(option, got, "it with JOB, as text")))
+            why = "needs a JOB" if job is None else "prints text: leave --json out"
+            raise UserError(f"{option} {why}")
     if job is None:
         _list(target, as_json)
         return

@@ -52,12 +52,10 @@ LinesOption = Annotated[
     bool | None,
     typer.Option(
         "--logs/--no-logs", help="Show what rank 0 prints.",
-        show_default="of a script on this machine and on Kubernetes",
+        show_default="on for scripts, except on Ray",
     ),
 ]  # fmt: skip
-ReportOption = Annotated[
-    bool, typer.Option("--json", help="Print only JSON: the report at the end; submit: the name.")
-]
+ReportOption = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 PageOption = Annotated[
     bool, typer.Option("--ui", help="Open the page of your jobs beside it, see `holdfast ui`.")
 ]

@@ -100,7 +100,7 @@ def _name_taken(home: Home, directory: JobDirectory) -> Problem:
         )
     else:
         fix = f"its controller is gone: take it over with `holdfast attach {name}`"
-    got = f"{name}, which exists in {home.path} and is {state}"
+    got = f"{name}, which exists in {home.path} ({state})"
     return Problem(
         "metadata.name", got, "an unused name", f"{fix}, or choose another metadata.name"
     )

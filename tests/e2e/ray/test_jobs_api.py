@@ -257,7 +257,7 @@ def test_the_name_of_a_job_that_has_ended_is_refused_by_the_driver(
     assert first.returncode == 0, first.stdout + first.stderr
     again = submit(tmp_path, "once", 12, verb="run")
     assert again.returncode == 2 and "Traceback" not in again.stdout + again.stderr
-    taken = "metadata.name: got once, which exists in this Ray cluster and is succeeded"
+    taken = "metadata.name: got once, which exists in this Ray cluster (succeeded)"
     assert taken in again.stdout, again.stderr
     gone = holdfast("delete", "once", "--yes", "--ray", cluster_rig.connected().address)
     assert gone.returncode == 0, gone.stderr

@@ -68,7 +68,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["resize", "demo"], "Missing argument 'N'"),
         (["resize", "demo", "two"], "Invalid value for 'N'"),
         (["status", "--nope"], "No such option: --nope"),
-        (["status", "--watch"], "--watch: got it without JOB"),
+        (["status", "--watch"], "--watch needs a JOB"),
         (["run"], "FILE: got nothing"),
         (["run", "--attach", "demo"], "No such option: --attach. Arguments of a script come after"),
         (["run", "--again", "demo"], "Write `holdfast again`."),

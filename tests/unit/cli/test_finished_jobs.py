@@ -61,7 +61,7 @@ def test_without_a_terminal_a_deletion_needs_the_option_yes(
 ) -> None:
     ended_job(tmp_path / "home", "done")
     result = holdfast("delete", "done")
-    assert result.code == 2 and "--yes: got nothing, and no terminal to ask" in result.err
+    assert result.code == 2 and "stdin is not a terminal: pass --yes" in result.err
     assert [one.name for one in Home(tmp_path / "home").list()] == ["done"]
 
 

@@ -210,7 +210,7 @@ class KubernetesTarget(Target):
         return own
 
     def _name_in_use(self, namespace: str, name: str, state: str) -> Problem:
-        got = f"{name}, which exists in namespace {namespace} and is {state}"
+        got = f"{name}, which exists in namespace {namespace} ({state})"
         if state in TERMINAL:
             fix = f"remove it with {self._session.hint('delete', name)}"
         else:

@@ -229,7 +229,7 @@ class RayTarget(Target):
             fix = f"remove it with `{self.command('delete', job.name)}`"
         else:
             fix = f"watch it with `{self.command('attach', job.name)}`"
-        got = f"{job.name}, which exists in this Ray cluster and is {state}"
+        got = f"{job.name}, which exists in this Ray cluster ({state})"
         return Problem(
             "metadata.name", got, "a name that is free", f"{fix}, or choose another metadata.name"
         )
