@@ -170,10 +170,7 @@ WRONG = (
     Wrong(
         "no-password-in-a-path",
         script(checkpoint={"path": "s3://user:secret@host/x"}),
-        (
-            "spec.checkpoint.path: got",
-            "with a password in it; expected a URL without",
-        ),
+        ("spec.checkpoint.path: got", "with a password in it; expected a URL without"),
     ),
     Wrong(
         "heartbeat-timeout",

@@ -43,10 +43,7 @@ def _rejoin(job: Transcript, node: str, step: int = 30) -> list[object]:
             FromNode(
                 node,
                 NodeJoined(
-                    facts=facts(node),
-                    generation=job.state.generation,
-                    ranks=ranks,
-                    staged=staged,
+                    facts=facts(node), generation=job.state.generation, ranks=ranks, staged=staged
                 ),
             )
         )

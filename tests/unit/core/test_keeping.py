@@ -40,10 +40,7 @@ def test_the_next_generation_goes_on_with_what_was_kept() -> None:
 
 @pytest.mark.parametrize(
     "document",
-    [
-        spec(recovery={"keepProcesses": "never"}),
-        spec(resources={"gpu": 1}),
-    ],
+    [spec(recovery={"keepProcesses": "never"}), spec(resources={"gpu": 1})],
 )
 def test_nothing_is_kept_where_that_is_unwanted_or_unproved(
     document: dict[str, object],

@@ -173,10 +173,7 @@ def test_a_node_that_does_not_join_within_the_backends_limit_is_released() -> No
     (request,) = [a for a in job.state.inflight.values() if isinstance(a, RequestNodes)]
     promised = ActionSucceeded(
         action_id=request.action_id,
-        nodes=(
-            "a",
-            "b",
-        ),
+        nodes=("a", "b"),
         start_limit_s=1800.0,
     )
     job.apply(promised)

@@ -31,8 +31,7 @@ def elastic(elasticity: Any, low: int = 1, high: int = 4, workers: int = 2) -> d
 
 
 @pytest.mark.parametrize(
-    "elasticity, sizes",
-    [("any", [1, 2, 3, 4]), ("fixed", [4]), ([2, 8], [1, 4])],
+    "elasticity, sizes", [("any", [1, 2, 3, 4]), ("fixed", [4]), ([2, 8], [1, 4])]
 )
 def test_a_generation_has_a_size_that_the_spec_allows(elasticity: Any, sizes: list[int]) -> None:
     job = job_from_mapping(elastic(elasticity))

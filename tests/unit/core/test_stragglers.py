@@ -141,11 +141,7 @@ def heartbeats(step: int, pressure: float, gpus: bool = False) -> list[FromNode]
 
 
 def run(
-    spares: tuple[str, ...],
-    *,
-    replace: bool,
-    pressure: float = 0.0,
-    gpus: tuple[str, ...] = (),
+    spares: tuple[str, ...], *, replace: bool, pressure: float = 0.0, gpus: tuple[str, ...] = ()
 ) -> tuple[Transcript, list[AnyEvent]]:
     """`gpus`: the models of nodes a and b."""
     document = spec(

@@ -200,8 +200,7 @@ def test_the_status_has_the_answer_to_the_request_of_an_annotation(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["no JSON", 3000 * "[", '{"verb": "resize"}', '{"verb": "chaos", "arguments": 7}'],
+    "text", ["no JSON", 3000 * "[", '{"verb": "resize"}', '{"verb": "chaos", "arguments": 7}']
 )
 def test_an_annotation_that_is_not_a_request_is_removed_and_reported(
     text: str, tmp_path: Path
