@@ -32,12 +32,12 @@ def main() -> None:
     if method == "qlora":
         from torchao.quantization import NF4Tensor
 
-        for layer in (one for name, one in model.named_modules() if name.endswith("base_layer")):
-            weight = NF4Tensor.from_tensor(layer.weight.data, 64, 256)
-            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-    for block in (one for one in model.modules() if type(one).__name__ == "LlamaDecoderLayer"):
-        fully_shard(block, mesh=s.fsdp_mesh)
-    fully_shard(model, mesh=s.fsdp_mesh)
+        for own in (one for name, one in model.named_modules() if name.endswith("base_layer")):
+            own.weight = torch.nn.Parameter(NF4Tensor.from_tensor(own.weight.data, 64, 256), False)
+    if s.world_size > 1:  # NF4: with several workers on a node, or shard: world
+        for block in (one for one in model.modules() if type(one).__name__ == "LlamaDecoderLayer"):
+            fully_shard(block, mesh=s.fsdp_mesh)
+        fully_shard(model, mesh=s.fsdp_mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     first = torch.arange(512).unsqueeze(1)
     texts = (first * 7 + torch.arange(32) * (first % 5 + 1)) % WORDS
