@@ -51,9 +51,11 @@ class Holdfast(Contestant):
                 "env": {**workload.environment, **(environment or {})},
             },
         }
+        recovery = {"keepProcesses": "auto" if engine == "kept" else "never"}
         if patience_s is not None:
             limits = ("heartbeatTimeoutSeconds", "hangTimeoutSeconds")
-            self._spec["spec"]["recovery"] = dict.fromkeys(limits, patience_s)
+            recovery |= dict.fromkeys(limits, patience_s)
+        self._spec["spec"]["recovery"] = recovery
 
     @property
     def home(self) -> Path:

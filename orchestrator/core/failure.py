@@ -36,7 +36,7 @@ DEVICE_WORDS = (
 MISSING_DEVICE_TYPES = ("DeviceMissing",)
 """The node lacks a GPU that it should have, and a restart does not bring it back."""
 DIVERGED = "diverged"
-DIVERGED_TYPES = ("Diverged",)
+DIVERGED_TYPES = ("ReplicasDiverged",)
 """Replicas of a parameter differ after processes were kept."""
 DAMAGED_TYPES = ("DamagedCheckpoint",)
 MISSING_TYPES = ("MissingCheckpoint",)

@@ -57,6 +57,12 @@ def kept_from(
     else:
         each = state.job.spec.workers_per_node
         whole = mesh.replicate < was.replicate and all(here.get(n) == each for n in members)
+        # Two halves of different replicas never had process groups with each other.
+        size = max(1, was.world_size // was.replicate // each)
+        replicas = {before.members[at : at + size] for at in range(0, len(before.members), size)}
+        whole = whole and all(
+            members[at : at + size] in replicas for at in range(0, len(members), size)
+        )
     return state.generation if whole else 0
 
 
@@ -83,8 +89,8 @@ def failed(ctx: StepContext, failure: Failure) -> str:
     state, keeping = ctx.state, ctx.state.keeping
     assert state.group.membership is not None
     diverged = failure.rule == DIVERGED
-    early = bool(state.group.membership.kept_from) and not state.group.first_step_ns
-    if not diverged and (not early or failure.rule in OTHER_FAULTS):
+    early = not state.group.first_step_ns and failure.rule not in OTHER_FAULTS
+    if not state.group.membership.kept_from or not (diverged or early):
         return ""
     keeping.workers, keeping.num_failures = {}, keeping.num_failures + 1
     if diverged or keeping.num_failures >= TRIES:

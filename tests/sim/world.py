@@ -96,6 +96,7 @@ class World(VirtualTime):
         recovery = {
             "budgets": dict.fromkeys(("user", "infrastructure", "preemption", "hang"), generous),
             "startupTimeoutSeconds": 20,
+            "keepProcesses": "auto",
             "badNodeStrikes": self.rng.choice((2, 3, 50)),
         }
         storage = self.rng.choice(({"everySteps": 5}, {"everySteps": 10}, {"everySeconds": 4}))

@@ -10,6 +10,8 @@ the session's own.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import random
 import signal
 import sys
 import threading
@@ -18,9 +20,12 @@ from collections.abc import Iterable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.errors import UserError
@@ -51,6 +56,10 @@ class Attempts:
         """The agent may keep this process."""
         self.failed = False
         """The last attempt was halted."""
+        self.seeded = False
+        """s.seed was called in the running attempt."""
+        self._random: int | None = None
+        """Digest of the states of random numbers where the first attempt of a generation began."""
         self._halting, self._over = threading.Event(), threading.Event()
         self._open = self._stepped = False
         self._shields = 0
@@ -79,10 +88,15 @@ class Attempts:
                 return
 
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
-        own = frame is not None and frame.f_code in _OWN
-        if self.halting and self._open and not self._shields and not own:
-            self._open = False
-            raise AttemptHalted
+        if not self.halting or not self._open or self._shields:
+            return
+        while frame is not None:
+            # What a context manager has half entered would stay so. The signal comes again.
+            if frame.f_code.co_name in ("__enter__", "__exit__", "__del__"):
+                return
+            frame = frame.f_back
+        self._open = False
+        raise AttemptHalted
 
     def resumed(self) -> None:
         """This process has a seat in the next generation."""
@@ -103,6 +117,8 @@ class Attempts:
             raise AttemptHalted
 
     def expect_open(self, step: int) -> None:
+        if self.halting and self.wanted:
+            raise AttemptHalted  # again, if the script has caught it
         if not self._open:
             raise UserError(
                 f"session.step: got step {step} outside an attempt; expected it within `with "
@@ -116,10 +132,13 @@ class Attempts:
                 f"session.steps: got no s.step({step}) in the body of the loop; expected `with "
                 "s.attempt():`, and at its end s.step(step)"
             )
+        if self._random is not None and not self.seeded and self._random != _random_digest():
+            self.why_not = self.why_not or "an attempt draws random numbers without s.seed"
 
-    def begin(self) -> None:
-        """A step of the loop begins."""
-        self._stepped = False
+    def begin(self, *, first: bool) -> None:
+        """A step of the loop begins; `first`: of the generation."""
+        self._stepped = self.seeded = False
+        self._random = _random_digest() if first and self.groups is not None else None
 
     def halted(self) -> None:
         self._over.set()
@@ -144,9 +163,6 @@ class Attempts:
         _drop_frames(error)
         self.failed = True
         return True
-
-
-_OWN = {Attempts.__enter__.__code__, Attempts.__exit__.__code__}
 
 
 def _drop_frames(error: BaseException | None) -> None:
@@ -178,8 +194,44 @@ def _roots(model: Module) -> list[Any]:
     return roots
 
 
-def why_not(model: Module) -> str:
-    """Why this process cannot be kept as it is; empty: it can."""
+def _random_digest() -> int:
+    numpy = sys.modules.get("numpy")
+    state = (random.getstate(), numpy.random.get_state()[1].tobytes() if numpy else b"")
+    return hash((*state, torch.get_rng_state().numpy().tobytes()))
+
+
+def versions(model: Module) -> dict[str, int]:
+    """How often each buffer that checkpoints do not have was written."""
+    return {
+        f"{name}.{key}": module._buffers[key]._version  # type: ignore[union-attr]
+        for name, module in model.named_modules()
+        for key in module._non_persistent_buffers_set
+        if module._buffers.get(key) is not None
+    }
+
+
+def settings_digest(optimizers: Iterable[Optimizer]) -> int:
+    """Digest of the numbers in all parameter groups, such as the learning rate; below 2**56."""
+    values = [
+        (key, float(value) if isinstance(value, Tensor) else value)
+        for one in optimizers
+        for group in one.param_groups
+        for key, value in sorted(group.items())
+        if isinstance(value, (bool, int, float, str, tuple))
+        or (isinstance(value, Tensor) and value.numel() == 1)
+    ]
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=7).digest())
+
+
+def why_not(model: Module, buffers: dict[str, int]) -> str:
+    """Why this process cannot be kept as it is; empty: it can. `buffers`: `versions` at restore."""
+    if buffers != versions(model):
+        return "the model writes buffers that checkpoints do not have"
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel) and (
+            module.static_graph or module._get_ddp_logging_data().get("comm_hook")
+        ):
+            return "DDP has a static graph or a communication hook"
     if not all(hasattr(root, "reset_iter_state") for root in _roots(model)):
         return "this torch cannot reset FSDP2 after an error (2.15 can)"
     dynamo = sys.modules.get("torch._dynamo.utils")

@@ -35,9 +35,9 @@ from holdfast.workers.checkpoint.upload import CudaUpload, Uploader
 from holdfast.workers.session.order import mix
 
 from . import agent_channel, inspection, numa, reporting
-from .attempts import Attempts, checksum, reset, why_not
+from .attempts import Attempts, checksum, reset, settings_digest, versions, why_not
 from .distributed import Meshes, RankEnv, expect_on, join, own_store, pick_device, rank_env
-from .groups import Diverged, Groups, NotKept, why_not_formed
+from .groups import Groups, NotKept, ReplicasDiverged, why_not_formed
 from .loss import LossReport
 from .measures import PeakMemory, SentBytes
 from .shards import Shards
@@ -65,11 +65,14 @@ class Session:
         self.meshes = Meshes(shape, device.type)
         self._channel = agent_channel.of_process()
         self._attempts = Attempts(None, "")
-        self._loops = self._follows_size = False
+        self._loops = False
+        self._read_within: set[str] = set()
+        """What attempts read of the part of the batch that is this rank's."""
         self._num_compared = CHECKED_STEPS
         """Steps since processes were kept whose parameters were compared between replicas."""
         self._shards_given: list[Shards] = []
         self._modes: list[bool] = []
+        self._volatile: dict[str, int] = {}
         """Whether each module of the model trains."""
         self._checkpoint_path = attached.assign.checkpoint_path if attached else ""
         self.directory = working_directory(attached) if attached else "."
@@ -121,13 +124,13 @@ class Session:
     @property
     def data_parallel_rank(self) -> int:
         """Which slice of the global batch this rank reads: 0 to data_parallel_size - 1."""
-        self._follows_size |= self._attempts.is_open
+        self._read_within |= {"rank"} if self._attempts.is_open else set()
         return self.shape.data_parallel_index(self.rank)
 
     @property
     def data_parallel_size(self) -> int:
         """Number of slices of the global batch: replicate x shard."""
-        self._follows_size |= self._attempts.is_open
+        self._read_within |= {"size"} if self._attempts.is_open else set()
         return self.shape.data_parallel_size
 
     @property
@@ -145,7 +148,8 @@ class Session:
 
         Called at every step, it makes random numbers continue after a restore without saved state.
         """
-        value = mix(seed, step, self.data_parallel_rank)
+        value = mix(seed, step, self.shape.data_parallel_index(self.rank))
+        self._attempts.seeded = True
         random.seed(value)
         torch.manual_seed(value)
 
@@ -298,6 +302,7 @@ class Session:
         else:
             self._last_step = start - 1
         self._first_step = self._last_step + 1
+        self._volatile = versions(state.model)
         if self._channel is not None:
             self._stager = Stager(
                 state,
@@ -333,16 +338,20 @@ class Session:
             raise UserError(
                 "session.steps: got a call before restore; expected s.restore(model, optimizer)"
             )
-        self._loops = True
+        self._loops, first_step = True, self._last_step + 1
         try:
             while True:
                 if self._attempts.failed or self._attempts.halting:
                     self._resume(self._state)
+                    if self._last_step + 1 < first_step:
+                        raise NotKept("the restored step is before the first one of this loop")
                 if self._last_step + 1 >= total_steps:
                     return
                 self._want_keeping(self._state)
                 step = self._last_step + 1
-                self._attempts.begin()
+                if self._attempts.groups is not None:
+                    self._modes = [module.training for module in self._state.model.modules()]
+                self._attempts.begin(first=step == self._first_step)
                 yield step
                 if not (self._attempts.failed or self._attempts.halting):
                     self._attempts.expect_stepped(step)
@@ -369,11 +378,10 @@ class Session:
         why = attempts.why_not
         if groups is not None:
             why = why or ("torch has groups of other backends" if groups.foreign else "")
-            why = why or why_not(state.model)
+            why = why or why_not(state.model, self._volatile)
             why = why or ("the model is a pipeline" if self.shape.pipeline > 1 else "")
             own = self._data or state.rank_state is not None
             why = why or ("loaders or single ranks have state" if own else "")
-        self._modes = [module.training for module in state.model.modules()]
         attempts.wanted = not why
         self._channel.send(worker_protocol.KeepReported(why_not=why))
 
@@ -386,8 +394,8 @@ class Session:
         attached = channel.next_seat(self._last_step)
         attempts.resumed()
         self._take_seat(rank_env(), attached.assign.membership.mesh, attached)
-        if self.world_size != before and not self._follows_size:
-            raise NotKept("the loop does not read data_parallel_size within its attempts")
+        if self.world_size != before and len(self._read_within) < 2:
+            raise NotKept("attempts do not read both data_parallel_rank and data_parallel_size")
         self._enter("build")
         self._connect(groups)
         reset(state.model, groups, self._modes)
@@ -408,23 +416,21 @@ class Session:
         self._num_compared = 0
 
     def _compare_replicas(self, state: TrainingState) -> None:
-        """Raise Diverged if replicas have other parameters in the first steps after processes were
-        kept. Collective."""
+        """Raise ReplicasDiverged if, in the first steps after processes were kept, replicas have
+        other parameters, or ranks other settings of optimizers. Collective."""
         if self._num_compared >= CHECKED_STEPS:
             return
         self._num_compared += 1
-        if self.shape.replicate == 1:
-            return
-        number, shard = (
-            checksum(p for p in state.parameters.values() if p.requires_grad),
-            self.shape.shard_index(self.rank),
-        )
-        largest_s2 = torch.full((self.shape.num_shards, 2), -(2**63), dtype=torch.int64)
-        largest_s2[shard] = torch.tensor([number, -number])
+        number = checksum(p for p in state.parameters.values() if p.requires_grad)
+        common = settings_digest(one.optimizer for one in state.optimizers)
+        # The last row: settings, such as the learning rate, that are the same on all ranks.
+        largest_s2 = torch.full((self.shape.num_shards + 1, 2), -(2**63), dtype=torch.int64)
+        largest_s2[self.shape.shard_index(self.rank)] = torch.tensor([number, -number])
+        largest_s2[-1] = torch.tensor([common, -common])
         dist.all_reduce(largest_s2, dist.ReduceOp.MAX)
         if bool((largest_s2.sum(1) != 0).any()):
-            raise Diverged(
-                f"replicas have different parameters after step {self._last_step + 1}, soon after "
+            raise ReplicasDiverged(
+                f"ranks have different values or settings after step {self._last_step + 1}, after "
                 "processes were kept; all are forked again from the last state"
             )
 

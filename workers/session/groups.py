@@ -41,7 +41,7 @@ class NotKept(HoldfastError):
     """A kept process cannot go on in this generation; all ranks are forked again."""
 
 
-class Diverged(HoldfastError):
+class ReplicasDiverged(HoldfastError):
     """Replicas of a parameter differ after processes were kept."""
 
 

@@ -98,7 +98,11 @@ def scripted(place: Path, kind: str, steps: int, **changes: Any) -> Job:
             "workersPerNode": 2,
             "resources": {"cpu": 1, "gpu": 0},
             "parallelism": {"shard": shard},
-            "recovery": {"budgets": {"infrastructure": {"restarts": 1000}}, "badNodeStrikes": 1000},
+            "recovery": {
+                "keepProcesses": "auto",
+                "budgets": {"infrastructure": {"restarts": 1000}},
+                "badNodeStrikes": 1000,
+            },
             "checkpoint": {"storage": {"everySteps": 50}, "memory": {"everySteps": 1}},
             **changes,
         },

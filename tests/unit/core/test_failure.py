@@ -45,7 +45,7 @@ CASES = {
     "checkpoint-unreadable": Evidence(
         exits=exits(Exit(rank=1, code=1, error_type="UnreadableCheckpoint"))
     ),
-    "diverged": Evidence(exits=exits(Exit(rank=1, code=1, error_type="Diverged"))),
+    "diverged": Evidence(exits=exits(Exit(rank=1, code=1, error_type="ReplicasDiverged"))),
     "out-of-memory": Evidence(
         exits=exits(Exit(rank=1, code=1, error_type="OutOfMemoryError", out_of_memory=True))
     ),

@@ -12,6 +12,8 @@ from holdfast.orchestrator.protocol.facts import Exit
 
 from .harness import Transcript, spec
 
+KEEPS = spec(recovery={"keepProcesses": "auto"})
+
 
 def kept_after_a_kill(job: Transcript) -> None:
     """Worker 0 is killed, and the others wait."""
@@ -21,7 +23,7 @@ def kept_after_a_kill(job: Transcript) -> None:
 
 
 def test_the_next_generation_goes_on_with_what_was_kept() -> None:
-    job = Transcript().started(step=3)
+    job = Transcript(KEEPS).started(step=3)
     job.exits(0, signal=9, step=3)
     assert all(stop.keep for stop in job.of(StopGroup))
     job.stopped("a", 3, kept=(1,))
@@ -40,7 +42,7 @@ def test_the_next_generation_goes_on_with_what_was_kept() -> None:
 
 @pytest.mark.parametrize(
     "document",
-    [spec(recovery={"keepProcesses": "never"}), spec(resources={"gpu": 1})],
+    [spec(), spec(recovery={"keepProcesses": "auto"}, resources={"gpu": 1})],
 )
 def test_nothing_is_kept_where_that_is_unwanted_or_unproved(
     document: dict[str, object],
@@ -51,17 +53,17 @@ def test_nothing_is_kept_where_that_is_unwanted_or_unproved(
 
 
 def test_a_generation_that_has_not_trained_keeps_nothing_and_nor_does_a_planned_stop() -> None:
-    job = Transcript().started(step=None)
+    job = Transcript(KEEPS).started(step=None)
     job.exits(0, signal=9)
     assert job.of(StopGroup) and not any(stop.keep for stop in job.of(StopGroup))
-    job = Transcript().started(step=3)
+    job = Transcript(KEEPS).started(step=3)
     job.apply(ResizeRequested(nodes=1))
     job.wait(60)
     assert job.all(StopGroup) and not any(stop.keep for stop in job.all(StopGroup))
 
 
 def test_a_smaller_world_keeps_processes_if_it_has_no_new_ones() -> None:
-    recovery = {"replacementWaitSeconds": 0}
+    recovery = {"keepProcesses": "auto", "replacementWaitSeconds": 0}
     for kept, expected in (((2, 3), 1), ((2,), 0)):
         job = Transcript(spec(recovery=recovery)).started(step=3)
         job.lose("a")
@@ -72,7 +74,7 @@ def test_a_smaller_world_keeps_processes_if_it_has_no_new_ones() -> None:
 
 
 def test_kept_processes_that_cannot_go_on_cost_no_restart_and_all_are_forked() -> None:
-    job = Transcript().started(step=3)
+    job = Transcript(KEEPS).started(step=3)
     error = Exit(rank=1, code=1, error_type="NotKept", error_message="ranks have moved")
     for failures in (1, 2):
         kept_after_a_kill(job)
@@ -94,7 +96,7 @@ def test_kept_processes_that_cannot_go_on_cost_no_restart_and_all_are_forked() -
 
 
 def test_another_fault_while_kept_processes_go_on_is_charged() -> None:
-    job = Transcript().started(step=3)
+    job = Transcript(KEEPS).started(step=3)
     kept_after_a_kill(job)
     job.succeed(LaunchGroup)
     job.exits(2, signal=9, step=3)
@@ -104,12 +106,19 @@ def test_another_fault_while_kept_processes_go_on_is_charged() -> None:
 
 
 def test_replicas_that_differ_are_an_incident_and_nothing_is_kept_any_more() -> None:
-    job = Transcript().started(step=3)
+    job = Transcript(KEEPS).started(step=3)
     kept_after_a_kill(job)
     job.succeed(LaunchGroup)
     job.step(4)
-    job.exits(3, code=1, error_type="Diverged", error_message="replicas differ", step=4)
+    job.exits(3, code=1, error_type="ReplicasDiverged", error_message="replicas differ", step=4)
     job.all_stopped(4)
     assert job.state.incidents[-1].rule == "diverged"
     assert not job.of(LaunchGroup)[0].membership.kept_from
     assert "replicas differ" in job.state.keeping.why_never
+
+
+def test_an_error_of_that_name_in_a_job_that_kept_nothing_is_charged() -> None:
+    job = Transcript(KEEPS).started(step=3)
+    job.exits(3, code=1, error_type="ReplicasDiverged", step=4)
+    job.all_stopped(4)
+    assert job.state.ledger.restarts == {"infrastructure": 1}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import socket
 import threading
 import time
@@ -22,31 +24,34 @@ from holdfast.workers.session.groups import Groups, NotKept, SwitchStore
 pytestmark = pytest.mark.skipif(bool(groups.why_not_formed()), reason=groups.why_not_formed())
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-def opened(port: int, rank: int) -> Store:
-    return TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False)
+def opened(listener: socket.socket, rank: int) -> Store:
+    fd = os.dup(listener.fileno()) if rank == 0 else None
+    at = listener.getsockname()
+    return TCPStore(*at, None, rank == 0, wait_for_workers=False, master_listen_fd=fd)
 
 
 def in_two_processes(work: Callable[[int, list[Callable[[], Store]]], None]) -> None:
     """Each gets its rank and a way to open each of two stores, which rank 0 hosts."""
-    ports, pids = [free_port(), free_port()], []
+    listeners, pids = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)], []
     for rank in range(2):
         pid = os.fork()
         if pid == 0:
             try:
-                stores = [partial(opened, port, rank) for port in ports]
+                stores = [partial(opened, one, rank) for one in listeners]
                 work(rank, stores)
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
         pids.append(pid)
-    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
+    ends = {os.pidfd_open(pid): pid for pid in pids}
+    first = ends[select.select(ends, [], [])[0][0]]
+    (other,) = set(pids) - {first}
+    if status := os.waitpid(first, 0)[1]:
+        os.kill(other, signal.SIGKILL)  # it would wait for its peer
+    assert (status, os.waitpid(other, 0)[1]) == (0, 0)
+    for one in (*ends, *(listener.detach() for listener in listeners)):
+        os.close(one)
 
 
 def total(rank: int) -> float:
