@@ -7,10 +7,9 @@ import select
 import signal
 import socket
 import threading
-import time
 import traceback
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -33,24 +32,29 @@ def opened(listener: socket.socket, rank: int) -> Store:
 def in_two_processes(work: Callable[[int, list[Callable[[], Store]]], None]) -> None:
     """Each gets its rank and a way to open each of two stores, which rank 0 hosts."""
     listeners, pids = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)], []
+    read, write = os.pipe()
     for rank in range(2):
         pid = os.fork()
         if pid == 0:
             try:
-                stores = [partial(opened, one, rank) for one in listeners]
+                os.close(read if rank else write)
+                stores = [cache(partial(opened, one, rank)) for one in listeners]
                 work(rank, stores)
+                if rank == 0:
+                    os.read(read, 1)  # it hosts the stores until the other one has ended
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
         pids.append(pid)
+    os.close(write)
     ends = {os.pidfd_open(pid): pid for pid in pids}
     first = ends[select.select(ends, [], [])[0][0]]
     (other,) = set(pids) - {first}
     if status := os.waitpid(first, 0)[1]:
         os.kill(other, signal.SIGKILL)  # it would wait for its peer
     assert (status, os.waitpid(other, 0)[1]) == (0, 0)
-    for one in (*ends, *(listener.detach() for listener in listeners)):
+    for one in (read, *ends, *(listener.detach() for listener in listeners)):
         os.close(one)
 
 
@@ -95,7 +99,6 @@ def test_a_rank_with_more_groups_than_its_peers_does_not_connect() -> None:
             total(rank)
         if rank == 0:
             made.connect(stores[1](), rank, 2, 2, lambda: False)
-            time.sleep(0.5)  # the store's host
             return
         dist.new_group([0, 1])
         with pytest.raises(NotKept, match="different process groups"):
