@@ -55,6 +55,7 @@ PLACES = {
     "integrations/ray_train.py::prepare_model": NO_TEST,
     "session/core.py::Session.__init__": _GPU_JOB,
     "session/core.py::Session._load": _GPU_JOB,
+    "session/core.py::_why_not_kept": "kept processes are for CPUs only yet",
     "session/core.py::init": _GPU_JOB,
     "session/distributed.py::join": f"{OURS}test_a_group_of_one_rank_uses_nccl",
     "session/distributed.py::pick_device": _GPU_JOB,

@@ -32,7 +32,7 @@ class BuddyWorld(World):
         size = 2 + self.seed % 2
         spec["nodes"] = {"min": size, "max": size, "spares": 4}
         spec["workersPerNode"], spec["parallelism"] = 1, {"shard": size}
-        spec["recovery"]["badNodeStrikes"] = 50
+        spec["recovery"] |= {"badNodeStrikes": 50, "keepProcesses": "never"}
         spec["checkpoint"] = {"storage": {"everySteps": 10_000}, "memory": {"everySteps": 1}}
         return document
 

@@ -22,7 +22,7 @@ def world_with(seed: int, **recovery: Any) -> World:
     class Strict(World):
         def _draw_job(self) -> dict[str, Any]:
             document = super()._draw_job()
-            document["spec"]["recovery"] |= recovery
+            document["spec"]["recovery"] |= {"keepProcesses": "never", **recovery}
             return document
 
     world = Strict(seed)

@@ -28,7 +28,7 @@ MAX_WORDS = 40000
 BUDGETS = {
     "orchestrator": 53221,
     "workers": 24735,
-    "tests": 87116,
+    "tests": 87124,
     "orchestrator/api": 4324,
     "orchestrator/backends": 6332,
     "orchestrator/catalogue": 990,

@@ -203,7 +203,7 @@ def _random_digest() -> int:
 def versions(model: Module) -> dict[str, int]:
     """How often each buffer that checkpoints do not have was written."""
     return {
-        f"{name}.{key}": module._buffers[key]._version  # type: ignore[union-attr]
+        f"{name}.{key}": module._buffers[key]._version
         for name, module in model.named_modules()
         for key in module._non_persistent_buffers_set
         if module._buffers.get(key) is not None
@@ -228,10 +228,10 @@ def why_not(model: Module, buffers: dict[str, int]) -> str:
     if buffers != versions(model):
         return "the model writes buffers that checkpoints do not have"
     for module in model.modules():
-        if isinstance(module, DistributedDataParallel) and (
-            module.static_graph or module._get_ddp_logging_data().get("comm_hook")
-        ):
-            return "DDP has a static graph or a communication hook"
+        if isinstance(module, DistributedDataParallel):
+            facts: Any = module
+            if facts.static_graph or facts._get_ddp_logging_data().get("comm_hook"):
+                return "DDP has a static graph or a communication hook"
     if not all(hasattr(root, "reset_iter_state") for root in _roots(model)):
         return "this torch cannot reset FSDP2 after an error (2.15 can)"
     dynamo = sys.modules.get("torch._dynamo.utils")

@@ -36,7 +36,7 @@ def test_a_job_is_described_like_a_local_one(jobs: Kubectl, holdfast: HoldfastCl
     write_status(jobs, trained(checkpoint_path="s3://bucket/demo"))
     status = holdfast("status", "demo")
     assert status.code == 0 and status.err == ""
-    for part in ("demo  running", "42 of 100 steps", "HSDP: replicate 2 x shard 2", "42 steps in "):
+    for part in ("demo  running", "42 of 100 steps", "HSDP: replicate 2 x shard 2", "after 42 s"):
         assert part in status.out
     report = holdfast("status", "demo", "--report")
     for part in ("goodput 90.9%", "2 incidents", "worker 1 hangs", "decision: restart all 4 work"):
@@ -90,7 +90,7 @@ def test_a_finished_job_keeps_its_name_until_it_is_deleted(
     again = holdfast("run", file)
     assert again.code == 2
     assert "metadata.name: got demo, which exists in namespace" in again.err
-    assert "is failed; expected a name that is free; remove it with `holdfast delete" in again.err
+    assert "(failed); expected a name that is free; remove it with `holdfast delete" in again.err
     watched = holdfast("attach", "demo")
     assert watched.code == 1 and "2 incidents" in watched.out
     ended = holdfast("resize", "demo", "1")

@@ -76,7 +76,7 @@ def test_a_restart_touches_only_its_own_checkpoints_and_is_held_before_it_overwr
         job.until(lambda view: view.own_checkpoint == f"{own}/model.ckpt")
         foreign.mkdir(parents=True)
         (foreign / "config.json").write_text("{}")
-        job.until(lambda _view: steps_and_pid(own)[0] > 5)
+        job.until(lambda _view: (own / "model.ckpt").exists() and steps_and_pid(own)[0] > 5)
         os.kill(steps_and_pid(own)[1], signal.SIGKILL)
         view = job.until(lambda view: view.state == "suspended")
         assert f"has not opened {own}/model.ckpt, and would write over it" in view.hold

@@ -68,7 +68,7 @@ def test_a_taken_name_is_reported_with_the_state_of_the_job_and_the_fix(tmp_path
     with pytest.raises(UserError) as raised:
         create_job(home, make_job(), tmp_path)
     assert "metadata.name: got tiny" in str(raised.value)
-    assert "is pending" in str(raised.value)
+    assert "(pending)" in str(raised.value)
     assert "holdfast attach tiny" in str(raised.value)
     assert raised.value.exit_code == 2
     with directory.locked(), pytest.raises(UserError, match="holdfast status tiny"):

@@ -29,6 +29,7 @@ from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime, JobRuntimeTiming
 from holdfast.workers.agent.storage import persist
+from holdfast.workers.checkpoint.layout import make_layout
 
 from .harness import BOUND_S, FakeBackend, JobHarness, drive, make_job
 from .test_commits import MemoryJournal
@@ -283,11 +284,13 @@ def test_the_next_controller_commits_what_agents_wrote_without_one(tmp_path: Pat
             generation = job.runtime.state.generation
             place = Path(job.checkpoint_path(job.job()))
             for shard in range(2):
-                written = StagedShard(41, generation, shard, 2, 10)
+                identity = {"generation": generation, "shard": shard, "num_shards": 2}
+                data = bytes(make_layout([], **identity, extra=b"{}").render(41, [], b"{}"))
+                written = StagedShard(41, generation, shard, 2, len(data))
                 directory, name = directory_name(41, generation), shard_file_name(shard, 2)
                 fd = os.memfd_create("shard")
-                os.write(fd, bytes(10))
-                done = persist.write_shard(fd, 10, str(place), directory, name)
+                os.write(fd, data)
+                done = persist.write_shard(fd, len(data), str(place), directory, name)
                 note = persist.note_of(written, name, done, Mesh(shard=2))
                 persist.write_note(note, str(place), directory, name)
             await job.start(job.journal.reopened())
