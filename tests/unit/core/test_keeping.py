@@ -1,5 +1,4 @@
-"""Processes that survive their generation: when workers keep them, and what a failure of such a
-generation costs."""
+"""When workers keep their processes, and what a failure of such a generation costs."""
 
 from __future__ import annotations
 
@@ -12,7 +11,8 @@ from holdfast.orchestrator.protocol.facts import Exit
 
 from .harness import Transcript, spec
 
-KEEPS = spec(recovery={"keepProcesses": "auto"})
+AUTO = {"keepProcesses": "auto"}
+KEEPS = spec(recovery=AUTO)
 
 
 def kept_after_a_kill(job: Transcript) -> None:
@@ -40,13 +40,8 @@ def test_the_next_generation_goes_on_with_what_was_kept() -> None:
     assert job.replayed().state.keeping == job.state.keeping
 
 
-@pytest.mark.parametrize(
-    "document",
-    [spec(), spec(recovery={"keepProcesses": "auto"}, resources={"gpu": 1})],
-)
-def test_nothing_is_kept_where_that_is_unwanted_or_unproved(
-    document: dict[str, object],
-) -> None:
+@pytest.mark.parametrize("document", [spec(), spec(recovery=AUTO, resources={"gpu": 1})])
+def test_nothing_is_kept_where_that_is_unwanted_or_unproved(document: dict[str, object]) -> None:
     job = Transcript(document).started(step=3)
     job.exits(0, signal=9, step=3)
     assert not any(stop.keep for stop in job.of(StopGroup))
