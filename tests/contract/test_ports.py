@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import subprocess
@@ -130,11 +129,7 @@ def port(request: pytest.FixtureRequest) -> Port:
 )
 def test_peers_are_served_beside_strangers(port: Port, behave: Any, size: int) -> None:
     port.use()
-    num_served = 0
     with Crowd(port.number, behave, size):
         for _ in range(NUM_REQUESTS):
-            # Where CPUs are busy, a peer of the strangers' address may greet late.
-            with contextlib.suppress(peer_transfer.PeerError):
-                port.use()
-                num_served += 1
-    assert num_served >= NUM_REQUESTS - 2 and port.process.poll() is None
+            port.use()
+    assert port.process.poll() is None

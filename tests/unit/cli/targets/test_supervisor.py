@@ -61,6 +61,10 @@ def test_a_ray_job_that_is_stopped_gets_no_other_driver() -> None:
     process.stdin.close()
     process.wait()
     assert process.stdout.read() == "" and process.returncode == 128 + signal.SIGKILL
+    process = start(WAIT)
+    assert process.stdout is not None and process.stdout.readline() == "driver 0\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 128 + signal.SIGTERM
 
 
 def test_a_stop_while_another_driver_starts_is_handled_once_it_can_cancel_the_job() -> None:

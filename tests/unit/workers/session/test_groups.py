@@ -23,10 +23,9 @@ from holdfast.workers.session.groups import Groups, NotKept, SwitchStore
 pytestmark = pytest.mark.skipif(bool(groups.why_not_formed()), reason=groups.why_not_formed())
 
 
-def opened(listener: socket.socket, rank: int) -> Store:
-    fd = os.dup(listener.fileno()) if rank == 0 else None
-    at = listener.getsockname()
-    return TCPStore(*at, None, rank == 0, wait_for_workers=False, master_listen_fd=fd)
+def opened(at: socket.socket, rank: int) -> Store:
+    fd = os.dup(at.fileno()) if rank == 0 else None
+    return TCPStore(*at.getsockname(), None, not rank, wait_for_workers=False, master_listen_fd=fd)
 
 
 def in_two_processes(work: Callable[[int, list[Callable[[], Store]]], None]) -> None:
