@@ -70,6 +70,8 @@ _LONG = {
     "e2e/kubernetes/test_commands.py::test_": "a_request_that_waits; an_unanswered; watching",
     "e2e/kubernetes/test_missing_rights.py::test_without_the_right_to_": "create_e; create_s; d; w",
     "e2e/kubernetes/test_rights.py::test_": "a_missing_gang; "
+    "a_message_goes_to_the_address_in_a_secret_and_nothing_else_has_it[n; "
+    "the_page_has_no_button_for_what_its_reader_may_not_do[n; "
     "the_whole_life_of_a_job_needs_no_other_rights[n",
     # Clusters of their own (autoscaler, tokens, pip), a browser, several jobs at once. test_faults,
     # test_cleanup, test_jobs_api and the contract run a job on Ray and lose its parts.

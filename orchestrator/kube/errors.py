@@ -37,6 +37,9 @@ SECRETS = Resource("", "v1", "secrets")
 CONFIG_MAPS = Resource("", "v1", "configmaps")
 NODES = Resource("", "v1", "nodes", namespaced=False)
 EVENTS = Resource("", "v1", "events")
+ACCESS_REVIEWS = Resource(
+    "authorization.k8s.io", "v1", "selfsubjectaccessreviews", namespaced=False
+)
 LEASES = Resource("coordination.k8s.io", "v1", "leases")
 JOBS = Resource(names.GROUP, names.VERSION, names.PLURAL)
 

@@ -39,7 +39,7 @@ def ui(
     It is served by this process, on this machine's loopback, with a random token in its URL; a
     cluster is read with your own credentials, and nothing is installed there. Ctrl-C ends the page.
 
-    Examples: `holdfast ui`, `holdfast ui --kubernetes -n team`, `holdfast ui --ray http://HEAD:8265`
+    Examples: `holdfast ui`, `holdfast ui --kubernetes -n team`, `holdfast ui --ray ray://HEAD:10001`
     """
     import secrets
     import socket

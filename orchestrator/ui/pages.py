@@ -10,8 +10,9 @@ import base64
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -30,6 +31,7 @@ PHASE_COLOURS = dict(zip(PHASES, ("red", "magenta", "blue", "cyan", "yellow"), s
 CATEGORY_COLOURS = ("green", "cyan", "blue", "magenta", "yellow", "red", "bright_black")
 SECTIONS = ("head", "time", "charts", "incidents", "nodes", "checkpoints", "plan")
 HEALTHY = ("running", "starting")
+NOTHING: Mapping[str, str] = MappingProxyType({})
 MANY_NODES = 16
 """A job with more nodes shows those with trouble first."""
 FRESH_S = 5.0
@@ -103,14 +105,19 @@ def left_s(view: JobView) -> float | None:
 
 
 # -- one job ------------------------------------------------------------------------------------
-def job_sections(view: JobView, remarks: Sequence[str] = ()) -> dict[str, str]:
-    """Name of each section -> its HTML; empty where the job has nothing of the kind."""
+def job_sections(
+    view: JobView, remarks: Sequence[str] = (), rejections: Mapping[str, str] = NOTHING
+) -> dict[str, str]:
+    """Name of each section -> its HTML; empty where the job has nothing of the kind.
+
+    `rejections`: verb of a request that the reader may not send -> the right that is missing.
+    """
     make: dict[str, Callable[[JobView], dict[str, Any] | None]] = {
         "time": _time, "charts": _charts, "incidents": _incidents, "nodes": _nodes,
         "checkpoints": _checkpoints, "plan": _plan,
     }  # fmt: skip
     found = {
-        "actions": render_page("actions.html", verbs=_verbs(view)),
+        "actions": render_page("actions.html", **_actions(view, rejections)),
         "head": render_page("head.html", **_head(view, remarks)),
     }
     for name, values_of in make.items():
@@ -119,16 +126,23 @@ def job_sections(view: JobView, remarks: Sequence[str] = ()) -> dict[str, str]:
     return found
 
 
-def _verbs(view: JobView) -> dict[str, str]:
-    """Verb of a request that this state allows -> its button."""
+def _actions(view: JobView, rejections: Mapping[str, str]) -> dict[str, Any]:
+    """Requests that this state allows, and the rights that the reader lacks for some."""
+    wanted = _wanted(view)
+    missing = dict.fromkeys(rejections[verb] for verb in wanted if verb in rejections)
+    verbs = {verb: VERBS[verb][0] for verb in wanted if verb not in rejections}
+    return {"verbs": verbs, "missing": list(missing)}
+
+
+def _wanted(view: JobView) -> list[str]:
     if view.state in TERMINAL:
-        return {}
+        return []
     wanted = ["suspend", "resize", "cancel"]
     if view.state == "running" and view.own_checkpoint is None:
         wanted.insert(0, "checkpoint")
     if view.state in ("suspending", "suspended"):
         wanted = ["resume", "cancel"]
-    return {verb: VERBS[verb][0] for verb in wanted}
+    return wanted
 
 
 def _head(view: JobView, remarks: Sequence[str]) -> dict[str, Any]:

@@ -34,6 +34,8 @@ T = TypeVar("T")
 PROGRAM = "holdfast.orchestrator.cli.main"
 READ_S, REST, ENDED_S = 1.0, 8.0, 15.0
 """Between two reads: at least, in units of what a read takes, and of a job that has ended."""
+RIGHTS_S = 60.0
+"""What a user may do is asked this often."""
 OF_A_JOB = re.compile(r"[-a-z0-9/]+: \S")
 """A line about a job that cannot be read; libraries print other ones."""
 MAX_LINES = 2000
@@ -59,6 +61,8 @@ class Source:
         self._target, self.where = target, where
         self.closed = False
         """The page ends: its streams end too."""
+        self._rejections: dict[str, str] = {}
+        self._rights_fresh_until = 0.0
         self._readings: dict[str, Reading] = {}
         # A target is used by one thread; what asks ranks takes seconds, and gets another one.
         self._reader = ThreadPoolExecutor(1, "read")
@@ -86,7 +90,11 @@ class Source:
         if name:
             job = self._target.find(name)
             view = job.view()
-            reading.view, reading.sections = view, pages.job_sections(view, job.remarks(view))
+            if time.monotonic() >= self._rights_fresh_until:
+                self._rejections = self._target.rejections()
+                self._rights_fresh_until = time.monotonic() + RIGHTS_S
+            reading.sections = pages.job_sections(view, job.remarks(view), self._rejections)
+            reading.view = view
             return
         with contextlib.redirect_stderr(io.StringIO()) as remarks:  # jobs that cannot be read
             views = self._target.views()

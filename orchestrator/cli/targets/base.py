@@ -80,6 +80,10 @@ class Target(Protocol):
         """Whether the checkpoint commands can read this checkpoint path, here or in the cluster."""
         return True
 
+    def rejections(self) -> dict[str, str]:
+        """Verb of a request that this user may not send -> the right that is missing."""
+        return {}
+
     def guard(self) -> AbstractContextManager[None]:
         """Wraps a command: turns the loss of the target into an error message."""
         return nullcontext()

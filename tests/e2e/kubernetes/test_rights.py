@@ -6,6 +6,7 @@ elsewhere, with all rights.
 
 from __future__ import annotations
 
+import re
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 from helm import render
+from holdfast.orchestrator.cli.targets.kubernetes.target import KubernetesTarget
 from tests.e2e.kubernetes.conftest import skip_without
 from tests.e2e.kubernetes.rig import binaries as programs
 from tests.e2e.kubernetes.rig.control_plane import LOOPBACK, ControlPlane
@@ -25,6 +27,8 @@ from tests.e2e.kubernetes.rig.run import Run
 from tests.e2e.kubernetes.rig.waiting import until
 from tests.e2e.ports import free_port
 from tests.unit.api.wrong_jobs import SCRIPT, job
+from tests.unit.runtime.observe.test_notifications import SECRET, hook
+from tests.unit.ui.views import served
 
 pytestmark = pytest.mark.e2e
 
@@ -63,7 +67,8 @@ def installed(
             kubectl.run("create", "namespace", name)
         # Pods of jobs have to satisfy the restricted standard.
         kubectl.run("label", "namespace", TEAM, "pod-security.kubernetes.io/enforce=restricted")
-        chart = render.template(binaries.path("helm"), "--skip-tests", *MODES[request.param])
+        options = [*MODES[request.param], "--set", f"notify.allowedHosts={{{LOOPBACK}}}"]
+        chart = render.template(binaries.path("helm"), "--skip-tests", *options)
         kubectl.run("apply", "--server-side", "--filename=-", stdin=chart)
         kubectl.served("trainingjobs.holdfast.dev")
         account = ("holdfast-operator", f"--namespace={render.NAMESPACE}")
@@ -154,6 +159,57 @@ def test_the_whole_life_of_a_job_needs_no_other_rights(installed: Installed) -> 
     team.run("annotate", "tj", "life", "holdfast.dev/cancel=me")
     until(lambda: team.get("tj", "life") is None, "the job to expire", timeout_s=60)
     until(lambda: team.get("secret", "life-agents") is None, "its keys to go", timeout_s=60)
+
+
+def test_the_page_has_no_button_for_what_its_reader_may_not_do(installed: Installed) -> None:
+    team = installed.team
+    for name, rules in {
+        "reader": ["--verb=get,list", "--resource=trainingjobs.holdfast.dev,pods"],
+        "scaler": ["--verb=patch", "--resource=trainingjobs.holdfast.dev/scale"],
+    }.items():
+        team.run("create", "serviceaccount", name)
+        team.run("create", "role", name, *rules)
+    for name, roles in {"reader": ["reader"], "scaler": ["reader", "scaler"]}.items():
+        for role in roles:
+            binding = (f"{name}-{role}", f"--role={role}", f"--serviceaccount={TEAM}:{name}")
+            team.run("create", "rolebinding", *binding)
+    team.create(job(SCRIPT, "read"))
+    until(lambda: pods(team, "read") == 1, "a pod", timeout_s=60)
+    buttons = {}
+    for name in ("reader", "scaler", "admin"):
+        token = None if name == "admin" else team.run("create", "token", name).strip()
+        kubeconfig = (
+            installed.plane.write_kubeconfig(name, token=token) if token else team.kubeconfig
+        )
+        with served(KubernetesTarget(TEAM, None, kubeconfig)) as page:
+            html = page.text("/jobs/read")
+            buttons[name] = re.findall('data-dialog="do-(.*?)"', html)
+            if name == "reader":
+                assert "patch trainingjobs, patch trainingjobs/scale" in html
+                answer = page.ask("POST", "/jobs/read/cancel", Origin=page.url)
+                assert answer.status == 409 and b"missing right: patch" in answer.read()
+    assert buttons == {
+        "reader": [], "scaler": ["resize"], "admin": ["suspend", "resize", "cancel"]
+    }  # fmt: skip
+    team.run("delete", "tj", "read")
+
+
+def test_a_message_goes_to_the_address_in_a_secret_and_nothing_else_has_it(
+    installed: Installed,
+) -> None:
+    """No node ever comes, so after a minute the job says that it waits."""
+    team = installed.team
+    with hook() as server:
+        team.run("create", "secret", "generic", "hook", f"--from-literal=url={server.url()}")
+        wanted = {"secret": {"name": "hook", "key": "url"}, "when": ["waiting"], "format": "json"}
+        team.create(job({**SCRIPT, "notify": [wanted]}, "waits"))
+        until(lambda: server.what() == ["waiting"], "the message", timeout_s=120)
+    (message,) = server.got
+    assert message["job"] == f"{TEAM}/waits" and "0 of 1 ready" in message["reason"]
+    assert message["command"] == f"holdfast status waits --kubernetes -n {TEAM}"
+    printed = team.run("get", "tj,events,configmaps", "--output=yaml")
+    assert SECRET not in printed + installed.server.log.read_text()
+    team.run("delete", "tj", "waits")
 
 
 def test_a_missing_gang_system_is_reported_without_missing_rights(installed: Installed) -> None:

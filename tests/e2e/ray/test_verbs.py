@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,8 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from urllib.request import HTTPCookieProcessor, Request, build_opener
 
 import pytest
 
@@ -74,6 +76,29 @@ def test_checkpoints_are_saved_listed_verified_and_exported(
     job: Job, tmp_path: Path, http: bool
 ) -> None:
     use_checkpoints(job, job.cluster.dashboard if http else job.cluster.address, tmp_path)
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["address", "client"])
+def test_the_page_shows_a_running_job_and_saves_a_checkpoint(
+    job: Job, tmp_path: Path, outside: bool
+) -> None:
+    job.running()
+    address = job.cluster.address
+    with client_server(address, tmp_path) if outside else nullcontext(address) as address:
+        command = started("ui", "--ray", address)
+        (url,) = re.findall(r"http://\S+", says(command, "http://"))
+        base = url.partition("/?")[0]
+        browser = build_opener(HTTPCookieProcessor())
+        row = browser.open(url, timeout=BOUND_S).read().decode()
+        assert NAME in row and "running" in row and address in row
+        html = browser.open(f"{base}/jobs/{NAME}", timeout=BOUND_S).read().decode()
+        assert "4 running" in html and "tokens/s" in html
+        commits = job.view().commits
+        save = Request(f"{base}/jobs/{NAME}/checkpoint", b"", {"Origin": base})
+        browser.open(save, timeout=BOUND_S).close()
+        job.until(lambda view: view.commits > commits)
+        command.terminate()
+        assert command.wait(BOUND_S) in (0, -signal.SIGTERM)
 
 
 def test_stacks_and_a_profile_come_from_the_nodes(job: Job, tmp_path: Path) -> None:
@@ -229,6 +254,8 @@ def test_over_http_commands_that_need_a_terminal_or_a_local_directory_are_refuse
     assert done.returncode == 2 and "--yes: got nothing" in done.stderr
     done = holdfast("debug", "profile", NAME, "--ray", dashboard)
     assert done.returncode == 2 and "which would write its file in the cluster" in done.stderr
+    done = holdfast("ui", "--ray", dashboard)
+    assert done.returncode == 2 and f"{dashboard} with `ui`, whose page" in done.stderr
     done = holdfast("again", NAME, "--ray", dashboard)
     assert done.returncode == 2 and f"{dashboard} with `again`; expected auto" in done.stderr
     done = holdfast("checkpoint", "export", NAME, "model", "--ray", dashboard)

@@ -62,6 +62,15 @@ def test_a_job_offers_the_requests_that_its_state_allows(state: str, verbs: list
     assert re.findall('data-dialog="do-(.*?)"', html) == verbs
 
 
+def test_a_reader_without_a_right_gets_no_button_that_needs_it() -> None:
+    target = FakeTarget(view())
+    target.missing = {"resize": "patch trainingjobs/scale", "cancel": "patch trainingjobs"}
+    with served(target) as page:
+        html = page.text("/jobs/llm")
+    assert re.findall('data-dialog="do-(.*?)"', html) == ["checkpoint", "suspend"]
+    assert "lacks a right: patch trainingjobs/scale, patch trainingjobs." in html
+
+
 def test_a_line_ends_at_an_incident_and_ignores_numbers_that_are_not_finite() -> None:
     points = [(0.0, 1.0), (1.0, float("nan")), (2.0, 3.0), (4.0, 2.0)]
     chart = charts.line("loss", points, [charts.Mark(3.0, HTML)], str)

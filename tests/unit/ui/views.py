@@ -68,6 +68,7 @@ class FakeTarget:
         self.requests: list[tuple[str, str, dict[str, Any]]] = []
         self.refusal = ""
         self.home = None
+        self.missing: dict[str, str] = {}
 
     def views(self) -> list[JobView]:
         self.reads += 1
@@ -80,6 +81,9 @@ class FakeTarget:
 
     def command(self, *words: str) -> str:
         return " ".join(["holdfast", *words])
+
+    def rejections(self) -> dict[str, str]:
+        return self.missing
 
     def empty_message(self) -> str:
         return "no jobs; start one with `holdfast run FILE`"

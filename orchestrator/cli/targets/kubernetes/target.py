@@ -26,9 +26,11 @@ from holdfast.orchestrator.errors import Problem, SpecError, UserError
 from holdfast.orchestrator.hosts.kubernetes.spec import owner_of, template_problems
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import (
+    ACCESS_REVIEWS,
     JOBS,
     ApiError,
     Conflict,
+    Forbidden,
     NotFound,
     Resource,
     TooBusy,
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 
 Begin = Callable[[KubeClient, str], Awaitable[Document]]
 NAMESPACES = Resource("", "v1", "namespaces", namespaced=False)
+CHANGED_BY = dict.fromkeys(("checkpoint", "suspend", "resume", "cancel"), "") | {"resize": "scale"}
+"""Verb of a request -> subresource of the TrainingJob that it patches; empty: the object."""
 OPERATOR_CHECK_INTERVAL_S = 5.0
 LAST_LINES_S = 6.0
 """Limit for the last lines of a job that has ended; its pods go soon."""
@@ -94,6 +98,31 @@ class KubernetesTarget(Target):
 
     def can_read(self, path: str) -> bool:
         return "://" in path  # other paths are directories in the pods
+
+    def rejections(self) -> dict[str, str]:
+        async def may(cluster: KubeClient, namespace: str, subresource: str) -> bool:
+            attributes = {
+                "verb": "patch", "group": JOBS.group, "resource": JOBS.plural,
+                "subresource": subresource, "namespace": namespace,
+            }  # fmt: skip
+            review = {"spec": {"resourceAttributes": attributes}}
+            made = await cluster.create(ACCESS_REVIEWS, "", review)
+            return bool(made["status"]["allowed"])
+
+        async def act(cluster: KubeClient, namespace: str) -> dict[str, str]:
+            rights = dict.fromkeys(CHANGED_BY.values())
+            try:
+                allowed = await asyncio.gather(*(may(cluster, namespace, one) for one in rights))
+            except Forbidden:
+                return {}  # the API server decides when it is asked for the change
+            missing = [right for right, has in zip(rights, allowed, strict=True) if not has]
+            return {
+                verb: f"patch {JOBS.plural}{right and '/'}{right}"
+                for verb, right in CHANGED_BY.items()
+                if right in missing
+            }
+
+        return self._session.run(act)
 
     def free_name(self, wanted: str) -> str:
         async def act(cluster: KubeClient, namespace: str) -> set[str]:

@@ -183,6 +183,9 @@ def _expect_possible(words: list[str], address: str) -> None:
         got, expected = f"{address} with `again`", "auto or HOST:PORT of the cluster"
         fix = f"or run it again with `holdfast run FILE --ray {address}`"
         problem = Problem("--ray", got, expected, fix)
+    elif words[:1] == ["ui"]:
+        got = f"{address} with `ui`, whose page would be served in the cluster"
+        problem = Problem("--ray", got, "ray://HEAD:10001, or auto on a Ray node")
     elif words[:2] == ["debug", "profile"]:
         got = f"{address} with `profile`, which would write its file in the cluster"
         problem = Problem("--ray", got, "auto or HOST:PORT, on a Ray node")
