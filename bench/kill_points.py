@@ -391,24 +391,22 @@ def cases_of(layout: Layout) -> list[Case]:
 
 
 # -- the command -----------------------------------------------------------------------------------
-def main() -> None:
+def main(before: Callable[[Outcome], None] = lambda outcome: None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--points", type=int, default=10_000, help="at least so many")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing later")
-    parser.add_argument("--s3", action="store_true", help="also every request to an S3 server")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, help="a page with the figures (.md)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     began, outcome = time.monotonic(), Outcome()
-    if options.s3:
-        _stop_at_requests(outcome)
+    before(outcome)
     every = ((one, case) for one in layouts() for case in cases_of(one))
     for layout, case in every:
         if outcome.num >= options.points or time.monotonic() > began + 60 * options.minutes:
             break
         stop_everywhere(case, layout, list(Loss), outcome)
-        _progress(outcome, str(layout))
+        show_progress(outcome, str(layout))
     seconds = time.monotonic() - began
     if options.json:
         print(json.dumps({
@@ -425,19 +423,7 @@ def main() -> None:
     raise SystemExit(1 if outcome.problems else 0)
 
 
-def _stop_at_requests(outcome: Outcome) -> None:
-    from . import kill_requests
-
-    with kill_requests.server():
-        # The last one's shard is uploaded in several parts.
-        for layout in (Layout(2, 7, 2, 1), Layout(3, 31, 3, 2), Layout(1, 60_000, 1, 1)):
-            for case in cases_of(layout):
-                moments = list(kill_requests.Moment)
-                kill_requests.stop_at_requests(case, layout, moments, outcome)
-                _progress(outcome, f"S3, {layout}")
-
-
-def _progress(outcome: Outcome, what: str) -> None:
+def show_progress(outcome: Outcome, what: str) -> None:
     text = f"{outcome.num} points, {len(outcome.problems)} wrong: {what}"
     if sys.stderr.isatty():
         print(f"\r{text}\033[K", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""A writer of checkpoints on S3 is stopped at each of its requests: `bench/kill_points.py --s3`.
+"""A writer of checkpoints on S3 is stopped at each of its requests, then as in `bench.kill_points`.
 
 The store is a real S3 server in a process of its own. A stopped writer sends no more requests: with
 `ANSWERED` after the server has carried out the n-th, else before it.
@@ -20,7 +20,18 @@ from fsspec.asyn import sync_wrapper
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 from tests.e2e.storage.server import BUCKET, S3
 
-from .kill_points import GENERATION, JOB, Case, Layout, Outcome, check, write_shards
+from .kill_points import (
+    GENERATION,
+    JOB,
+    Case,
+    Layout,
+    Outcome,
+    cases_of,
+    check,
+    main,
+    show_progress,
+    write_shards,
+)  # fmt: skip
 
 PART_BYTES = 5 * 2**20
 """The least that S3 takes as a part of an upload; a shard of more has several."""
@@ -132,3 +143,16 @@ def _forget() -> None:
     """Writer and reader are other processes: each has nothing of the other's."""
     for system in s3fs.S3FileSystem._cache.values():
         system.invalidate_cache()
+
+
+def stop_all(outcome: Outcome) -> None:
+    with server():
+        # The last one's shard is uploaded in several parts.
+        for layout in (Layout(2, 7, 2, 1), Layout(3, 31, 3, 2), Layout(1, 60_000, 1, 1)):
+            for case in cases_of(layout):
+                stop_at_requests(case, layout, list(Moment), outcome)
+                show_progress(outcome, f"S3, {layout}")
+
+
+if __name__ == "__main__":
+    main(stop_all)

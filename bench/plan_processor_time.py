@@ -1,12 +1,11 @@
 """The planner's time of a step beside the processor time of the recipe, in one process with one
 thread: figures that other work on the machine changes less than those of a clock.
 
-`python -m bench.plan_step_time` writes them into its page; run alone, this prints them.
+`python -m bench.plan_step_time` writes them into its page.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import subprocess
@@ -94,26 +93,3 @@ def table(steps: list[Step]) -> Iterator[str]:
             f"| {one.name} | {one.cold:.3f} s | {one.calibrated:.3f} s | {one.measured:.3f} s | "
             f"{cold:+.0%} | {calibrated:+.0%} |"
         )
-
-
-def of_all() -> list[Step]:
-    """One process for each shape of `bench.plan_step_time`."""
-    from bench.plan_step_time import FULL, MODEL, WIDE, config
-
-    shapes: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("width 256, 8 x 128 tokens", config(MODEL, 8, 128), {}),
-        ("width 384, 2 x 256 tokens", config(WIDE, 2, 256), {}),
-        ("the same, AC full", config(WIDE, 2, 256), FULL),
-        ("the same, two micro-batches", config(WIDE, 4, 256, microBatch=2), {}),
-        ("the same, loss in chunks", config(WIDE, 2, 256, loss={"chunkTokens": 128}), {}),
-        ("the same, 1 x 1024 tokens", config(WIDE, 1, 1024), {}),
-    ]
-    found = []
-    for name, settings, parallelism in shapes:
-        found.append(measure(name, settings, parallelism))
-        print(json.dumps(found[-1]._asdict()), flush=True)
-    return found
-
-
-if __name__ == "__main__":
-    print("\n".join(table(of_all())))

@@ -61,6 +61,25 @@ CASES = (
 )
 
 
+SHAPES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("width 256, 8 x 128 tokens", config(MODEL, 8, 128), {}),
+    ("width 384, 2 x 256 tokens", config(WIDE, 2, 256), {}),
+    ("the same, AC full", config(WIDE, 2, 256), FULL),
+    ("the same, two micro-batches", config(WIDE, 4, 256, microBatch=2), {}),
+    ("the same, loss in chunks", config(WIDE, 2, 256, loss={"chunkTokens": 128}), {}),
+    ("the same, 1 x 1024 tokens", config(WIDE, 1, 1024), {}),
+]
+
+
+def processor_times() -> list[plan_processor_time.Step]:
+    """One process for each shape."""
+    steps = []
+    for shape in SHAPES:
+        steps.append(plan_processor_time.measure(*shape))
+        print(json.dumps(steps[-1]._asdict()), flush=True)
+    return steps
+
+
 class Row(NamedTuple):
     """Seconds of a step."""
 
@@ -87,7 +106,7 @@ def main() -> int:
         names = ", ".join(one.name for one in CASES)
         parser.error(f"--only: got {options.only}; expected a part of one of: {names}")
     rows: list[Row] = []
-    alone = [] if options.only else plan_processor_time.of_all()
+    alone = [] if options.only else processor_times()
     with tempfile.TemporaryDirectory() as directory:
         for case in chosen:
             rows.append(measure(case, Path(directory)))

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from holdfast.orchestrator.api.v1alpha1.crd import NAME
-from holdfast.orchestrator.kube.definition import definition_text
+from holdfast.orchestrator.kube.pod_schema import definition_text
 from tests.e2e.kubernetes import request_counts
 from tests.e2e.kubernetes.replica import Replica
 from tests.e2e.kubernetes.rig import binaries as programs

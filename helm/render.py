@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from holdfast.orchestrator.kube.definition import definition_text
+from holdfast.orchestrator.kube.pod_schema import definition_text
 from holdfast.orchestrator.limits import RELEASE
 
 ROOT = Path(__file__).parents[1]

@@ -19,7 +19,7 @@ PARTS = {
     "measurements": f"{_HERE}.catalogue.measurements:read",
     "planned figures": f"{_HERE}.runtime.observe.planned:PlannedFigures",
     "recipe pretrain": "holdfast.workers.training.recipes.pretrain:main",
-    "resource definition": f"{_HERE}.kube.definition:definition_text",
+    "resource definition": f"{_HERE}.kube.pod_schema:definition_text",
     "target kubernetes": f"{_CLI}.targets.kubernetes.target:KubernetesTarget",
     "target local": f"{_CLI}.targets.local:LocalTarget",
     "target ray": f"{_CLI}.targets.ray:choose",

@@ -6,7 +6,7 @@ controller by itself and takes launch and stop commands over that connection on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
@@ -34,6 +34,11 @@ class Starts(NamedTuple):
     """How long a node takes to start now; None when unknown."""
     limit_s: float = limits.NODE_WAIT_S
     """A node that has not connected after this is released, and another one is requested."""
+
+
+def coordinates(labels: Mapping[str, str], keys: Sequence[str]) -> tuple[str, ...]:
+    """The values of `keys`, outermost first, for NodeFacts.topology; missing labels are empty."""
+    return tuple(labels.get(key, "") for key in keys)
 
 
 class Backend(Protocol):

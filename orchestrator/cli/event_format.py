@@ -17,12 +17,12 @@ from ..api.v1alpha1.job import redacted_document
 from ..core import actions as a
 from ..core import events as e
 from ..core.controller import Controller
-from ..journal.chunk_journal import Chunk
+from ..journal.chunk_journal import Chunk, Store, read
 from ..protocol import messages as m
 from ..protocol.facts import Exit
 from ..protocol.host_memory import describe as describe_memory
 from ..runtime.snapshot import decode
-from .output import date, duration, plural, print_json_line, size
+from .output import date, duration, plural, print_json_line, size, stdout
 
 
 def sentence(event: e.AnyEvent) -> str:
@@ -49,6 +49,24 @@ class _Refusal:
     """The action with its reason."""
     result: str
     num_repeats: int = 0
+
+
+def print_journal(
+    store: Store, ended: Callable[[], bool], pause: Callable[[], None] | None, *, as_json: bool
+) -> None:
+    """Print what a journal keeps; with `pause`, which waits between two looks, also what is added
+    until the job has ended."""
+    console, formatter, after = stdout(), EventFormatter(), ""
+    while True:
+        # Before reading, so that the last records of a job that ends now are read.
+        is_last = pause is None or ended()
+        for chunk in read(store, after, history=True):
+            formatter.print_chunk(console, chunk, as_json=as_json)
+            after = chunk.name
+        if is_last or pause is None:
+            formatter.end(console, as_json=as_json)
+            return
+        pause()
 
 
 class EventFormatter:

@@ -27,14 +27,10 @@ class JobHandle:
         return self._name
 
     def view(self) -> JobView:
-        """The job as it is now: state, step, loss, nodes, workers, checkpoints, incidents. Times
-        that end in `_ns` are nanoseconds since 1970, those in `_s` seconds."""
+        """What `holdfast status --json` prints: state, step, loss, nodes, workers, checkpoints,
+        goodput, the ledger of where the time went, and what each incident cost. Times that end in
+        `_ns` are nanoseconds since 1970, those in `_s` seconds."""
         return self._access.view(self.name)
-
-    def report(self) -> JobView:
-        """What `holdfast status --json` prints: the view, with goodput, the ledger of where the
-        time went, and what each incident cost. Of a running job so far."""
-        return self.view()
 
     def wait(self, timeout_s: float | None = None) -> JobView:
         """Wait until the job has ended, however it ended; its last view. Raises TimeoutError after

@@ -14,7 +14,7 @@ from ..planner.memory import USABLE, describe_host, device_bytes, host_share, st
 from ..planner.model import Architecture
 from ..planner.workload import ParallelLayout, Workload
 from .estimate import Estimate, estimate
-from .ranking import Alternative, Order, Ranked, alternatives_of, lost_of, parallelism_of, ranked_by
+from .ranking import Alternative, Ranked, alternatives_of, best_first, lost_of, parallelism_of
 from .search import Cluster, Found, min_batch, search
 
 
@@ -57,15 +57,14 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A TrainingJob that launches the chosen one; None: the recipe does not have this model."""
 
 
-def plan_model(work: Workload, clusters: tuple[Cluster, ...], order: Order) -> ModelPlan:
-    """Ranks the strategies of all clusters. Raises ValueError for an order by price of devices
-    without one."""
+def plan_model(work: Workload, clusters: tuple[Cluster, ...]) -> ModelPlan:
+    """Ranks the strategies of all clusters."""
     works = [in_format_of(work, cluster.hardware.device) for cluster in clusters]
     pairs = zip(works, clusters, strict=True)
     found = [(cluster, search(each, cluster)) for each, cluster in pairs]
     every = (Ranked(one, cluster) for cluster, answer in found for one in answer.ranked)
-    ranked = ranked_by(order, every)
-    alternatives = alternatives_of(ranked, order)
+    ranked = best_first(every)
+    alternatives = alternatives_of(ranked)
     best = ranked[0] if ranked else None
     layout = best.candidate.layout if best else None
     cluster = best.cluster if best else clusters[0]

@@ -20,7 +20,6 @@ from ..protocol.mesh import Mesh
 from .advice import Way, ways_to_fit
 from .estimate import Estimate, estimate, fits
 from .host import HostRow, host_rows, plan_host
-from .ranking import Order
 from .step_time import Hardware
 from .strategies import Strategies, strategies_of
 
@@ -94,12 +93,10 @@ def make_plan(
     device_memory_bytes: int | None = None,
     gpus: str = "",
     hardware: Hardware | None = None,
-    order: Order = "tokens",
 ) -> Plan | None:
     """The plan on `num_nodes` nodes (default: nodes.max) like the one in `facts`; None when no
     replica group fits on them. `gpus`: what `resources.gpu: auto` was decided from. `hardware`:
-    what a step is timed on; None: not known. `order`: of the strategies; ValueError if it is by
-    price and the devices have none."""
+    what a step is timed on; None: not known."""
     memory = memory_on(job, [facts])
     if device_memory_bytes is not None:
         memory = memory._replace(device=device_memory_bytes)
@@ -122,7 +119,7 @@ def make_plan(
         layout = fitted_layout(job, mesh, memory.device)
         figures = estimate(work, layout, hardware)
         why_smaller = describe_micro_batch(job, layout, work)
-        strategies = strategies_of(job, layout, memory, hardware, order)
+        strategies = strategies_of(job, layout, memory, hardware)
         fitting = _fits(job, mesh, memory, figures)
         if fitting is False:
             ways = ways_to_fit(job, num_nodes, memory, hardware)

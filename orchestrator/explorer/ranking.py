@@ -1,10 +1,10 @@
-"""Layouts in order of tokens/s or price, and in a few words why each lost to the first: of a model
+"""Layouts in order of tokens/s, and in a few words why each lost to the first: of a model
 without a job, and of the recipe of a job on the same devices."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -12,8 +12,6 @@ from ..api.v1alpha1.parallelism import ActivationCheckpointing
 from ..planner.workload import ParallelLayout
 from ..protocol.mesh import Mesh
 from .search import Candidate, Cluster, Found
-
-Order = Literal["tokens", "price"]
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,12 +50,11 @@ class Ranked(NamedTuple):
         return per_second / self.candidate.tokens_per_s * 1e9
 
 
-def ranked_by(order: Order, every: Iterable[Ranked]) -> list[Ranked]:
-    """Best first. Raises ValueError for an order by price of devices without one."""
-    return sorted(every, key=lambda one: _rank(one, order))
+def best_first(every: Iterable[Ranked]) -> list[Ranked]:
+    return sorted(every, key=lambda one: -one.candidate.worth)
 
 
-def alternatives_of(ranked: Sequence[Ranked], order: Order) -> tuple[Alternative, ...]:
+def alternatives_of(ranked: Sequence[Ranked]) -> tuple[Alternative, ...]:
     """The same in the same order, with what each lost by."""
     return tuple(
         _alternative(
@@ -65,21 +62,13 @@ def alternatives_of(ranked: Sequence[Ranked], order: Order) -> tuple[Alternative
             one.candidate.layout,
             one.cluster,
             one.candidate.num_bytes,
-            "" if number == 0 else _why_lost(one, ranked[0], order),
+            "" if number == 0 else _why_lost(one, ranked[0]),
             tokens_per_s=one.candidate.tokens_per_s,
             mfu=one.candidate.mfu,
             dollars_per_billion_tokens=one.price,
         )
         for number, one in enumerate(ranked)
     )
-
-
-def _rank(one: Ranked, order: Order) -> float:
-    if order == "tokens":
-        return -one.candidate.worth
-    if one.price is None:
-        raise ValueError(f"{one.cluster.hardware.device.name} has no price")
-    return one.price * one.candidate.tokens_per_s / one.candidate.worth
 
 
 def _alternative(
@@ -99,13 +88,10 @@ def _alternative(
     )
 
 
-def _why_lost(one: Ranked, best: Ranked, order: Order) -> str:
+def _why_lost(one: Ranked, best: Ranked) -> str:
     """What of its step takes longer than that of the best."""
-    if order == "price" and one.price is not None and best.price is not None:
-        text = f"{one.price / best.price - 1:.0%} dearer per token"
-    else:
-        less = 1 - one.candidate.tokens_per_s / best.candidate.tokens_per_s
-        text = f"{less:.0%} slower" if less > 0.005 else "no faster"
+    less = 1 - one.candidate.tokens_per_s / best.candidate.tokens_per_s
+    text = f"{less:.0%} slower" if less > 0.005 else "no faster"
     mine = {part.what: part.seconds for part in one.candidate.time.parts}
     theirs = {part.what: part.seconds for part in best.candidate.time.parts}
     more = {what: seconds - theirs.get(what, 0.0) for what, seconds in mine.items()}

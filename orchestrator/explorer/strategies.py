@@ -17,7 +17,7 @@ from ..planner.memory import WorkerMemory, main_memory_holds
 from ..planner.workload import ParallelLayout, workload_of
 from .advice import is_valid, with_field
 from .estimate import fits
-from .ranking import Alternative, Order, Ranked, alternatives_of, lost_of, ranked_by
+from .ranking import Alternative, Ranked, alternatives_of, best_first, lost_of
 from .search import Cluster, estimate, search
 from .step_time import Hardware
 
@@ -39,11 +39,9 @@ def strategies_of(
     layout: ParallelLayout,
     memory: WorkerMemory,
     hardware: Hardware | None,
-    order: Order = "tokens",
 ) -> Strategies | None:
     """Beside `layout`, the job's own, on as many devices. None: model, hardware or memory is not
-    known. A job on CPUs has its share of the node's main memory. Raises ValueError for an order by
-    price of devices without one."""
+    known. A job on CPUs has its share of the node's main memory."""
     work = workload_of(job)
     room = memory.device if job.spec.resources.num_gpus else memory.device or memory.host
     if work is None or hardware is None or not room:
@@ -56,10 +54,10 @@ def strategies_of(
     held = not layout.offload or main_memory_holds(work, layout.mesh, memory.host)
     if held and fits(own.num_bytes, room):
         others = [own, *(one for one in others if not _same(one.layout, layout))]
-    ranked = ranked_by(order, [Ranked(one, cluster) for one in others])
+    ranked = best_first(Ranked(one, cluster) for one in others)
     at = next((number for number, one in enumerate(ranked) if one.candidate is own), None)
     return Strategies(
-        alternatives=alternatives_of(ranked, order),
+        alternatives=alternatives_of(ranked),
         of_job=at,
         lost=lost_of([(cluster, found)]),
         num_considered=found.num_considered,

@@ -13,6 +13,8 @@ from typing import Any
 
 from kubernetes.aio import client as library
 
+from ..api.v1alpha1.crd import definition as open_definition
+from ..api.v1alpha1.load import yaml_text
 from .pod_fields import ROOTS
 
 Node = dict[str, Any]
@@ -39,6 +41,23 @@ SERVER_FIELDS = (
 )  # fmt: skip
 """Fields that a template cannot set: the API server rejects a new pod with ephemeral containers."""
 _SIMPLE = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
+
+
+def definition() -> dict[str, Any]:
+    """Ready for `kubectl apply`: misspelt fields of spec.kubernetes.podTemplate are refused."""
+    made = open_definition()
+    (version,) = made["spec"]["versions"]
+    spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    kubernetes = spec["kubernetes"]["properties"]
+    text = kubernetes["podTemplate"]["description"]
+    kubernetes["podTemplate"] = {"description": text, **pod_template_schema()}
+    return made
+
+
+def definition_text() -> str:
+    """The definition with a header line that names its source."""
+    head = "# Generated from api/v1alpha1 by `holdfast spec schema --crd`; do not edit.\n"
+    return head + yaml_text(definition())
 
 
 def pod_template_schema() -> Node:

@@ -12,7 +12,7 @@ membership, whose size grows with the job, so it is written once.
 from __future__ import annotations
 
 import zlib
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -93,20 +93,6 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_document)
 _DECODER = msgspec.msgpack.Decoder(_Snapshot, dec_hook=_value)
 
 
-class _CheckpointPath(msgspec.Struct, frozen=True):
-    checkpoint_path: str = ""
-
-
-class _PathOnly(msgspec.Struct, frozen=True):
-    """The part of a _Snapshot that has the checkpoint path."""
-
-    state: _CheckpointPath
-
-
-_PATH_DECODER = msgspec.msgpack.Decoder(_PathOnly)
-T = TypeVar("T")
-
-
 def encode(state: JobState, memory: ProjectionState) -> bytes:
     """The snapshot of a job that has been submitted."""
     table = _Memberships()
@@ -129,7 +115,7 @@ def encode(state: JobState, memory: ProjectionState) -> bytes:
 
 def decode(data: bytes) -> tuple[JobState, ProjectionState]:
     """The states in a snapshot. Raises SnapshotUnreadable."""
-    found = _read(data, _DECODER)
+    found = _read(data)
     state = found.state
     if found.membership is not None:
         state.group.membership = found.memberships[found.membership]
@@ -140,12 +126,7 @@ def decode(data: bytes) -> tuple[JobState, ProjectionState]:
     return state, found.memory
 
 
-def checkpoint_path(data: bytes) -> str:
-    """The checkpoint path alone, which is needed before the rest. Raises as `decode`."""
-    return _read(data, _PATH_DECODER).state.checkpoint_path
-
-
-def _read(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
+def _read(data: bytes) -> _Snapshot:
     first, newline, body = data[:64].partition(b"\n")
     body = data[len(first) + 1 :]
     if not first.startswith(MAGIC) or not newline:
@@ -157,7 +138,7 @@ def _read(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
             f"that wrote it. Nothing was changed; training is not affected"
         )
     try:
-        return decoder.decode(zlib.decompress(body))
+        return _DECODER.decode(zlib.decompress(body))
     except msgspec.ValidationError as error:
         raise SnapshotUnreadable(
             f"the journal's snapshot is damaged, or of another version: {error}; use the Holdfast "

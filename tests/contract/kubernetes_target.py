@@ -22,8 +22,8 @@ from holdfast.orchestrator.backends.kubernetes.node_informer import NodeInformer
 from holdfast.orchestrator.backends.kubernetes.pod_informer import PodInformer
 from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
 from holdfast.orchestrator.kube.client import KubeClient as Api
-from holdfast.orchestrator.kube.definition import definition_text
 from holdfast.orchestrator.kube.names import Owner
+from holdfast.orchestrator.kube.pod_schema import definition_text
 from tests.e2e.kubernetes.rig import binaries as programs
 from tests.e2e.kubernetes.rig import images
 from tests.e2e.kubernetes.rig.cluster import Cluster

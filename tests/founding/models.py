@@ -98,4 +98,4 @@ def category_gb(job: Workload, one: ParallelLayout, category: str) -> float:
 @cache
 def planned(name: str, devices: str, sequence: int = SEQUENCE, batch: int = BATCH) -> ModelPlan:
     """The answer of `holdfast spec plan --model NAME --devices DEVICES`."""
-    return plan_model(work(name, sequence, batch), (cluster(devices),), "tokens")
+    return plan_model(work(name, sequence, batch), (cluster(devices),))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.core.context import SECOND_NS
-from holdfast.orchestrator.protocol.facts import NodeFacts, Stack, StackActivity
+from holdfast.orchestrator.protocol.facts import NodeFacts, Stack
 from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands, inputs
 from holdfast.workers.agent.machine.commands import Command
@@ -87,8 +87,6 @@ class SimNode:
                     world.after(world.keeps.choice((0.001, 0.02, 0.3, 0.9, 2.0)), halted)
             case commands.TakeStacks():
                 world.after(world.between(0.05, 0.5), lambda: self._stacks(out))
-            case commands.InspectWorkers():
-                world.after(world.between(0.05, 0.5), lambda: self._inspected(out))
             case commands.Configure():
                 must_import = inputs.JobConfigured(must_import=self.imports_s > 0)
                 world.after(0.001, lambda: self.feed(must_import))
@@ -197,20 +195,11 @@ class SimNode:
         for rank in out.ranks:
             worker = self.workers.get((out.generation, rank))
             if worker is not None and worker.alive:
-                state, doing = "S", worker.doing
+                state, kind = "S", worker.doing
                 if worker.stopped:
-                    state, doing = "T", "nothing"
-                stacks.append(Stack(rank, f"stack of {rank}", doing == "peers", state, doing))
-        self.feed(inputs.StacksTaken(out.generation, tuple(stacks)))
-
-    def _inspected(self, out: commands.InspectWorkers) -> None:
-        stacks = []
-        for rank in out.ranks:
-            worker = self.workers.get((out.generation, rank))
-            if worker is not None and worker.alive:
-                kind: StackActivity = "" if worker.stopped else worker.doing
-                stacks.append(Stack(rank, f"stack of {rank}", kind == "peers", "S", kind))
-        self.feed(inputs.WorkersInspected(out.generation, tuple(stacks)))
+                    state, kind = ("T", "nothing") if out.by_signal else ("S", "")
+                stacks.append(Stack(rank, f"stack of {rank}", kind == "peers", state, kind))
+        self.feed(inputs.StacksTaken(out.generation, tuple(stacks), out.by_signal))
 
     def measure(self) -> None:
         """What the kernel shows of the workers, as long as one of the job is delayed."""

@@ -18,7 +18,7 @@ from helm import ray_dashboard, render
 from holdfast import __version__
 from holdfast.orchestrator.hosts.kubernetes.metrics import JOB_METRICS, OPERATOR_METRICS
 from holdfast.orchestrator.kube import names
-from holdfast.orchestrator.kube.definition import definition_text
+from holdfast.orchestrator.kube.pod_schema import definition_text
 from holdfast.orchestrator.runtime.observe.prometheus import METRICS
 from images import build
 from tests.e2e.kubernetes.rig.binaries import locate

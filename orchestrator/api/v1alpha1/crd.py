@@ -81,7 +81,7 @@ _COLUMNS = (
 
 
 def definition() -> Node:
-    """The CustomResourceDefinition. Its pod template is any mapping: kube/definition.py adds the
+    """The CustomResourceDefinition. Its pod template is any mapping: kube/pod_schema.py adds the
     schema, for which it needs the models of the Kubernetes client."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",

@@ -26,8 +26,7 @@ from holdfast.orchestrator.kube.informer import Backoff, Change
 from holdfast.orchestrator.kube.names import Owner
 from holdfast.orchestrator.protocol.facts import NodeFacts
 
-from ..base import NodeGone, NoRoom, Starts
-from ..topology import coordinates
+from ..base import NodeGone, NoRoom, Starts, coordinates
 from . import pod_conditions, provisioning
 from .gang_arbiter import GangArbiter, GangPriority, shown
 from .job_secret import KeysUnusable

@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.planner.gpus import GpusFound
 
-from ..topology import coordinates
+from ..base import coordinates
 from . import names
 
 MAX_CONNECTIONS = 64

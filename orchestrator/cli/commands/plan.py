@@ -89,9 +89,6 @@ BatchOption = Annotated[
         show_default="4 Mi tokens",
     ),
 ]  # fmt: skip
-ByOption = Annotated[
-    str, typer.Option("--by", help="Rank the strategies by tokens (per second) or price.")
-]
 DeviceMemoryOption = Annotated[
     str | None,
     typer.Option(
@@ -142,7 +139,6 @@ def plan(
     sequence: SequenceOption = None,
     batch: BatchOption = None,
     method: MethodOption = None,
-    by: ByOption = "tokens",
     device_memory: DeviceMemoryOption = None,
     host_memory: HostMemoryOption = None,
     catalogue: CatalogueOption = None,
@@ -158,11 +154,11 @@ def plan(
     Starts no job. Exit code 2 if the job does not fit.
 
     Examples: `holdfast spec plan job.yaml --devices 64xH100-80`,
-    `holdfast spec plan --model llama3-70b --devices 64xH100-80 --by price`
+    `holdfast spec plan --model llama3-70b --devices 64xH100-80`
     """
     from holdfast.orchestrator.catalogue.load import load_catalogue
 
-    _expect_one_of(file, model, by)
+    _expect_one_of(file, model)
     known, host = load_catalogue(catalogue), _memory("--host-memory", host_memory)
     if model is not None:
         of_job = {"--nodes": nodes, "--device-memory": device_memory}
@@ -170,7 +166,7 @@ def plan(
         _refuse_with("--model", of_job | flags)
         between = network or DEFAULT_NETWORK
         made: Any = _model_plan(
-            known, model, devices or [], between, (sequence, batch, method or "full"), by, host
+            known, model, devices or [], between, (sequence, batch, method or "full"), host
         )
     else:
         _refuse_with(
@@ -178,7 +174,7 @@ def plan(
         )
         assert file is not None
         measure, memory = (home, calibrate), (device_memory, host)
-        made = _job_plan(known, file, devices or [], network, nodes, memory, measure, by)
+        made = _job_plan(known, file, devices or [], network, nodes, memory, measure)
     if save is not None:
         _write(save, _job_text(made))
     if as_json:
@@ -193,12 +189,10 @@ def plan(
         raise typer.Exit(DOES_NOT_FIT)
 
 
-def _expect_one_of(file: Path | None, model: str | None, by: str) -> None:
+def _expect_one_of(file: Path | None, model: str | None) -> None:
     if (file is None) == (model is None):
         got = "a job and --model" if file else "neither a job nor --model"
         raise UserError(str(Problem("JOB", got, "one of them", "holdfast spec plan job.yaml")))
-    if by not in ("tokens", "price"):
-        raise UserError(str(Problem("--by", by, "tokens or price")))
 
 
 def _refuse_with(what: str, given: dict[str, Any]) -> None:
@@ -211,7 +205,7 @@ def _refuse_with(what: str, given: dict[str, Any]) -> None:
 # -- of a model ---------------------------------------------------------------------------------
 def _model_plan(
     known: Catalogue, name: str, devices: list[str], network: str,
-    of_step: tuple[int | None, int | None, str], by: str, host: int | None,
+    of_step: tuple[int | None, int | None, str], host: int | None,
 ) -> Any:  # fmt: skip
     """`of_step`: tokens of a sample, samples, and what is trained."""
     from holdfast.orchestrator.catalogue.load import parse_devices
@@ -235,7 +229,6 @@ def _model_plan(
             low = count // device.per_node * device.per_node
             fix = f"{low} or {low + device.per_node} of them"
             raise UserError(str(Problem("--devices", text, expected, fix)))
-        _expect_price(by, device)
         clusters.append(cluster_of(count, device, _hardware(known, device, network), host))
     tokens = sequence or min(8192, architecture.max_sequence_length or 8192)
     if 0 < architecture.learned_positions < tokens:
@@ -252,14 +245,7 @@ def _model_plan(
         own_loop=not recipe_has(architecture),
         method=method,
     )
-    return plan_model(work, tuple(clusters), by)  # type: ignore[arg-type]
-
-
-def _expect_price(by: str, device: Device | None) -> None:
-    if by == "price" and (device is None or device.price is None):
-        fix = "add one to a catalogue file (--catalogue)"
-        got = f"price, and {device.name} has none" if device else "price of devices not known"
-        raise UserError(str(Problem("--by", got, "devices with a price", fix)))
+    return plan_model(work, tuple(clusters))
 
 
 def _architecture(known: Catalogue, name: str) -> Any:
@@ -290,7 +276,7 @@ def _hardware(known: Catalogue, device: Device, network: str) -> Hardware:
 def _job_plan(
     known: Catalogue, file: Path, devices: list[str], network: str | None,
     nodes: int | None, given: tuple[str | None, int | None],
-    measure: tuple[Path | None, bool], by: str,
+    measure: tuple[Path | None, bool],
 ) -> Plan:  # fmt: skip
     """`given`: memory of a device as it is written, and bytes of a node's main memory; `measure`:
     the directory of measurements, and whether to measure now."""
@@ -332,9 +318,7 @@ def _job_plan(
     if not devices:
         hardware = hardware_of(known, job, facts, nodes or job.spec.nodes.max, network or "")
         hardware = with_calibration(file, job, nodes, memory, facts, hardware, *measure)
-    _expect_price(by, hardware and hardware.device)
-    order: Any = by
-    made = make_plan(job, facts, nodes, memory, gpus=gpus, hardware=hardware, order=order)
+    made = make_plan(job, facts, nodes, memory, gpus=gpus, hardware=hardware)
     if made is None:
         low, high = job.spec.nodes.min, job.spec.nodes.max
         expected = f"{low} to {high} nodes that hold at least one replica group"

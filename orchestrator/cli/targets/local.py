@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import socket
 import subprocess
@@ -25,7 +26,15 @@ from ..output import plural, stderr, without_controller
 from ..render import after
 from ..report import local_command
 from .base import Launch, RunResult, RunsEnded, exit_code, first_free
-from .remote_job import ControllerGone, LogSelector, RemoteJob, expect_ended, extra_s, view_through
+from .remote_job import (
+    ControllerGone,
+    LogSelector,
+    RemoteJob,
+    expect_ended,
+    extra_s,
+    readable,
+    view_through,
+)
 from .supervisor import supervise
 
 if TYPE_CHECKING:
@@ -148,24 +157,13 @@ class LocalTransport:
         raise AssertionError("there is none")
 
     def print_events(self, *, follow: bool, as_json: bool) -> None:
-        from holdfast.orchestrator.journal.chunk_journal import read
         from holdfast.orchestrator.journal.file_store import FileStore
 
-        from ..event_format import EventFormatter
-        from ..output import stdout
+        from ..event_format import print_journal
 
-        store, after = FileStore(self._directory.journal), ""
-        console, formatter = stdout(), EventFormatter()
-        while True:
-            # Before reading, so that the last records of a controller that ends now are read.
-            alive = self._directory.controller_alive()
-            for chunk in read(store, after, history=True):
-                formatter.print_chunk(console, chunk, as_json=as_json)
-                after = chunk.name
-            if not follow or not alive:
-                formatter.end(console, as_json=as_json)
-                return
-            time.sleep(self._follow_interval_s)
+        store = FileStore(self._directory.journal)
+        pause = functools.partial(time.sleep, self._follow_interval_s) if follow else None
+        print_journal(store, lambda: not self._directory.controller_alive(), pause, as_json=as_json)
 
     def print_logs(self, wanted: LogSelector, *, follow: bool) -> None:
         from ..log_files import follow_files, print_files
@@ -247,13 +245,7 @@ class LocalTarget(RunsEnded):
         return RemoteJob(LocalTransport(self._home.find(name)))
 
     def views(self) -> list[JobView]:
-        found = []
-        for directory in self._home.list():
-            try:
-                found.append(view_through(LocalTransport(directory)))
-            except HoldfastError as error:
-                stderr().print(f"{directory.name}: {error}", markup=False, soft_wrap=True)
-        return found
+        return readable((directory.name for directory in self._home.list()), self.find)
 
     def empty_message(self) -> str:
         return f"no jobs in {self._home.path}; start one with `holdfast run FILE`"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import getpass
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -22,7 +22,7 @@ from holdfast.orchestrator.protocol.manifest import Manifest
 from holdfast.orchestrator.protocol.messages import Reply
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from ..output import date
+from ..output import date, stderr
 
 if TYPE_CHECKING:
     from holdfast.orchestrator.api.v1alpha1 import TrainingJob
@@ -177,6 +177,17 @@ def view_through(transport: Transport) -> JobView:
     except ControllerGone:
         return transport.recorded()
     return msgspec.convert(reply.body, JobView) if reply.ok else transport.recorded()
+
+
+def readable(names: Iterable[str], find: Callable[[str], RemoteJob]) -> list[JobView]:
+    """The views of these jobs. Jobs that cannot be read are reported on stderr."""
+    views = []
+    for name in names:
+        try:
+            views.append(find(name).view())
+        except HoldfastError as error:
+            stderr().print(f"{name}: {error}", markup=False, soft_wrap=True)
+    return views
 
 
 def expect_not_ended(view: JobView, verb: str) -> None:

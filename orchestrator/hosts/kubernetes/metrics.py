@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    Metric,
-)
+from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from holdfast.orchestrator.runtime.observe.prometheus import (
     METRICS,
-    Kind,
+    Family,
     Sample,
     build_labels,
     metric_of_jobs,
@@ -40,43 +35,32 @@ class OperatorState(NamedTuple):
     """Phases of all other TrainingJob objects: ended, refused, suspended, or not started yet."""
 
 
-@dataclass(frozen=True)
-class OperatorMetric:
-    """One metric of the operator itself."""
-
-    name: str
-    kind: Kind
-    help: str
-    samples: Callable[[OperatorState], Iterable[Sample]]
-    labels: tuple[str, ...] = ()
-
-
 def _requests(state: OperatorState) -> Iterator[Sample]:
     for (verb, resource), count in sorted(state.requests.items()):
         yield {"verb": verb, "resource": resource}, float(count)
 
 
-OPERATOR_METRICS: tuple[OperatorMetric, ...] = (
-    OperatorMetric(
+OPERATOR_METRICS: tuple[Family[OperatorState], ...] = (
+    Family(
         "holdfast_build_info",
         "gauge",
         "Always 1.",
         lambda state: [(build_labels(), 1.0)],
         ("version", "python"),
     ),
-    OperatorMetric(
+    Family(
         "holdfast_operator_leader",
         "gauge",
         "1 on the replica that leads, else 0.",
         lambda state: [({}, float(state.leading))],
     ),
-    OperatorMetric(
+    Family(
         "holdfast_operator_jobs",
         "gauge",
         "Jobs with a controller in this replica; 0 on a standby replica.",
         lambda state: [({}, float(len(state.views)))],
     ),
-    OperatorMetric(
+    Family(
         "holdfast_operator_api_requests_total",
         "counter",
         "Requests to the API server by verb and resource; a watch counts when it starts.",
@@ -101,11 +85,7 @@ class OperatorCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for one in OPERATOR_METRICS:
-            make = CounterMetricFamily if one.kind == "counter" else GaugeMetricFamily
-            family = make(one.name, one.help, labels=one.labels)
-            for values, number in one.samples(self._state):
-                family.add_metric([values[name] for name in one.labels], number)
-            yield family
+            yield metric_of_jobs(one, (), {(): self._state})
         for spec in JOB_METRICS:
             metric = metric_of_jobs(spec, ("namespace", "job"), self._state.views)
             if spec.name == STATE:

@@ -57,23 +57,13 @@ class PriorStatus:
         return self.started
 
 
-def job_in(journal: Journal) -> TrainingJob | None:
-    """The job as it was when the journal began or was last compacted; None: it never began."""
+def began_as(journal: Journal) -> tuple[TrainingJob | None, str]:
+    """The job as it was when the journal began or was last compacted, and where its checkpoints
+    have been from the start. (None, ""): it never began."""
     if journal.snapshot is not None:
         state, _projection = snapshot.decode(journal.snapshot)
-        return state.job
-    event = _submitted(journal)
-    return job_from_mapping(event.spec) if event is not None else None
-
-
-def checkpoint_path_in(journal: Journal) -> str:
-    """Where the job's checkpoints have been from the start; empty: the journal has not begun."""
-    if journal.snapshot is not None:
-        return snapshot.checkpoint_path(journal.snapshot)
-    event = _submitted(journal)
-    return event.checkpoint_path if event is not None else ""
-
-
-def _submitted(journal: Journal) -> JobSubmitted | None:
-    events = (record.event for record in journal.records)
-    return next((event for event in events if isinstance(event, JobSubmitted)), None)
+        return state.job, state.checkpoint_path
+    for record in journal.records:
+        if isinstance(event := record.event, JobSubmitted):
+            return job_from_mapping(event.spec), event.checkpoint_path
+    return None, ""

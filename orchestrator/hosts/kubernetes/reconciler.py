@@ -49,7 +49,7 @@ from . import storage_access, webhooks
 from .code_store import ClusterCodeStore
 from .gpus import GpuFinder
 from .job_storage import JobStorage
-from .prior import PriorStatus, checkpoint_path_in, job_in
+from .prior import PriorStatus, began_as
 from .spec import owner_of, read_job
 from .spec_sync import SpecSync, suspended_before_start
 from .status import (
@@ -249,12 +249,9 @@ class JobReconciler:
             return False
         async with self._context.starting:
             new = not self._prior.started and self._keys is None
-            job, fresh, journal = await self._open_journal(job, new)
-            path = checkpoint_path(
-                job,
-                self._context.shared.settings,
-                checkpoint_path_in(journal) or self._prior.checkpoint_path,
-            )
+            job, fresh, journal, first_path = await self._open_journal(job, new)
+            settings = self._context.shared.settings
+            path = checkpoint_path(job, settings, first_path or self._prior.checkpoint_path)
             self._check_path(job, path)
             store_job = await with_secret(job, self.owner, self._context.cluster)
             self._check_path(store_job, path)  # the Secret may name an endpoint
@@ -299,10 +296,9 @@ class JobReconciler:
         except SpecError:
             started = await self._prior.look_up(self._context.cluster, self.owner)
             store = ConfigMapStore(self._context.cluster, self.owner)
-            job = job_in(await ChunkJournal.open(store)) if started else None
-            if job is None:
-                raise
-            return job
+            if started and (job := began_as(await ChunkJournal.open(store))[0]) is not None:
+                return job
+            raise
 
     def _check_path(self, job: TrainingJob, path: str) -> None:
         """Also of a path that a journal names, which users may edit. Raises SpecError."""
@@ -313,10 +309,12 @@ class JobReconciler:
         settings = self._context.shared.settings
         return read_job(self._document, settings, self._prior.checkpoint_path)
 
-    async def _open_journal(self, job: TrainingJob, new: bool) -> tuple[TrainingJob, bool, Journal]:
+    async def _open_journal(
+        self, job: TrainingJob, new: bool
+    ) -> tuple[TrainingJob, bool, Journal, str]:
         """The Secret and the journal of the job, made where they are missing. Returns the job with
-        its number of GPUs, whether it has never run, and the journal. `new`: most likely there are
-        none yet."""
+        its number of GPUs, whether it has never run, the journal, and where its checkpoints have
+        been from the start. `new`: most likely there are none yet."""
         cluster = self._context.cluster
         keys, secret = await ensure_keys(cluster, self.owner, self._keys, fresh=new)
         self._secret_checked = True
@@ -324,7 +322,8 @@ class JobReconciler:
         journal = await ChunkJournal.open(
             ConfigMapStore(cluster, self.owner, fresh=new, compact_at_bytes=compact_at_bytes)
         )
-        fresh, earlier = not journal.records and journal.snapshot is None, job_in(journal)
+        fresh = not journal.records and journal.snapshot is None
+        earlier, first_path = began_as(journal)
         if earlier is not None:
             job = with_gpus(job, earlier.spec.resources.num_gpus)
         elif is_auto(job):
@@ -345,7 +344,7 @@ class JobReconciler:
             )
             self.events.record("Warning", *self._secret_problem)
         self._keys = keys
-        return job, fresh, journal
+        return job, fresh, journal, first_path
 
     async def _run_controller(self, runtime: JobRuntime) -> None:
         """Run until the controller ends; meanwhile edits of the object become requests to it."""

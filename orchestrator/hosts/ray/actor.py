@@ -1,5 +1,5 @@
 """The controller actor of a job: detached, named, and restarted by Ray without limit. It runs a
-JobHost (host.py) until the job has ended."""
+RayHost (host.py) until the job has ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -44,22 +44,11 @@ class ControllerOrder(msgspec.Struct, frozen=True, kw_only=True):
         return f"ControllerOrder({self.job})"
 
 
-class JobHost(Protocol):
-    """Runs one job, from the actor's start to the job's end."""
-
-    async def run(self) -> None:
-        """Run until the job has ended and its record is written. Raises HoldfastError."""
-
-    async def perform(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]: ...
-
-    async def watch(self, seen: Any) -> dict[str, Any]: ...
-
-
 class ControllerActor:
     """All methods run in its event loop."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
-        self, order: ControllerOrder, make_host: Callable[[ControllerOrder], JobHost]
+        self, order: ControllerOrder, make_host: Callable[[ControllerOrder], Any]
     ) -> None:
         raise_descriptor_limit()
         self._order = order
@@ -71,11 +60,13 @@ class ControllerActor:
 
     async def perform(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """A request of the command line: {ok, detail, body}."""
-        return await self._host.perform(verb, arguments)
+        reply: dict[str, Any] = await self._host.perform(verb, arguments)
+        return reply
 
     async def watch(self, seen: Any) -> dict[str, Any]:
         """{seen, view} once the view has changed since `seen`: that of the answer before, or -1."""
-        return await self._host.watch(seen)
+        change: dict[str, Any] = await self._host.watch(seen)
+        return change
 
     async def facts(self) -> dict[str, Any]:
         return {"pid": os.getpid(), **ray_nodes.own_node()}
@@ -97,7 +88,7 @@ class ControllerActor:
 
 def create(
     order: ControllerOrder,
-    make_host: Callable[[ControllerOrder], JobHost],
+    make_host: Callable[[ControllerOrder], Any],
     runtime_env: dict[str, Any] | None = None,
 ) -> Any:
     """A new controller. It and its nodes get the runtime env of this process, updated with the

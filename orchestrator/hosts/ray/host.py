@@ -73,7 +73,7 @@ class RayHostTiming:
 
 
 class RayHost:
-    """Implements JobHost."""
+    """Runs one job, from the actor's start to the job's end."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Generic, Literal, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -42,14 +42,18 @@ CLASSES = ("user", "infrastructure", "preemption", "hang")
 PHASES = ("detect", "stop", "place", "launch", "first-step", "total")
 
 
+Seen = TypeVar("Seen")
+"""What a metric is read from: a JobView, or what an operator knows of itself."""
+
+
 @dataclass(frozen=True)
-class Family:
+class Family(Generic[Seen]):
     """One metric. `name` as scraped (counters with _total)."""
 
     name: str
     kind: Kind
     help: str
-    samples: Callable[[JobView], Iterable[Sample]]
+    samples: Callable[[Seen], Iterable[Sample]]
     labels: tuple[str, ...] = ()
     per_rank: bool = False
 
@@ -143,7 +147,7 @@ def build_labels() -> dict[str, str]:
     return {"version": limits.RELEASE, "python": python}
 
 
-METRICS: tuple[Family, ...] = (
+METRICS: tuple[Family[JobView], ...] = (
     Family("holdfast_build_info", "gauge", "Always 1.", lambda v: [(build_labels(), 1.0)],
          ("version", "python")),
     Family("holdfast_job_state", "gauge", "1 for the state the job is in, else 0.", _states,
@@ -262,7 +266,7 @@ class JobCollector(Collector):
 
 
 def metric_of_jobs(
-    spec: Family, job_labels: tuple[str, ...], views: Mapping[tuple[str, ...], JobView]
+    spec: Family[Seen], job_labels: tuple[str, ...], views: Mapping[tuple[str, ...], Seen]
 ) -> Metric:
     """One metric of jobs. `views`: by the values of `job_labels`."""
     names = [*job_labels, *spec.labels]

@@ -16,7 +16,7 @@ import yaml
 
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping, load_job, yaml_text
 from holdfast.orchestrator.api.v1alpha1.crd import NAME, job_from_resource
-from holdfast.orchestrator.kube.definition import definition_text
+from holdfast.orchestrator.kube.pod_schema import definition_text
 from tests.e2e.kubernetes.conftest import fresh
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster

@@ -18,8 +18,8 @@ from holdfast.orchestrator.backends.kubernetes.pods import PodSettings, pod_docu
 from holdfast.orchestrator.backends.kubernetes.queues.admission import Admission
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.kube.client import KubeClient
-from holdfast.orchestrator.kube.definition import definition_text
 from holdfast.orchestrator.kube.names import Owner
+from holdfast.orchestrator.kube.pod_schema import definition_text
 from tests.e2e.kubernetes.conftest import fresh, skip_without
 from tests.e2e.kubernetes.rig import binaries as programs
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane

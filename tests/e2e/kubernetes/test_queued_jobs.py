@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1.crd import NAME
-from holdfast.orchestrator.kube.definition import definition_text
+from holdfast.orchestrator.kube.pod_schema import definition_text
 from tests.e2e.kubernetes.conftest import api_server, fresh
 from tests.e2e.kubernetes.published import get as published
 from tests.e2e.kubernetes.replica import Replica, leading

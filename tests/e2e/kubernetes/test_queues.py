@@ -22,9 +22,9 @@ from holdfast.orchestrator.backends.kubernetes.queues.admission import Admission
 from holdfast.orchestrator.backends.kubernetes.queues.selection import problems
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.kube.client import KubeClient
-from holdfast.orchestrator.kube.definition import definition_text
 from holdfast.orchestrator.kube.errors import JOBS
 from holdfast.orchestrator.kube.names import Owner
+from holdfast.orchestrator.kube.pod_schema import definition_text
 from tests.e2e.kubernetes.published import get as published
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster

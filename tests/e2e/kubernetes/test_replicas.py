@@ -12,7 +12,7 @@ import yaml
 
 from holdfast.orchestrator.api.v1alpha1.crd import NAME
 from holdfast.orchestrator.hosts.kubernetes.status import condition
-from holdfast.orchestrator.kube.definition import definition_text
+from holdfast.orchestrator.kube.pod_schema import definition_text
 from tests.e2e.kubernetes.replica import Replica
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1.crd import NAME
-from holdfast.orchestrator.kube.definition import definition_text
+from holdfast.orchestrator.kube.pod_schema import definition_text
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl

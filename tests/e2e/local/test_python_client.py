@@ -58,7 +58,7 @@ def test_a_spec_runs_is_resized_suspended_and_reported(home: Path, tmp_path: Pat
     assert view.state == "cancelled" and list(lines)
     assert [one.name for one in client.jobs()] == ["by-client"]
     assert any("resize" in str(event) for event in job.events())
-    assert job.report().job_id == view.job_id
+    assert job.view().job_id == view.job_id
     job.delete(keep_checkpoints=tmp_path / "kept")
     assert client.jobs() == [] and (tmp_path / "kept").is_dir()
 

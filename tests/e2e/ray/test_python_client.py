@@ -95,7 +95,7 @@ def test_a_job_is_resized_suspended_and_reported(tmp_path: Path) -> None:
             job.wait(timeout_s=3)
         assert job.resume()
         seen(job, lambda view: view.world_size == 2 and view.step > stopped.step)
-        report = job.report()
+        report = job.view()
         assert stopped.step >= smaller.step and 0 < report.goodput < 1
         assert report.num_incidents == 2, "the two planned stops"
         assert report.steps_lost == 0

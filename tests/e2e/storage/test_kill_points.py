@@ -1,6 +1,6 @@
 """A writer of checkpoints that is stopped at any of its changes leaves a whole step to restore.
 
-Every change of a few layouts; `python -m bench.kill_points --s3` stops it at 10,000.
+Every change of a few layouts; `python -m bench.kill_requests` stops it at 10,000.
 """
 
 from __future__ import annotations

@@ -78,8 +78,8 @@ def test_a_model_that_the_recipe_does_not_have_has_no_job() -> None:
     assert "gpt3-13b" in catalogue().architectures
 
 
-def _plan(model: str, devices: int, device: str = "H100-80", order: str = "tokens") -> ModelPlan:
-    return plan_model(workload(model), (cluster(devices, device),), order)  # type: ignore[arg-type]
+def _plan(model: str, devices: int, device: str = "H100-80") -> ModelPlan:
+    return plan_model(workload(model), (cluster(devices, device),))
 
 
 def test_the_verdict_has_the_figures_of_the_chosen_one() -> None:
@@ -110,7 +110,6 @@ def test_the_reason_names_what_does_not_fit() -> None:
     plan = plan_model(
         replace(workload("llama3-8b", 8), sequence_length=10_000_000),
         (cluster(8, "H100-80"),),
-        "tokens",
     )
     assert "CP (context 8) needs least memory" in plan.verdict
     assert "of it activations" in plan.verdict and "its states take" not in plan.verdict
@@ -121,7 +120,7 @@ def test_the_reason_names_what_does_not_fit() -> None:
 def test_a_batch_that_is_too_small_for_the_devices_is_the_reason(
     devices: int, batch: int, least: str
 ) -> None:
-    plan = plan_model(workload("llama3-8b", batch), (cluster(devices),), "tokens")
+    plan = plan_model(workload("llama3-8b", batch), (cluster(devices),))
     assert not plan.fits and plan.num_considered == 0
     assert f"its batch of {batch} is too small" in plan.verdict
     assert f"at least {least} samples" in plan.verdict and "states" not in plan.verdict
@@ -129,12 +128,12 @@ def test_a_batch_that_is_too_small_for_the_devices_is_the_reason(
 
 def test_a_device_without_bfloat16_trains_in_float16() -> None:
     work = workload("llama3-8b")
-    volta = plan_model(work, (cluster(8, "V100-32"),), "tokens")
+    volta = plan_model(work, (cluster(8, "V100-32"),))
     assert volta.format == "float16" and volta.spec is not None and volta.estimate is not None
     assert workload_of(job_from_mapping(volta.spec)).format == "float16"  # type: ignore[union-attr]
     time = volta.estimate.time
     assert time is not None and 0.2 < time.mfu < 0.6
-    both = plan_model(work, (cluster(8, "V100-32"), cluster(8, "H100-80")), "tokens")
+    both = plan_model(work, (cluster(8, "V100-32"), cluster(8, "H100-80")))
     assert both.format == "bfloat16"
 
 
@@ -151,7 +150,7 @@ def test_a_job_in_bfloat16_on_a_device_without_it_is_warned_about() -> None:
 
 
 def test_the_price_of_tokens_is_that_of_the_devices_and_the_step() -> None:
-    plan = _plan("llama3-8b", 8, order="price")
+    plan = _plan("llama3-8b", 8)
     price = catalogue().device("H100-80").price
     assert price is not None and plan.estimate is not None and plan.estimate.time is not None
     for one in plan.alternatives:
@@ -163,11 +162,6 @@ def test_the_price_of_tokens_is_that_of_the_devices_and_the_step() -> None:
     chosen = plan.chosen
     assert chosen is not None
     assert time.dollars_per_billion_tokens == pytest.approx(chosen.dollars_per_billion_tokens)
-
-
-def test_devices_without_a_price_cannot_be_ranked_by_it() -> None:
-    with pytest.raises(ValueError, match="V100-32 has no price"):
-        _plan("llama3-8b", 8, "V100-32", "price")
 
 
 def test_settings_are_what_differs_from_a_plain_job() -> None:

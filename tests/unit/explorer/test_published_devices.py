@@ -1,5 +1,5 @@
-"""Published runs on A100, H100 and H200: rows that no share was fitted to, and the ratio by which
-`--by price` prefers a device."""
+"""Published runs on A100, H100 and H200: rows that no share was fitted to, and how much faster one
+device is than another."""
 
 from __future__ import annotations
 

@@ -183,13 +183,13 @@ def test_the_same_question_has_the_same_answer(case: tuple[str, int, str]) -> No
 def test_the_order_of_clusters_does_not_change_the_choice() -> None:
     work = workload("llama3-8b")
     clusters = (cluster(4), cluster(4, "MI300X"))
-    plans = [plan_model(work, order, "price") for order in (clusters, clusters[::-1])]
+    plans = [plan_model(work, order) for order in (clusters, clusters[::-1])]
     assert plans[0].chosen == plans[1].chosen
     assert plans[0].num_considered == plans[1].num_considered
 
 
 def test_why_a_strategy_lost_names_a_part_of_its_step() -> None:
-    plan = plan_model(workload("llama3-70b"), (cluster(64),), "tokens")
+    plan = plan_model(workload("llama3-70b"), (cluster(64),))
     parts = {
         "matrix products", "attention", "passes over memory", "recomputation", "head and loss",
         "optimizer", "slowed by communication", "parameters and gradients",

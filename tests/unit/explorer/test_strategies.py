@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping, job_to_mapping
 from holdfast.orchestrator.explorer.plan import Plan, make_plan
-from holdfast.orchestrator.explorer.ranking import Alternative, Order
+from holdfast.orchestrator.explorer.ranking import Alternative
 from holdfast.orchestrator.explorer.search import estimate
 from holdfast.orchestrator.explorer.step_time import Hardware
 from holdfast.orchestrator.explorer.strategies import Strategies
@@ -52,8 +52,8 @@ def node_of(device: str) -> NodeFacts:
 
 
 @functools.cache
-def planned(name: str, order: Order = "tokens") -> Plan:
-    plan = make_plan(JOBS[name], node_of("H100-80"), hardware=hardware(), order=order)
+def planned(name: str) -> Plan:
+    plan = make_plan(JOBS[name], node_of("H100-80"), hardware=hardware())
     assert plan is not None
     return plan
 
@@ -116,9 +116,8 @@ def test_the_jobs_own_is_among_them_if_it_fits(name: str) -> None:
     assert {name for name in names if names.count(name) > 1} <= {own.strategy}
 
 
-@pytest.mark.parametrize("order", ["tokens", "price"])
-def test_all_but_the_first_say_why_they_lost(order: Order) -> None:
-    first, *others = strategies(planned("auto", order)).alternatives
+def test_all_but_the_first_say_why_they_lost() -> None:
+    first, *others = strategies(planned("auto")).alternatives
     assert first.why == "" and all(one.why for one in others)
 
 

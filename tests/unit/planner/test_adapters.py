@@ -97,11 +97,11 @@ def test_published_runs_need_what_is_planned(work: Workload, published: float) -
 
 def test_methods_are_divided_by_fsdp_only_and_no_recipe_launches_them() -> None:
     work = workload("llama3-70b", batch=64, method="qlora", sequence_length=2048)
-    plan = plan_model(work, (cluster(8),), "tokens")
+    plan = plan_model(work, (cluster(8),))
     assert {one.strategy for one in plan.alternatives} == {"DDP", "FSDP", "HSDP"}
     assert plan.fits and plan.spec is None and plan.own_loop_bytes is None
     assert plan.verdict.startswith("fits: QLoRA of llama3-70b")
-    alone = plan_model(work, (cluster(1),), "tokens")
+    alone = plan_model(work, (cluster(1),))
     assert alone.fits and "single" in alone.verdict
     lora = workload("llama3-70b", batch=64, method="lora", sequence_length=2048)
-    assert not plan_model(lora, (cluster(1),), "tokens").fits
+    assert not plan_model(lora, (cluster(1),)).fits

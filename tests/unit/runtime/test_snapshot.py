@@ -179,14 +179,3 @@ def test_all_nodes_of_a_launch_share_one_membership_in_a_snapshot() -> None:
         assert {id(one.membership) for one in launched} == {id(state.group.membership)}
         sizes[nodes] = len(snapshot.encode(state, replay.projection.memory))
     assert sizes[64] < 10 * sizes[8]
-
-
-def test_the_checkpoint_path_can_be_read_alone() -> None:
-    submitted, *_ = core.Transcript().started(step=5).journal
-    event = msgspec.structs.replace(submitted[1], checkpoint_path="s3://bucket/x")
-    replay = Replay(job_from_mapping(event.spec)).take([Record(submitted[0], event)])
-    data = snapshot.encode(replay.controller.state, replay.projection.memory)
-    assert snapshot.checkpoint_path(data) == "s3://bucket/x"
-    assert replay.restored().known() == replay.known()
-    with pytest.raises(snapshot.SnapshotDamaged, match="is damaged"):
-        snapshot.checkpoint_path(data[:-9])

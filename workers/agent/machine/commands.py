@@ -99,13 +99,8 @@ class TakeStacks(CommandBase, frozen=True):
 
     generation: int
     ranks: tuple[int, ...]
-
-
-class InspectWorkers(CommandBase, frozen=True):
-    """Ask workers what they do, without a signal; the result is WorkersInspected."""
-
-    generation: int
-    ranks: tuple[int, ...]
+    by_signal: bool
+    """False: ask them what they do, and interrupt nothing."""
 
 
 class ToRank(CommandBase, frozen=True):
@@ -176,7 +171,7 @@ class FetchFromPeer(CommandBase, frozen=True):
 
 Command = (
     Send | CloseLink | Configure | OfferPort | Note | KillNode | EndNode | Fork | RefillStandbys
-    | Kill | Halt | TakeStacks | InspectWorkers | ToRank
+    | Kill | Halt | TakeStacks | ToRank
     | MakeBuffer | FreeBuffer | SealBuffer | WriteStorage | PushToBuddy
     | FetchFromPeer
 )  # fmt: skip

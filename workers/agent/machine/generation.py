@@ -325,7 +325,7 @@ class Generation:
             return self.continue_stop(now_ns, stop)
         stop.stage, stop.deadline_ns = "stacks", now_ns + int(stack_limit_s * SECOND_NS)
         ranks = tuple(worker.seat.rank for worker in self.alive)
-        return [commands.TakeStacks(self.generation, ranks)]
+        return [commands.TakeStacks(self.generation, ranks, by_signal=True)]
 
     def continue_stop(self, now_ns: int, stop: Stopping) -> list[Command]:
         """The next stage: HALT, SIGTERM or a notice, then SIGKILL."""
@@ -362,7 +362,7 @@ class Generation:
         stop.stage = "save"
         out = self.no_longer_saves()
         stop.deadline_ns = min(stop.saves_until_ns, now_ns + int(LOOK_AT_SAVES_S * SECOND_NS))
-        return [*out, commands.InspectWorkers(self.generation, saving)]
+        return [*out, commands.TakeStacks(self.generation, saving, by_signal=False)]
 
     def no_longer_saves(self, ranks: Iterable[int] = ()) -> list[Command]:
         """Kill workers that neither save nor clean up, in a stop that waits for saves, and `ranks`,
@@ -388,7 +388,7 @@ def inspect(group: Generation | None) -> list[Command]:
     if group is None or group.stop is not None or group.stopped or not group.alive:
         return []
     ranks = tuple(worker.seat.rank for worker in group.alive)
-    return [commands.InspectWorkers(group.generation, ranks)]
+    return [commands.TakeStacks(group.generation, ranks, by_signal=False)]
 
 
 def inspected(

@@ -120,15 +120,11 @@ class MemoryMeasured(InputBase, frozen=True):
 
 # -- results of commands ----------------------------------------------------------------------
 class StacksTaken(InputBase, frozen=True):
-    generation: int
-    stacks: tuple[Stack, ...]
-
-
-class WorkersInspected(InputBase, frozen=True):
-    """Result of InspectWorkers."""
+    """Result of TakeStacks."""
 
     generation: int
     stacks: tuple[Stack, ...]
+    by_signal: bool
 
 
 class PortOffered(InputBase, frozen=True):
@@ -178,6 +174,6 @@ class ClockTick(InputBase, frozen=True):
 Input = (
     LinkUp | LinkDown | Received | Terminated | WorkerForked | ForkFailed | FromRank | WorkerEnded
     | JobConfigured | StandbysReady | ForkserverDied | StoppedRanks | ActivityMeasured
-    | MemoryMeasured | StacksTaken | WorkersInspected | PortOffered | WriteDone | PushDone
+    | MemoryMeasured | StacksTaken | PortOffered | WriteDone | PushDone
     | CopyDone | ServeDone | ClockTick
 )  # fmt: skip

@@ -154,10 +154,10 @@ class AgentMachine:
             case inputs.MemoryMeasured():
                 self.tiers.memory.measured(given)
                 return []
-            case inputs.WorkersInspected():
-                return inspected(self.group, given.generation, given.stacks)
             case inputs.StacksTaken():
-                return self._stacks_taken(now_ns, given)
+                if given.by_signal:
+                    return self._stacks_taken(now_ns, given)
+                return inspected(self.group, given.generation, given.stacks)
             case inputs.PortOffered():
                 self._port = given.port
                 return []

@@ -122,7 +122,6 @@ WorkerCommand = (
     | commands.Kill
     | commands.Halt
     | commands.TakeStacks
-    | commands.InspectWorkers
     | commands.ToRank
 )
 
@@ -324,8 +323,6 @@ class AgentProcess:
                 self._workers.halt(command.generation, command.ranks)
             case commands.TakeStacks():
                 self._spawn(self._take_stacks(command))
-            case commands.InspectWorkers():
-                self._spawn(self._inspect(command))
             case commands.ToRank():
                 fd = None if command.buffer is None else self._memory.fd(command.buffer)
                 self._workers.send(command.generation, command.rank, command.message, fd)
@@ -454,18 +451,12 @@ class AgentProcess:
             self._link.send(m.AgentEvent(text=text))
 
     async def _take_stacks(self, command: commands.TakeStacks) -> None:
-        found = {rank: self._workers.find(command.generation, rank) for rank in command.ranks}
-        alive = {rank: process for rank, process in found.items() if process is not None}
         generation = command.generation
-        taken = await stacks.take(alive, partial(self._workers.inspect, generation))
-        self._give(inputs.StacksTaken(generation, taken))
-
-    async def _inspect(self, command: commands.InspectWorkers) -> None:
-        found = {rank: self._workers.find(command.generation, rank) for rank in command.ranks}
+        found = {rank: self._workers.find(generation, rank) for rank in command.ranks}
         alive = {rank: process for rank, process in found.items() if process is not None}
-        generation = command.generation
-        taken = await stacks.inspect(alive, partial(self._workers.inspect, generation))
-        self._give(inputs.WorkersInspected(generation, taken))
+        take = stacks.take if command.by_signal else stacks.inspect
+        taken = await take(alive, partial(self._workers.inspect, generation))
+        self._give(inputs.StacksTaken(generation, taken, command.by_signal))
 
     async def _write(self, command: commands.WriteStorage, fd: int) -> None:
         assert self._machine.welcome is not None

@@ -23,6 +23,7 @@ from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.rank_assignment import check_resize
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, Problem, SpecError, UserError
+from holdfast.orchestrator.hosts.kubernetes.code_store import ClusterCodeStore
 from holdfast.orchestrator.hosts.kubernetes.spec import owner_of
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import Document, KubeClient
@@ -34,7 +35,6 @@ from holdfast.orchestrator.runtime.control_api import view_body
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..remote_job import ControllerGone, LogSelector, expect_ended, extra_s
-from . import code_upload
 from .resource_view import nodes_of, operator_absence, status_written_ns, view_of_object
 from .session import ClusterSession, annotation_of, follow_job
 
@@ -153,13 +153,14 @@ class KubernetesTransport:
 
     def upload(self, code: Code) -> None:
         async def act(cluster: KubeClient, namespace: str) -> None:
-            await code_upload.upload(cluster, owner_of(self._document), code)
+            store = ClusterCodeStore(cluster, owner_of(self._document))
+            await store.upload(code.name, code.archive)
 
         self._session.run(act)
 
     def delete_code_except(self, *kept: str) -> None:
         async def act(cluster: KubeClient, namespace: str) -> None:
-            await code_upload.delete_others(cluster, owner_of(self._document), kept)
+            await ClusterCodeStore(cluster, owner_of(self._document)).delete_others(*kept)
 
         self._session.run(act)
 

@@ -23,6 +23,7 @@ from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.launch_sizes import not_taken_along
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import Problem, SpecError, UserError
+from holdfast.orchestrator.hosts.kubernetes.code_store import ClusterCodeStore
 from holdfast.orchestrator.hosts.kubernetes.spec import owner_of, template_problems
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import (
@@ -41,7 +42,6 @@ from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..base import Launch, RunResult, Target, exit_code, first_free
 from ..remote_job import RemoteJob
-from . import code_upload
 from .job import KubernetesTransport, pods_of
 from .resource_view import is_refused, nodes_of, operator_absence, view_of_object
 from .session import ClusterSession, follow_job
@@ -221,7 +221,7 @@ class KubernetesTarget(Target):
         """A job without its code is removed again. Raises ApiError."""
         owner = owner_of(created)
         try:
-            await code_upload.upload(cluster, owner, code)
+            await ClusterCodeStore(cluster, owner).upload(code.name, code.archive)
         except BaseException:
             with suppress(ApiError):
                 await cluster.delete(JOBS, owner.namespace, owner.name, uid=owner.uid)

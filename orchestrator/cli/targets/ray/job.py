@@ -187,25 +187,22 @@ class RayTransport:
         KeyValueCodeStore(self._store).delete_others(*names)
 
     def print_events(self, *, follow: bool, as_json: bool) -> None:
-        from holdfast.orchestrator.cli.event_format import EventFormatter
-        from holdfast.orchestrator.cli.output import stdout
+        from holdfast.orchestrator.cli.event_format import print_journal
 
-        console, formatter = stdout(), EventFormatter()
-        store, after, seen = GcsStore(self._store, self.name), "", -1
-        while True:
-            # Before reading the journal: events up to the job's end are then in it.
-            ended = self.ended is not None
-            for chunk in read(store, after, history=True):
-                formatter.print_chunk(console, chunk, as_json=as_json)
-                after = chunk.name
-            if not follow or ended:
-                formatter.end(console, as_json=as_json)
-                return
+        seen = -1
+
+        def pause() -> None:
+            nonlocal seen
             try:
                 seen = self._ask("watch", seen)["seen"]
             except actors.ControllerActorGone:
                 seen = -1
                 time.sleep(actors.PAUSE_S)
+
+        store = GcsStore(self._store, self.name)
+        print_journal(
+            store, lambda: self.ended is not None, pause if follow else None, as_json=as_json
+        )
 
     def print_logs(self, wanted: LogSelector, *, follow: bool) -> None:
         from holdfast.orchestrator.cli.log_files import follow_files, print_files

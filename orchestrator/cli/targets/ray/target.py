@@ -31,7 +31,7 @@ from holdfast.orchestrator.protocol.certificate import make_keys
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..base import Launch, RunResult, Target, exit_code
-from ..remote_job import RemoteJob, view_through
+from ..remote_job import RemoteJob, readable, view_through
 from ..supervisor import accept_stop, supervise
 from ..tempdir import on_sigterm
 from .job import RayTransport
@@ -66,13 +66,7 @@ class RayTarget(Target):
 
     def views(self) -> list[JobView]:
         cluster.connect(self._address)
-        found = []
-        for name in kv.jobs():
-            try:
-                found.append(self.find(name).view())
-            except HoldfastError as error:
-                stderr().print(f"{name}: {error}", markup=False, soft_wrap=True)
-        return found
+        return readable(kv.jobs(), self.find)
 
     def empty_message(self) -> str:
         return f"no jobs in this Ray cluster; start one with `{self.command('run', 'FILE')}`"

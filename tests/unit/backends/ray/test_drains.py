@@ -6,13 +6,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from holdfast.orchestrator.backends.base import coordinates
 from holdfast.orchestrator.backends.ray.drains import (
     Drains,
     RayNodeLookup,
     notice_text,
     reason_in_log,
 )
-from holdfast.orchestrator.backends.topology import coordinates
 
 BOUND_S = 30.0
 STAMP = "[2026-11-21 15:57:13,028 I 22594 22594] (raylet) node_manager.cc:2245: "

@@ -59,11 +59,6 @@ CONFIG = {
         (("--model", "llama3-8b", "--devices", "0xH100-80"), ("'0xH100-80'", "one device or more")),
         (("--model", "llama3-8b"), ("--devices: got nothing with --model", "64xH100-80")),
         ((*MODEL, "--method", "nf4"), ("--method: got nf4; expected full, lora or qlora",)),
-        ((*MODEL, "--by", "luck"), ("--by: got luck", "tokens or price")),
-        (
-            ("--model", "llama3-8b", "--devices", "8xV100-32", "--by", "price"),
-            ("V100-32 has none", "--catalogue"),
-        ),
         ((*MODEL, "--network", "infiniband-401"), ("'infiniband-401'", "infiniband-400")),
         ((*MODEL, "--nodes", "2"), ("--nodes: got 2 with --model", "remove it")),
         ((*MODEL, "--device-memory", "80Gi"), ("--device-memory: got 80Gi with --model",)),
@@ -198,15 +193,6 @@ def test_explain_shows_formula_and_source_of_every_figure(holdfast: Holdfast) ->
         assert " ".join(row["formula"].split()) in shown, row["what"]
 
 
-def test_devices_are_compared_by_price(holdfast: Holdfast) -> None:
-    more = ("--devices", "8xMI300X", "--by", "price", "--json")
-    made = json.loads(holdfast("spec plan", *MODEL, *more).out)
-    assert {one["device"] for one in made["alternatives"]} == {"H100-80", "MI300X"}
-    prices = [one["dollars_per_billion_tokens"] for one in made["alternatives"]]
-    assert made["chosen"]["device"] == "MI300X"
-    assert prices[0] == min(prices)
-
-
 def test_a_model_that_does_not_fit_is_refused_with_its_states(holdfast: Holdfast) -> None:
     result = holdfast("spec plan", "--model", "llama3-405b", "--devices", "2xH100-80")
     assert result.code == 2
@@ -305,19 +291,6 @@ def test_a_job_is_ranked_beside_the_strategies_of_its_devices(
     assert "DDP" in {one["strategy"] for one in made["lost"]}
     text = holdfast("spec plan", file, *devices).out
     assert "Strategies that fit, best first" in text and "FSDP, this job" in text
-    cheapest = json.loads(holdfast("spec plan", file, *devices, "--by", "price", "--json").out)
-    prices = [one["dollars_per_billion_tokens"] for one in cheapest["strategies"]["alternatives"]]
-    assert prices[0] <= min(prices) * 1.1
-    assert "dearer per token" in cheapest["strategies"]["alternatives"][1]["why"]
-
-
-def test_a_job_is_not_ranked_by_a_price_that_is_not_known(write: Write, holdfast: Holdfast) -> None:
-    result = holdfast("spec plan", write(SEVENTY), "--by", "price")
-    assert result.code == 2
-    assert "--by: got price of devices not known; expected devices with a price" in result.err
-    result = holdfast("spec plan", write(SEVENTY), "--devices", "8xV100-32", "--by", "price")
-    assert result.code == 2
-    assert "--by: got price, and V100-32 has none" in result.err
 
 
 OFFLOADED = """

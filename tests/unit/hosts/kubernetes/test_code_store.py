@@ -14,11 +14,10 @@ import pytest
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.cli import code_files
-from holdfast.orchestrator.cli.targets.kubernetes import code_upload
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.hosts.kubernetes import code_store
 from holdfast.orchestrator.hosts.kubernetes.code_store import ClusterCodeStore
-from holdfast.orchestrator.kube import code_parts, names
+from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import CONFIG_MAPS
 from holdfast.orchestrator.kube.names import Owner
@@ -42,9 +41,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> code_files.Code:
     place.mkdir()
     (place / "train.py").write_text("print()\n")
     (place / "table.bin").write_bytes(os.urandom(limits.CODE_PART_BYTES))
-    found = code_files.pack(place)
-    assert len(code_parts.part_documents(OWNER, found.name, found.archive)) == 2
-    return found
+    return code_files.pack(place)
 
 
 class Node:
@@ -81,14 +78,18 @@ def on_cluster(scenario: Callable[[StatefulFakeApi, KubeClient], Any]) -> None:
     asyncio.run(run())
 
 
+async def upload(cluster: KubeClient, owner: Owner, code: code_files.Code) -> None:
+    await ClusterCodeStore(cluster, owner).upload(code.name, code.archive)
+
+
 def maps(api: StatefulFakeApi) -> list[Document]:
     return [one for path, one in api.objects.items() if "/configmaps/" in path]
 
 
 def test_the_files_of_the_directory_arrive_on_the_node(code: code_files.Code) -> None:
     async def scenario(api: StatefulFakeApi, cluster: KubeClient) -> None:
-        await code_upload.upload(cluster, OWNER, code)
-        await code_upload.upload(cluster, OWNER, code)  # what is there is not uploaded again
+        await upload(cluster, OWNER, code)
+        await upload(cluster, OWNER, code)  # what is there is not uploaded again
         for one in maps(api):
             assert one["immutable"]
             assert one["metadata"]["ownerReferences"][0]["uid"] == OWNER.uid
@@ -96,7 +97,7 @@ def test_the_files_of_the_directory_arrive_on_the_node(code: code_files.Code) ->
         where = Path(await node.code.directory(code.name))
         assert sorted(path.name for path in where.iterdir()) == ["table.bin", "train.py"]
         assert await node.code.directory(code.name) == str(where)
-        assert [request.part for request in node.requests] == [0, 1]
+        assert [request.part for request in node.requests] == [0, 1], "code of two parts"
         node.code.close()
         assert not where.exists()
 
@@ -105,7 +106,7 @@ def test_the_files_of_the_directory_arrive_on_the_node(code: code_files.Code) ->
 
 def test_a_part_that_is_lost_is_requested_again(code: code_files.Code) -> None:
     async def scenario(api: StatefulFakeApi, cluster: KubeClient) -> None:
-        await code_upload.upload(cluster, OWNER, code)
+        await upload(cluster, OWNER, code)
         node = Node(cluster, repeat_s=0.2)
         node.lost = 1
         assert Path(await node.code.directory(code.name), "train.py").exists()
@@ -122,11 +123,11 @@ def test_missing_foreign_and_changed_archives_are_refused_by_name(code: code_fil
         node = Node(cluster)
         with pytest.raises(CodeUnavailable, match=r"llm-code-.*-0: is not there"):
             await node.code.directory(code.name)
-        await code_upload.upload(cluster, OTHER, code)
+        await upload(cluster, OTHER, code)
         with pytest.raises(CodeUnavailable, match="belongs to another job"):
             await node.code.directory(code.name)
         with pytest.raises(UserError, match="belongs to another job"):
-            await code_upload.upload(cluster, OWNER, code)
+            await upload(cluster, OWNER, code)
         for one in maps(api):
             one["metadata"]["ownerReferences"] = [names.owner_reference("llm", OWNER.uid)]
             one["binaryData"] = {"part": "AAAA"}
@@ -147,16 +148,16 @@ def test_old_archives_are_deleted_and_those_of_other_jobs_are_not(tmp_path: Path
         for number in range(3):
             script.write_text(f"print({number})\n")
             found.append(code_files.pack(tmp_path))
-            await code_upload.upload(cluster, OWNER, found[-1])
+            await upload(cluster, OWNER, found[-1])
         api.objects[CONFIG_MAPS.path("team")] = {
             "metadata": {"resourceVersion": "1"},
             "items": [one | {"metadata": one["metadata"] | {"uid": "u"}} for one in maps(api)],
         }
-        await code_upload.delete_others(cluster, OTHER, ())
+        await ClusterCodeStore(cluster, OTHER).delete_others()
         assert len(maps(api)) == 3
-        await code_upload.delete_others(cluster, OWNER, ("", found[1].name, found[2].name))
-        digits = [one["metadata"]["labels"][code_parts.LABEL_CODE] for one in maps(api)]
-        assert digits == [one.name[: code_parts.DIGITS] for one in found[1:]]
+        await ClusterCodeStore(cluster, OWNER).delete_others("", found[1].name, found[2].name)
+        digits = [one["metadata"]["labels"][code_store.LABEL_CODE] for one in maps(api)]
+        assert digits == [one.name[: code_store.DIGITS] for one in found[1:]]
 
     on_cluster(scenario)
 
@@ -174,7 +175,7 @@ def test_a_job_waits_for_its_code_and_follows_new_code_once_it_is_there(
             text = "was not uploaded"
             await operator.status_when("llm", "to wait", lambda s: text in s.get("reason", ""))
             cluster = operator.context.cluster
-            await code_upload.upload(cluster, OWNER, code)
+            await upload(cluster, OWNER, code)
             await operator.status_when("llm", "to start", lambda s: s.get("jobId"))
             other = "c" * 64
             operator.edit(job, code=other)
@@ -182,8 +183,7 @@ def test_a_job_waits_for_its_code_and_follows_new_code_once_it_is_there(
             await operator.status_when("llm", "to refuse it", lambda s: text in str(s))
             assert job._runtime is not None
             assert job._runtime.state.job.spec.code == code.name
-            for one in code_parts.part_documents(OWNER, other, b"x"):
-                await cluster.create(CONFIG_MAPS, "team", one)
+            await ClusterCodeStore(cluster, OWNER).upload(other, b"x")
             operator.edit(job, code=other)
             while job._runtime.state.job.spec.code != other:
                 await asyncio.sleep(0.01)

@@ -110,7 +110,7 @@ def test_stacks_are_taken_before_the_kill_and_never_block_it_for_long() -> None:
     harness = AgentHarness()
     harness.launch(1)
     out = harness.receive(m.StopWorkers(action_id=7, generation=1, stacks=True))
-    assert [t.ranks for t in of(commands.TakeStacks, out)] == [(0, 1)]
+    assert [(t.ranks, t.by_signal) for t in of(commands.TakeStacks, out)] == [((0, 1), True)]
     assert not of(commands.Kill, out)
     harness.now_ns += 3 * SECOND_NS
     assert {k.signal for k in of(commands.Kill, harness.give(inputs.ClockTick()))} == {9}
@@ -119,17 +119,17 @@ def test_stacks_are_taken_before_the_kill_and_never_block_it_for_long() -> None:
 def test_an_inspection_reports_what_workers_do_and_leaves_them_alone() -> None:
     harness = AgentHarness()
     harness.launch(1)
-    (asked,) = of(commands.InspectWorkers, harness.receive(m.Inspect(generation=1)))
-    assert asked.ranks == (0, 1)
+    (asked,) = of(commands.TakeStacks, harness.receive(m.Inspect(generation=1)))
+    assert (asked.ranks, asked.by_signal) == ((0, 1), False)
     waits = Stack(0, "a collective", True, "S", "peers")
     outside = Stack(1, "x" * 9000, False, "S", "nothing")
-    out = harness.give(inputs.WorkersInspected(1, (waits, outside)))
+    out = harness.give(inputs.StacksTaken(1, (waits, outside), by_signal=False))
     (answer,) = of(m.GroupInspected, out)
     assert [(s.rank, s.activity, len(s.text)) for s in answer.stacks] == [
         (0, "peers", 0), (1, "nothing", 4096),
     ]  # fmt: skip
     assert not of(commands.Kill, out)
-    assert not of(commands.InspectWorkers, harness.receive(m.Inspect(generation=7)))
+    assert not of(commands.TakeStacks, harness.receive(m.Inspect(generation=7)))
 
 
 def test_a_heartbeat_has_the_activity_of_the_processes_until_the_next_progress() -> None:

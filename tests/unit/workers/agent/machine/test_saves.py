@@ -33,7 +33,7 @@ def test_only_the_rank_that_saves_lives_on_until_its_save_ends() -> None:
     harness = saving()
     out = harness.receive(STOP)
     assert killed(out) == [(1, 9)]
-    assert [one.ranks for one in of(commands.InspectWorkers, out)] == [(0,)]
+    assert [(one.ranks, one.by_signal) for one in of(commands.TakeStacks, out)] == [((0,), False)]
     harness.worker_ends(1, signal=9)
     harness.now_ns += 3 * SECOND_NS
     assert killed(harness.give(inputs.ClockTick())) == []
@@ -47,7 +47,7 @@ def test_a_save_that_waits_for_a_peer_is_killed_at_once() -> None:
     harness = saving()
     harness.receive(STOP)
     stack = Stack(rank=0, text="barrier", in_collective=True)
-    out = harness.give(inputs.WorkersInspected(1, (stack,)))
+    out = harness.give(inputs.StacksTaken(1, (stack,), by_signal=False))
     assert killed(out) == [(0, 9)] and not of(m.GroupInspected, out)
 
 
@@ -65,7 +65,7 @@ def test_without_a_declared_save_all_are_killed_at_once() -> None:
     harness = AgentHarness()
     harness.launch()
     out = harness.receive(STOP)
-    assert killed(out) == [(0, 9), (1, 9)] and not of(commands.InspectWorkers, out)
+    assert killed(out) == [(0, 9), (1, 9)] and not of(commands.TakeStacks, out)
 
 
 def test_a_stop_without_that_grace_kills_a_save_too() -> None:

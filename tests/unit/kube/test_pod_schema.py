@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.orchestrator.kube.definition import definition
-from holdfast.orchestrator.kube.pod_schema import pod_template_schema
+from holdfast.orchestrator.kube.pod_schema import definition, pod_template_schema
 
 ANNOTATION_BYTES = 256 * 1024
 """Client-side `kubectl apply` keeps the whole object in an annotation."""
