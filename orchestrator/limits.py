@@ -220,6 +220,9 @@ HALT_S = 1.0
 """How long a worker that may be kept gets to leave its step when a peer has died: ending a
 collective takes milliseconds. Then it is killed, and all are forked again."""
 
+KEPT_S = 120.0
+"""How long a kept process may wait for its next seat, with all its memory."""
+
 HALT_WAIT_S = 5.0
 """How long a rank whose peer is gone waits for the controller's decision, before it fails."""
 

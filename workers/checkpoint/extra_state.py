@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from itertools import zip_longest
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -114,7 +115,24 @@ def import_user(extra: Extra, header: Mapping[str, Any], say: Callable[[str], No
     for name in stored:
         if name not in given:
             say(f"extra: the checkpoint has state of {name!r}, which the script does not give")
-    extra.update({n: v for n, v in user.items() if n not in stored and n not in given})
+    for name in user:
+        if name not in stored and name not in given:
+            extra[name] = _filled(extra.get(name), user[name])
+
+
+def _filled(held: Any, value: Any) -> Any:
+    """The value, in the containers of `held`: a kept process may go on with them."""
+    if not isinstance(held, type(value)):
+        return value
+    if isinstance(held, dict):
+        filled = {key: _filled(held.get(key), one) for key, one in value.items()}
+        held.clear()
+        held.update(filled)
+    elif isinstance(held, list):
+        held[:] = [_filled(*pair) for pair in zip_longest(held[: len(value)], value)]
+    else:
+        return value
+    return held
 
 
 def _load(

@@ -79,10 +79,11 @@ class TrainingState:
         self._names = ParamNames(model)
         refuse_fsdp1(model)
         everything = self._names.parameters
-        self._left_out = {
+        self.left_out = {
             name: p for name, p in everything.items() if keep != "all" and not p.requires_grad
         }
-        self.parameters = {n: p for n, p in everything.items() if n not in self._left_out}
+        """Parameters that checkpoints do not have."""
+        self.parameters = {n: p for n, p in everything.items() if n not in self.left_out}
         """Name -> parameter."""
         self._boxes: dict[str, Box] = {}
         self._elsewhere: set[str] = set()
@@ -214,7 +215,7 @@ class TrainingState:
         """
         for wrapper, inner in self._wrappers:
             given_optimizers.expect_stateless(wrapper, inner)
-        if trained := [name for name, p in self._left_out.items() if p.requires_grad]:
+        if trained := [name for name, p in self.left_out.items() if p.requires_grad]:
             raise UserError(
                 f"session.restore: got {trained[0]}, which is trained now and was frozen then, "
                 "with keep='trainable'; expected it to stay frozen, as no checkpoint has it; "

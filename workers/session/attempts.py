@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import pickle
 import random
 import signal
 import sys
@@ -56,10 +57,10 @@ class Attempts:
         """The agent may keep this process."""
         self.failed = False
         """The last attempt was halted."""
-        self.seeded = False
-        """s.seed was called in the running attempt."""
-        self._random: int | None = None
-        """Digest of the states of random numbers where the first attempt of a generation began."""
+        self._random: tuple[int, int] | None = None
+        """Digests of the states of random numbers, as they are if none are drawn."""
+        self._watches = self._seeded = False
+        self._acting = threading.Lock()
         self._halting, self._over = threading.Event(), threading.Event()
         self._open = self._stepped = False
         self._shields = 0
@@ -82,10 +83,12 @@ class Attempts:
         self._halting.set()
         until, main = time.monotonic() + 2 * limits.HALT_S, threading.main_thread().ident
         while self.groups is not None and main is not None and time.monotonic() < until:
-            self.groups.cut()
-            signal.pthread_kill(main, SIGNAL)
-            if self._over.wait(SIGNAL_EVERY_S):
-                return
+            with self._acting:
+                if self._over.is_set():
+                    return  # the connections of the next generation may be there
+                self.groups.cut()
+                signal.pthread_kill(main, SIGNAL)
+            self._over.wait(SIGNAL_EVERY_S)
 
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
         if not self.halting or not self._open or self._shields:
@@ -132,16 +135,33 @@ class Attempts:
                 f"session.steps: got no s.step({step}) in the body of the loop; expected `with "
                 "s.attempt():`, and at its end s.step(step)"
             )
-        if self._random is not None and not self.seeded and self._random != _random_digest():
-            self.why_not = self.why_not or "an attempt draws random numbers without s.seed"
 
-    def begin(self, *, first: bool) -> None:
-        """A step of the loop begins; `first`: of the generation."""
-        self._stepped = self.seeded = False
-        self._random = _random_digest() if first and self.groups is not None else None
+    def begin(self, *, first: bool, kept: bool) -> None:
+        """A step of the loop begins; `first`: of the generation. Once processes were `kept`, each
+        step is watched: they and new ones would draw different random numbers without s.seed."""
+        self._stepped, self._watches = False, self.groups is not None and (first or kept)
+        self._seeded = self._seeded and not self._watches
+        if self._watches and first:
+            self._random = _random_state()
+
+    def seeds(self) -> None:
+        """s.seed is called."""
+        self.look_at_random()
+        self._seeded = self._seeded or self._watches
+
+    def look_at_random(self, *, leaves: bool = False) -> None:
+        """Say in `why_not` whether random numbers were drawn without s.seed. `leaves`: the process
+        leaves its generation."""
+        if self._random is not None and (self._watches or leaves):
+            now, known = _random_state(), int(self._seeded)
+            if now[known:] != self._random[known:]:
+                self.why_not = self.why_not or "an attempt draws random numbers without s.seed"
+            self._random = now
 
     def halted(self) -> None:
-        self._over.set()
+        """Nothing is cut or interrupted from now on."""
+        with self._acting:
+            self._over.set()
 
     def __enter__(self) -> None:
         if self._open:
@@ -194,10 +214,11 @@ def _roots(model: Module) -> list[Any]:
     return roots
 
 
-def _random_digest() -> int:
-    numpy = sys.modules.get("numpy")
-    state = (random.getstate(), numpy.random.get_state()[1].tobytes() if numpy else b"")
-    return hash((*state, torch.get_rng_state().numpy().tobytes()))
+def _random_state() -> tuple[int, int]:
+    """Digests of the states of what s.seed sets, and of numpy's."""
+    seeded = hash((random.getstate(), torch.get_rng_state().numpy().tobytes()))
+    numpy: Any = sys.modules.get("numpy")
+    return seeded, hash(pickle.dumps(numpy.random.get_state(legacy=False))) if numpy else 0
 
 
 def versions(model: Module) -> dict[str, int]:
@@ -227,11 +248,18 @@ def why_not(model: Module, buffers: dict[str, int]) -> str:
     """Why this process cannot be kept as it is; empty: it can. `buffers`: `versions` at restore."""
     if buffers != versions(model):
         return "the model writes buffers that checkpoints do not have"
+    if threading.current_thread() is not threading.main_thread():
+        return "the loop does not run in the main thread"
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             facts: Any = module
             if facts.static_graph or facts._get_ddp_logging_data().get("comm_hook"):
                 return "DDP has a static graph or a communication hook"
+        if isinstance(module, FSDPModule):
+            shared: Any = module._get_fsdp_state()
+            parts = getattr(shared, "_fsdp_param_groups", [])
+            if any(getattr(part, "_all_reduce_hook", None) for part in parts):
+                return "FSDP2 has a hook for its all-reduce"
     if not all(hasattr(root, "reset_iter_state") for root in _roots(model)):
         return "this torch cannot reset FSDP2 after an error (2.15 can)"
     dynamo = sys.modules.get("torch._dynamo.utils")
@@ -244,5 +272,15 @@ def checksum(parameters: Iterable[Tensor]) -> int:
     """Checksum of the bits of this rank's parts; below 2**62."""
     total = 0
     for parameter in parameters:
-        total = (total * 31 + hash_bytes(flat_bytes(local_of(parameter).detach()))) % 2**62
+        for plain in _plain(local_of(parameter).detach()):
+            total = (total * 31 + hash_bytes(flat_bytes(plain))) % 2**62
     return total
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors inside one of a subclass, such as a quantized weight."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain(getattr(tensor, name))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol import files
 from holdfast.orchestrator.protocol.facts import Restore, WorkerPhase
@@ -67,7 +68,7 @@ class Session:
         self._attempts = Attempts(None, "")
         self._loops = False
         self._read_within: set[str] = set()
-        """What attempts read of the part of the batch that is this rank's."""
+        """What attempts read of the mesh, and of the part of the batch that is this rank's."""
         self._num_compared = CHECKED_STEPS
         """Steps since processes were kept whose parameters were compared between replicas."""
         self._shards_given: list[Shards] = []
@@ -105,6 +106,8 @@ class Session:
         self.shape = shape
         """Sizes of the mesh's axes, and the coordinates of each rank."""
         self.generation = attached.assign.membership.generation if attached else 1
+        self._kept = bool(attached and attached.assign.membership.kept_from)
+        """Processes were kept in this generation."""
         self._restore = attached.assign.membership.restore if attached else None
 
     # -- ranks and mesh -------------------------------------------------------------------------
@@ -112,6 +115,7 @@ class Session:
     def mesh(self) -> DeviceMesh:
         """The device mesh with named axes: `replicate`, `shard`, and those of `tensor`, `context`
         and `pipeline` that are larger than 1. Made on first use, which is collective."""
+        self._read_within |= {"mesh"} if self._attempts.is_open else set()
         return self.meshes.all_axes
 
     @property
@@ -119,6 +123,7 @@ class Session:
         """The mesh for fully_shard: (`shard`,) for FSDP, (`replicate`, `shard`) for HSDP. With a
         context axis `shard_context`, which has the ranks of both, takes the place of `shard`. Made
         on first use, which is collective."""
+        self._read_within |= {"mesh"} if self._attempts.is_open else set()
         return self.meshes.data_parallel
 
     @property
@@ -149,7 +154,7 @@ class Session:
         Called at every step, it makes random numbers continue after a restore without saved state.
         """
         value = mix(seed, step, self.shape.data_parallel_index(self.rank))
-        self._attempts.seeded = True
+        self._attempts.seeds()
         random.seed(value)
         torch.manual_seed(value)
 
@@ -302,6 +307,8 @@ class Session:
         else:
             self._last_step = start - 1
         self._first_step = self._last_step + 1
+        if self._attempts.groups is not None:
+            self._num_compared = 0
         self._volatile = versions(state.model)
         if self._channel is not None:
             self._stager = Stager(
@@ -351,7 +358,7 @@ class Session:
                 step = self._last_step + 1
                 if self._attempts.groups is not None:
                     self._modes = [module.training for module in self._state.model.modules()]
-                self._attempts.begin(first=step == self._first_step)
+                self._attempts.begin(first=step == self._first_step, kept=self._kept)
                 yield step
                 if not (self._attempts.failed or self._attempts.halting):
                     self._attempts.expect_stepped(step)
@@ -371,31 +378,48 @@ class Session:
 
     def _want_keeping(self, state: TrainingState) -> None:
         """Say after the first step of a generation whether this process can be kept."""
-        attempts, groups = self._attempts, self._attempts.groups
+        attempts = self._attempts
         if attempts.said or self._channel is None or self._last_step < self._first_step:
             return
-        attempts.said = True
-        why = attempts.why_not
-        if groups is not None:
-            why = why or ("torch has groups of other backends" if groups.foreign else "")
-            why = why or why_not(state.model, self._volatile)
-            why = why or ("the model is a pipeline" if self.shape.pipeline > 1 else "")
-            own = self._data or state.rank_state is not None
-            why = why or ("loaders or single ranks have state" if own else "")
+        attempts.said, why = True, self._why_not(state)
         attempts.wanted = not why
         self._channel.send(worker_protocol.KeepReported(why_not=why))
+
+    def _why_not(self, state: TrainingState) -> str:
+        """Why this process cannot be kept as it is; empty: it can."""
+        groups, why = self._attempts.groups, self._attempts.why_not
+        if groups is None or why:
+            return why
+        if groups.foreign:
+            return "torch has groups of other backends"
+        if groups.scales:
+            return "a GradScaler is in use"
+        if self.shape.pipeline > 1:
+            return "the model is a pipeline"
+        if self._data or state.rank_state is not None:
+            return "loaders or single ranks have state"
+        return why_not(state.model, self._volatile)
 
     def _resume(self, state: TrainingState) -> None:
         """Wait, in a kept process, for a seat in the next generation, and restore its state."""
         channel, attempts, groups = self._channel, self._attempts, self._attempts.groups
         assert channel is not None and groups is not None
         attempts.halted()
+        attempts.look_at_random(leaves=True)
+        if why := self._why_not(state):  # since the first step
+            channel.send(worker_protocol.KeepReported(why_not=why))
+            time.sleep(2 * limits.HALT_S)  # the agent kills this process
+            raise NotKept(why)
         before = self.world_size
         attached = channel.next_seat(self._last_step)
         attempts.resumed()
         self._take_seat(rank_env(), attached.assign.membership.mesh, attached)
-        if self.world_size != before and len(self._read_within) < 2:
-            raise NotKept("attempts do not read both data_parallel_rank and data_parallel_size")
+        if self.world_size != before:
+            if not self._read_within >= {"rank", "size"}:
+                raise NotKept("attempts do not read both data_parallel_rank and data_parallel_size")
+            if "mesh" in self._read_within:
+                raise NotKept("attempts read s.mesh or s.fsdp_mesh, whose sizes stay")
+            self.meshes.resized(self.shape)
         self._enter("build")
         self._connect(groups)
         reset(state.model, groups, self._modes)
@@ -413,22 +437,29 @@ class Session:
         store = own_store(rank_env(), one_machine=attached.assign.membership.num_nodes == 1)
         at = (self.rank, self.world_size, self.generation)
         groups.connect(store, *at, lambda: self._attempts.halting)
-        self._num_compared = 0
 
     def _compare_replicas(self, state: TrainingState) -> None:
-        """Raise ReplicasDiverged if, in the first steps after processes were kept, replicas have
-        other parameters, or ranks other settings of optimizers. Collective."""
-        if self._num_compared >= CHECKED_STEPS:
+        """Compare, in the first steps of a generation, the replicas' parameters and the optimizers'
+        settings. Where they differ before processes were kept, none is: the script means it, or
+        has an error. Raises ReplicasDiverged where they differ afterwards. Collective."""
+        if self._num_compared >= CHECKED_STEPS or not self._loops:
             return
+        parameters = [p for p in state.parameters.values() if p.requires_grad]
+        if not self._num_compared:
+            parameters = [*state.parameters.values(), *state.left_out.values()]
         self._num_compared += 1
-        number = checksum(p for p in state.parameters.values() if p.requires_grad)
+        number = checksum(parameters)
         common = settings_digest(one.optimizer for one in state.optimizers)
         # The last row: settings, such as the learning rate, that are the same on all ranks.
         largest_s2 = torch.full((self.shape.num_shards + 1, 2), -(2**63), dtype=torch.int64)
         largest_s2[self.shape.shard_index(self.rank)] = torch.tensor([number, -number])
         largest_s2[-1] = torch.tensor([common, -common])
         dist.all_reduce(largest_s2, dist.ReduceOp.MAX)
-        if bool((largest_s2.sum(1) != 0).any()):
+        differ = bool((largest_s2.sum(1) != 0).any())
+        if differ and not self._kept:
+            self._num_compared = CHECKED_STEPS
+            self._attempts.why_not = "replicas have different parameters, or ranks other settings"
+        elif differ:
             raise ReplicasDiverged(
                 f"ranks have different values or settings after step {self._last_step + 1}, after "
                 "processes were kept; all are forked again from the last state"
@@ -464,6 +495,9 @@ class Session:
         if self._loops:
             self._attempts.expect_open(step)
         with self._attempts.shielded():
+            self._attempts.look_at_random()
+            if self._kept and self._attempts.why_not:
+                raise ReplicasDiverged(self._attempts.why_not)
             self._end_step(step, loss, tokens, flops, total_steps)
 
     def _end_step(

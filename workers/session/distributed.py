@@ -165,6 +165,10 @@ class Meshes:
         one."""
         self._shape, self._device_type, self._prefix = shape, device_type, prefix
 
+    def resized(self, shape: Mesh) -> None:
+        """Meshes that are not made yet get this shape. Those that are keep their sizes."""
+        self._shape = shape
+
     @cached_property
     def all_axes(self) -> DeviceMesh:
         """`replicate`, `shard`, and those of tensor, context and pipeline that are larger than

@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import stat
+import threading
 import time
 import weakref
 from collections import Counter
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
@@ -59,6 +61,10 @@ def why_not_formed() -> str:
         return "this torch cannot form process groups again (2.15 can)"
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         return "TORCH_DISTRIBUTED_DEBUG is DETAIL"
+    if hasattr(c10d._new_process_group_helper, "__wrapped__"):
+        return "session.init was called before in this process"
+    if threading.current_thread() is not threading.main_thread():
+        return "session.init was not called in the main thread"
     lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in ("1", "true")
     return "TORCH_GLOO_LAZY_INIT is set" if lazy else ""
 
@@ -128,10 +134,13 @@ class Groups:
         self.num_collectives = 0
         """Collectives by which DDP compared its values."""
         self.replicated: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self.scales = False
+        """A GradScaler is in use, which an attempt may leave between two of its calls."""
         self._wrap()
 
     def _wrap(self) -> None:
         make, init = c10d._new_process_group_helper, DistributedDataParallel.__init__
+        update = GradScaler.update
 
         @wraps(make)
         def make_listed(*given: Any, **named: Any) -> Any:
@@ -155,9 +164,14 @@ class Groups:
             self.num_collectives += num_collectives() - before
             self.replicated.add(module)
 
+        @wraps(update)
+        def update_seen(scaler: GradScaler, *given: Any, **named: Any) -> None:
+            self.scales |= scaler.is_enabled()
+            update(scaler, *given, **named)
+
         c10d._new_process_group_helper = make_listed
-        replace: Any = DistributedDataParallel
-        replace.__init__ = init_listed
+        ddp, scaler = DistributedDataParallel, GradScaler
+        ddp.__init__, scaler.update = init_listed, update_seen  # type: ignore[method-assign]
 
     def connect(
         self, store: Store, rank: int, world_size: int, generation: int, is_over: Callable[[], bool]
@@ -232,14 +246,11 @@ class Groups:
         """New reducers for DDP: those of survivors have other buckets than those of new processes,
         and their sums would differ without an error."""
         module: Any
-        torch: Any = dist  # whose private names are not exported
         for module in self.replicated:
             parameters, sparse = module._build_params_for_reducer()
             names = module._build_debug_param_to_name_mapping(parameters)
             module._ddp_init_helper(parameters, sparse, names, module.static_graph)
             module._has_rebuilt_buckets = False
-            for hook, state in module._comm_hooks:
-                torch._register_comm_hook(module.reducer, state, hook)
 
 
 def _inode(descriptor: int) -> int:

@@ -204,3 +204,56 @@ def test_a_job_that_shrinks_trains_on_as_one_whose_workers_start_again(
     assert kept.losses == forked.losses and sorted(kept.losses) == list(range(60))
     assert last_state(started[0], 59) == last_state(started[1], 59)
     assert sorted(kept.of[rank, 2] for rank in (0, 1)) == sorted(kept.of[r, 1] for r in (0, 1))
+
+
+LOOPS = """\
+import time
+import torch
+from holdfast import session
+
+s = session.init()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 16))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+s.restore(model, optimizer)
+size, rank = s.data_parallel_size, s.data_parallel_rank
+for name, until in (("A", 15), ("B", 30)):
+    for step in s.steps(until):
+        with s.attempt():
+            part = torch.ones(8, 16)[rank::size] * step
+            model(part).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            s.step(step, total_steps=30)
+            with open("steps.txt", "a") as log:
+                log.write(f"{step} {name} {len(part) * s.world_size}\\n")
+            time.sleep(0.3 if name == "B" and s.generation == 1 else 0.02)
+s.finish()
+session.leave()
+"""
+
+
+@pytest.mark.parametrize(
+    ("shrinks", "why"), [(False, "before the first one of this loop"), (True, "do not read both")]
+)
+def test_a_loop_whose_attempts_cannot_go_on_as_they_are_is_forked_instead(
+    tmp_path: Path, started: list[Job], shrinks: bool, why: str
+) -> None:
+    changes: dict[str, Any] = {"workersPerNode": 1, "parallelism": {"shard": 1}}
+    memory = {"everySteps": 1 if shrinks else 6}
+    changes["checkpoint"] = {"storage": {"everySteps": 50}, "memory": memory}
+    if shrinks:
+        changes["nodes"] = {"min": 1, "max": 2}
+        changes["recovery"] = {
+            "keepProcesses": "auto", "replacementWaitSeconds": 0, "growDelaySeconds": 3600
+        }  # fmt: skip
+    job = scripted(tmp_path / "job", "ddp", 30, **changes)
+    (job.place / "train.py").write_text(LOOPS)
+    started.append(job)
+    job.run()
+    view = job.until(lambda view: view.step >= 15)
+    job.kill(job.agent_pid(view.nodes[1].name) if shrinks else job.worker_pids()[1])
+    view = job.wait()
+    assert view.state == "succeeded", job.output()
+    assert len(view.incidents) == 2 and why in view.incidents[1].evidence
+    lines = set((job.place / "steps.txt").read_text().splitlines())
+    assert lines == {f"{step} {'AB'[step >= 15]} 8" for step in range(30)}

@@ -117,3 +117,39 @@ def test_an_error_of_that_name_in_a_job_that_kept_nothing_is_charged() -> None:
     job.exits(3, code=1, error_type="ReplicasDiverged", step=4)
     job.all_stopped(4)
     assert job.state.ledger.restarts == {"infrastructure": 1}
+
+
+@pytest.mark.parametrize(("lost", "kept"), [(("a", "d"), 0), (("c", "d"), 1), (("a", "b"), 1)])
+def test_halves_of_two_replicas_make_no_replica_of_kept_processes(
+    lost: tuple[str, ...], kept: int
+) -> None:
+    recovery = {"keepProcesses": "auto", "replacementWaitSeconds": 0}
+    job = Transcript(spec({"min": 2, "max": 4}, workers=1, shard=2, recovery=recovery))
+    job.started("a", "b", "c", "d", step=3)
+    members = job.state.group.members
+    for name in lost:
+        job.lose(name)
+    for name in [name for name in members if name not in lost]:
+        job.stopped(name, 3, kept=(members.index(name),))
+    job.wait(120)
+    launch = job.all(LaunchGroup)[-1]
+    assert launch.membership.mesh.replicate == 1 and launch.membership.kept_from == kept
+
+
+def test_an_error_in_the_first_step_of_kept_processes_is_charged_once_they_are_forked() -> None:
+    """A step that cannot be attempted again looks like it, so all are forked once, uncharged."""
+    job = Transcript(spec(script=True, recovery=AUTO)).started(step=3)
+    charged = []
+    for generation in (1, 2, 3):
+        if generation == 1:
+            kept_after_a_kill(job)
+        else:
+            job.exits(0, code=1, step=3, error_type="KeyError", error_message="'x'", traceback="t")
+            job.all_stopped(3)
+            assert job.state.incidents[-1].traceback == "t"
+        charged.append(dict(job.state.ledger.restarts))
+        if job.of(LaunchGroup):
+            job.succeed(LaunchGroup)
+    infrastructure = {"infrastructure": 1}
+    assert charged == [infrastructure, infrastructure, infrastructure | {"user": 1}]
+    assert not job.state.group.membership or not job.state.group.membership.kept_from

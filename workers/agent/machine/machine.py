@@ -276,8 +276,12 @@ class AgentMachine:
         out += self._fork_standbys(now_ns)
         stop = group.stop if group else None
         if group and stop and stop.deadline_ns is not None and now_ns >= stop.deadline_ns:
-            out += group.continue_stop(now_ns, stop)
-            out += self._settle_stop(now_ns, group)
+            if group.stopped:
+                stop.deadline_ns = None
+                out += group.end_kept({})
+            else:
+                out += group.continue_stop(now_ns, stop)
+                out += self._settle_stop(now_ns, group)
         out += self._give_up_controller(now_ns)
         out += self._leave_in_time(now_ns)
         if self._ending_ns is not None and now_ns >= self._ending_ns and not self._ended:
@@ -542,6 +546,7 @@ class AgentMachine:
         if group.alive or group.stopped or group.stop is None:
             return []
         group.stopped = True
+        group.stop.deadline_ns = now_ns + int(limits.KEPT_S * SECOND_NS) if group.kept else None
         self.tiers.stop()
         out = self._answer_launch(group, ok=False, detail="stopped while it was launched")
         out += [self._stopped(at, group.generation, group) for at in group.stop.action_ids]

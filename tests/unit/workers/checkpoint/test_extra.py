@@ -201,6 +201,17 @@ def test_several_objects_and_values_are_restored_by_name() -> None:
     assert (extra["ema"].count, extra["stage"].count, extra["best"]) == (3, 4, 0.5)
 
 
+def test_values_are_restored_into_the_containers_that_a_script_may_hold() -> None:
+    model, optimizer, _ = made(SCHEDULES["step"])
+    stored = {"seen": [1, [2], {"a": [3]}], "by": {"x": [4]}, "drawn": Counter("aab")}
+    file = staged_alone(model, optimizer, stored)
+    extra: dict[str, Any] = {"seen": [9, [9], {"a": []}, 9], "by": {"x": [], "y": 1}, "drawn": {}}
+    seen, inner, by = extra["seen"], extra["seen"][2]["a"], extra["by"]
+    restore_alone(file, model, optimizer, extra)
+    assert extra == stored and type(extra["drawn"]) is Counter
+    assert seen is extra["seen"] and inner is seen[2]["a"] and by is extra["by"]
+
+
 def test_objects_without_a_counterpart_are_named_and_others_restored(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

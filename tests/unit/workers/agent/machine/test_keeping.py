@@ -126,3 +126,17 @@ def test_a_kept_worker_whose_seat_is_not_given_after_all_is_killed() -> None:
     forks(agent)
     out = agent.give(inputs.ForkFailed(2, 0, "the code is unavailable"))
     assert kills(out) == [(1, 0), (2, 1)]
+
+
+def test_a_kept_worker_that_gets_no_seat_is_killed_after_two_minutes() -> None:
+    agent = training(0, 1)
+    stop(agent)
+    halted(agent, 0)
+    halted(agent, 1)
+    for waits_s, killed in ((100, []), (21, [(1, 0), (1, 1)]), (200, [])):
+        agent.now_ns += waits_s * SECOND_NS
+        assert kills(agent.give(inputs.ClockTick())) == killed
+        due = agent.machine.next_deadline_ns()
+        assert due is not None and due > agent.now_ns
+    agent.worker_ends(0, signal=9)
+    assert [c.kept for c in forks(agent) if isinstance(c, commands.Fork)] == [None, (1, 1)]
