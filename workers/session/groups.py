@@ -170,8 +170,8 @@ class Groups:
             update(scaler, *given, **named)
 
         c10d._new_process_group_helper = make_listed
-        ddp, scaler = DistributedDataParallel, GradScaler
-        ddp.__init__, scaler.update = init_listed, update_seen  # type: ignore[method-assign]
+        owners: list[Any] = [DistributedDataParallel, GradScaler]
+        owners[0].__init__, owners[1].update = init_listed, update_seen
 
     def connect(
         self, store: Store, rank: int, world_size: int, generation: int, is_over: Callable[[], bool]
