@@ -70,6 +70,33 @@ def test_the_operators_image_is_small_reproducible_and_without_a_shell(
         release.smoke(dist / "images" / role)
 
 
+def test_the_operators_dockerfile_builds_on_a_plain_debian(tmp_path: Path) -> None:
+    """Its base is made here, of Debian's packages alone."""
+    for program in ("buildah", "mmdebstrap"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} not found; on Debian: apt install {program}")
+
+    def buildah(*words: str | Path) -> str:
+        store = (f"--root={tmp_path / 'store'}", f"--runroot={tmp_path / 'run'}")
+        line = ("buildah", *store, "--storage-driver=vfs", *words)
+        return build.run(*line, wanted="to build").decode().strip()
+
+    (sources,) = [path for name in build.DEBIAN_SOURCES if (path := Path(name)).exists()][:1]
+    tar, suite = tmp_path / "base.tar", build.FACTS["suite"]
+    build.run("mmdebstrap", "--variant=apt", suite, tar, sources, wanted="to make a base")
+    base = buildah("from", "scratch")
+    buildah("add", base, tar, "/")
+    if authority := os.environ.get("PIP_CERT"):  # of a proxy between here and the package index
+        buildah("add", base, authority, "/authority.crt")
+        buildah("config", "--env=PIP_CERT=/authority.crt", base)
+    buildah("commit", base, "localhost/base:test")
+    options = ("--isolation=chroot", "--pull-never", "--build-arg=BASE=localhost/base:test")
+    file = f"--file={build.ROOT / 'images/operator/Dockerfile'}"
+    buildah("build", *options, file, "--tag=operator:test", build.ROOT)
+    buildah("push", "operator:test", f"oci:{tmp_path / 'operator'}")
+    release.smoke(tmp_path / "operator")
+
+
 @pytest.fixture(scope="module")
 def cluster(node_binaries: programs.Binaries) -> Iterator[Cluster]:
     skip_without(node_binaries, ("helm",))
