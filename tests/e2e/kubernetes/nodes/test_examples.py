@@ -15,7 +15,22 @@ from tests.pages import ROOT, blocks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-LINES = blocks((ROOT / "docs/user/quickstart-kubernetes.md").read_text(), "bash")[2]
+PAGE = (ROOT / "docs/user/quickstart-kubernetes.md").read_text()
+_INSTALL, KUBECTL, LINES = blocks(PAGE, "bash")
+
+
+def test_the_recipe_is_applied_awaited_and_deleted_as_printed(
+    operator: Operator, cluster_namespace: Kubectl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator.ensure_running()
+    monkeypatch.chdir(ROOT)
+    for line in KUBECTL:
+        program, *words = shlex.split(line)
+        assert program == "kubectl"
+        shown = cluster_namespace.run(*words, timeout_s=660)
+        if words[0] == "get":
+            assert "running" in shown
+    assert cluster_namespace.get("tj", "stdlib-bytes") is None
 
 
 @pytest.mark.parametrize("line", LINES)
