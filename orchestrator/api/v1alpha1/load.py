@@ -23,7 +23,7 @@ from holdfast.orchestrator import limits
 from holdfast.orchestrator.errors import Problem, SpecError, UserError
 
 from .effects import without_effect
-from .job import PATTERNS, TrainingJob, redacted
+from .job import NAME_PATTERN, PATTERNS, TrainingJob, redacted
 from .rules import RETIRED, retired_message
 
 
@@ -235,7 +235,9 @@ def read_yaml(text: str, loader: type[yaml.SafeLoader] = _Loader) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the text"
-        problem = Problem(where, getattr(error, "problem", None) or "invalid YAML", "valid YAML")
+        why = getattr(error, "problem", None)  # "expected ',' or ']', but got '<stream end>'"
+        got = f"text that is no YAML ({why})" if why else "text that is no YAML"
+        problem = Problem(where, got, "valid YAML")
     except RecursionError:
         problem = _too_deep()
     raise BadDocument(problem) from None
@@ -313,7 +315,9 @@ def _problem(details: ErrorDetails) -> Problem:
     if kind == "missing":
         return Problem(field, "nothing", "a value: this key is required", "add it")
     if kind == "string_pattern_mismatch":
-        return Problem(field, _show(details["input"]), PATTERNS[context["pattern"]])
+        meant = re.sub(r"[^a-z0-9]+", "-", str(details["input"]).lower()).strip("-")
+        fix = f"for example {meant}" if context["pattern"] == NAME_PATTERN and meant else ""
+        return Problem(field, _show(details["input"]), PATTERNS[context["pattern"]], fix)
     got = _show(details["input"])
     if len(location) == 3 and location[:2] == ["spec", "env"]:
         got = redacted(str(location[2]), got)

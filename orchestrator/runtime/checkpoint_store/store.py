@@ -310,8 +310,14 @@ def _name(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
+NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError")
+"""Names of botocore's errors, which is installed for S3 only."""
+
+
 def _why(error: Exception) -> str:
     text = answer_of(error) or getattr(error, "strerror", None) or str(error)
+    if type(error).__name__ in NO_CREDENTIALS:
+        text += "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
     return text or type(error).__name__
 
 
