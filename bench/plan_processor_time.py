@@ -32,7 +32,8 @@ STEPS = 15
 WARM_UP = 3
 CLOCK = "import sys, time; time.perf_counter = time.process_time; import torch; "
 CLOCK += "torch.set_num_threads(1); from holdfast.workers.training"
-RECIPE = f"{CLOCK}.recipes import pretrain; pretrain._main_without_agent(sys.argv[1:])"
+RECIPE = f"{CLOCK} import loop; from holdfast.workers.training.recipes import pretrain; "
+RECIPE += "loop.main_without_agent(pretrain.main)"
 CALIBRATE = f"{CLOCK} import calibrate; sys.exit(calibrate.main(sys.argv[1:]))"
 
 

@@ -18,6 +18,7 @@ PARTS = {
     "fix": f"{_HERE}.explorer.advice:fix",
     "measurements": f"{_HERE}.catalogue.measurements:read",
     "planned figures": f"{_HERE}.runtime.observe.planned:PlannedFigures",
+    "recipe finetune": "holdfast.workers.training.recipes.finetune:main",
     "recipe pretrain": "holdfast.workers.training.recipes.pretrain:main",
     "resource definition": f"{_HERE}.kube.pod_schema:definition_text",
     "target kubernetes": f"{_CLI}.targets.kubernetes.target:KubernetesTarget",
@@ -32,7 +33,12 @@ PARTS = {
 
 def part(name: str) -> Any:
     """What a part provides; None: the part is missing. What it needs of others has to be there."""
-    module, _, attribute = PARTS[name].partition(":")
+    return load(PARTS[name])
+
+
+def load(path: str) -> Any:
+    """The same for `module:attribute`."""
+    module, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:

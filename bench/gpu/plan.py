@@ -135,6 +135,7 @@ def _in_a_process(file: Path) -> dict[str, Any]:
 
 def _measure(file: str) -> None:
     from holdfast import session
+    from holdfast.workers.training import loop
     from holdfast.workers.training.recipes import pretrain
 
     job = load_job(file)
@@ -146,7 +147,7 @@ def _measure(file: str) -> None:
     seconds = []
     for step in range(STEPS):
         began = time.perf_counter()
-        pretrain.train_step(trainer, step)  # waits for the loss
+        loop.train_step(trainer, step)  # waits for the loss
         if on_gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.checkpoint import tensors
 from holdfast.workers.session.core import Session
 from holdfast.workers.session.distributed import Meshes, RankEnv
+from holdfast.workers.training import loop
 from holdfast.workers.training.parallel.model import Parallel
 from holdfast.workers.training.parallel.pipeline import StageModule
 from holdfast.workers.training.recipes import pretrain
@@ -84,7 +86,10 @@ class _NoData:
     """Samples of the right shape."""
 
     def __init__(self, config: Pretrain, directory: str) -> None:
-        self._length = config.data.sequence_length
+        self._length, self.end = config.data.sequence_length, sys.maxsize
+
+    def num_targets(self, indices: Sequence[int], evaluation: bool = False) -> int:
+        return len(indices) * self._length
 
     def batch(self, indices: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         shape = len(indices), self._length
@@ -134,7 +139,7 @@ def measure_rank(
         for step in range(2):
             sent.clear()
             tracker.prefix, tracker.phase = f"{step} ", "forward"
-            pretrain.train_step(trainer, step)
+            loop.train_step(trainer, step)
         states = _states(trainer, tracker)
     peaks = tracker.peaks(lambda phase: phase.startswith("1 "))
     first = tracker.peaks(lambda phase: phase.startswith("0 "))

@@ -82,10 +82,8 @@ def _sources(job: TrainingJob) -> Iterator[tuple[str, str]]:
     recipe = job.spec.entrypoint.recipe
     if recipe is None:
         return
-    data = recipe.config.data
-    for name, source in (("source", data.source), ("validation.source", data.validation.source)):
-        if source is not None and source != "stdlib":
-            yield f"spec.entrypoint.recipe.config.data.{name}", source
+    for name, source in recipe.config.sources():
+        yield f"spec.entrypoint.recipe.config.{name}", source
 
 
 def _code(job: TrainingJob) -> Iterator[Problem]:

@@ -281,7 +281,8 @@ def check_launched(ctx: StepContext) -> None:
 
 def _launch_timeout_s(state: JobState) -> float:
     """How long a node may take to answer: it may have to import what a script needs."""
-    imports = state.job.spec.entrypoint.recipe is None or state.job.spec.preload
+    recipe = state.job.spec.entrypoint.recipe
+    imports = recipe is None or recipe.config.preload or state.job.spec.preload
     return limits.LAUNCH_TIMEOUT_S + (limits.IMPORT_WAIT_S if imports else 0.0)
 
 

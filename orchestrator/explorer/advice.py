@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..api.v1alpha1 import TrainingJob, job_from_mapping, job_to_mapping
+from ..api.v1alpha1.recipe import pretraining
 from ..errors import SpecError
 from ..planner.choose import choose_mesh, num_nodes_used
 from ..planner.memory import (
@@ -106,8 +107,7 @@ def fix(job: TrainingJob, num_nodes: int, memory: WorkerMemory) -> str:
 
 def _options(job: TrainingJob, num_nodes: int) -> Iterator[list[_Change]]:
     """The values of each field that may be tried, beside leaving it."""
-    parallelism, recipe = job.spec.parallelism, job.spec.entrypoint.recipe
-    assert recipe is not None
+    parallelism = job.spec.parallelism
     inner = parallelism.inner
     world = num_nodes * job.spec.workers_per_node
     yield [_Change({"nodes.max": times * num_nodes}, times) for times in (2, 4, 8)]
@@ -131,9 +131,8 @@ def _options(job: TrainingJob, num_nodes: int) -> Iterator[list[_Change]]:
 
 def _savings(job: TrainingJob) -> Iterator[list[_Change]]:
     """What takes memory from a rank and leaves the mesh."""
-    parallelism, recipe = job.spec.parallelism, job.spec.entrypoint.recipe
-    assert recipe is not None
-    config = recipe.config
+    parallelism, config = job.spec.parallelism, pretraining(job.spec.entrypoint.recipe)
+    assert config is not None
     weights = {"none": {"selective": 0.0, "full": 0.1}, "selective": {"full": 0.1}}
     if others := weights.get(parallelism.activation_checkpointing.chosen):
         field = "parallelism.activationCheckpointing"

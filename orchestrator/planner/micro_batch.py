@@ -1,8 +1,8 @@
 """Which micro-batch `microBatch: auto` is, and the layout of a job with it: one decision for plan,
 launch and resize, which workers get with their launch.
 
-Without known memory it is that of Pretrain.samples_per_pass. With known memory the share of a rank
-is divided into as few passes as fit; the global batch stays the same.
+Without known memory it is that of RecipeConfig.samples_per_pass. With known memory the share of a
+rank is divided into as few passes as fit; the global batch stays the same.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 
 from ..api.v1alpha1 import TrainingJob
+from ..api.v1alpha1.recipe import pretraining
 from ..protocol.mesh import Mesh
 from .memory import USABLE, device_bytes
 from .workload import ParallelLayout, Workload, layout_of, share_of, workload_of
@@ -41,10 +42,10 @@ def fitted_layout(job: TrainingJob, mesh: Mesh, memory_bytes: int | None) -> Par
 def follows_memory(job: TrainingJob, mesh: Mesh) -> bool:
     """Whether the micro-batch is chosen by memory. A pipeline has one sample anyway; with a static
     graph and with steps in backward there is one pass only."""
-    recipe = job.spec.entrypoint.recipe
-    if recipe is None or recipe.config.micro_batch != "auto" or mesh.pipeline > 1:
+    config = pretraining(job.spec.entrypoint.recipe)
+    if config is None or config.micro_batch != "auto" or mesh.pipeline > 1:
         return False
-    return not (job.spec.parallelism.ddp.static_graph or recipe.config.optimizer.in_backward)
+    return not (job.spec.parallelism.ddp.static_graph or config.optimizer.in_backward)
 
 
 def chosen_micro_batch(job: TrainingJob, mesh: Mesh, memory_bytes: int | None) -> int:

@@ -9,7 +9,7 @@ import msgspec
 
 from ..api.v1alpha1 import TrainingJob
 from ..api.v1alpha1.parallelism import ActivationCheckpointing
-from ..api.v1alpha1.recipe import DionSettings
+from ..api.v1alpha1.recipe import DionSettings, pretraining
 from ..protocol.mesh import Mesh
 from .model import Architecture, Counts, count_parameters, of_recipe
 
@@ -111,11 +111,10 @@ def parts_of(layout: ParallelLayout) -> tuple[StageEnds, ...]:
 
 
 def workload_of(job: TrainingJob) -> Workload | None:
-    """None for scripts and modules, whose model is not known."""
-    recipe = job.spec.entrypoint.recipe
-    if recipe is None:
+    """None for all but the recipe pretrain: their model is not known."""
+    config, precision = pretraining(job.spec.entrypoint.recipe), job.spec.parallelism.precision
+    if config is None:
         return None
-    config, precision = recipe.config, job.spec.parallelism.precision
     model = of_recipe(config.model)
     on_gpu = job.spec.resources.num_gpus > 0
     format_ = precision.parameters
@@ -138,20 +137,20 @@ def workload_of(job: TrainingJob) -> Workload | None:
 
 
 def share_of(job: TrainingJob, mesh: Mesh) -> int:
-    """Samples of a step on one rank. Raises ValueError without a recipe."""
-    recipe = job.spec.entrypoint.recipe
-    if recipe is None:
-        raise ValueError("a job without a recipe has no layout")
-    return max(1, -(-recipe.config.global_batch // mesh.data_parallel_size))
+    """Samples of a step on one rank. Raises ValueError without the recipe pretrain."""
+    config = pretraining(job.spec.entrypoint.recipe)
+    if config is None:
+        raise ValueError("a job without the recipe pretrain has no layout")
+    return max(1, -(-config.global_batch // mesh.data_parallel_size))
 
 
 def layout_of(job: TrainingJob, mesh: Mesh, chosen: int = 0) -> ParallelLayout:
     """How the ranks of this mesh divide the recipe of the job. `chosen`: samples of a forward pass
     where microBatch is auto; 0: as without known memory (see micro_batch.fitted_layout). Raises
     ValueError without a recipe."""
-    share, recipe = share_of(job, mesh), job.spec.entrypoint.recipe
-    assert recipe is not None
-    config, parallelism = recipe.config, job.spec.parallelism
+    share, config = share_of(job, mesh), pretraining(job.spec.entrypoint.recipe)
+    assert config is not None
+    parallelism = job.spec.parallelism
     micro_batch = config.samples_per_pass(share, mesh.pipeline, chosen)
     return ParallelLayout(
         mesh=mesh,

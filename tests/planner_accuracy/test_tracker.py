@@ -116,9 +116,9 @@ def _tracked_by_torch(case: Case) -> tuple[int, dict[str, int]]:
         trainer = stack.enter_context(trace.trainer_on_fakes(case.job, case.mesh, 0))
         tracker = FSDPMemTracker(trainer.parallel.model, trainer.optimizer)
         with tracker:
-            trace.pretrain.train_step(trainer, 0)
+            trace.loop.train_step(trainer, 0)
             tracker.reset_mod_stats()
-            trace.pretrain.train_step(trainer, 1)
+            trace.loop.train_step(trainer, 1)
         (of_cpu,) = tracker.get_tracker_snapshot("peak").values()
     kinds = {getattr(kind, "name", str(kind)): size for kind, size in of_cpu.items()}
     return kinds["Total"], kinds

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import load_job
+from holdfast.orchestrator.parts import load
 from holdfast.workers.agent.linux import processes
 from holdfast.workers.agent.pool import preload
 from tests.e2e.ports import free_port
@@ -53,15 +54,16 @@ preload.import_all(("torch.distributed.pipelining", "torch.distributed.tensor.ex
 parent = os.getpid()
 for argument in sys.argv[1:]:
     file = Path(argument)
+    job = load_job(file)
+    recipe = job.spec.entrypoint.recipe
+    assert recipe is not None
+    preload.import_all(recipe.config.preload)
     child = os.fork()
     if child == 0:
         processes.die_with(parent)
-        from holdfast.workers.training.recipes.pretrain import main
-
         os.environ["MASTER_PORT"] = port_of(file)
-        job = load_job(file)
         print(MARK, job.name, flush=True)
-        main(job)
+        load(recipe.config.main)(job)
         sys.exit()
     _, status = os.waitpid(child, 0)
     if status:

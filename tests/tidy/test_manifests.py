@@ -209,7 +209,7 @@ INSTALLED = {
         "jinja2", "markupsafe", "opentelemetry", "psutil", "ray", "starlette", "uvicorn",
     }),
     "worker": (("orchestrator", "workers"), {
-        "accelerate", "cryptography", "kubernetes", "lightning", "opentelemetry", "ray",
+        "accelerate", "cryptography", "kubernetes", "lightning", "opentelemetry", "peft", "ray",
         "starlette", "torchtitan", "transformers", "uvicorn",
     }),
 }  # fmt: skip

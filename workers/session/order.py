@@ -6,6 +6,7 @@ sample once an epoch, in another order every epoch. So a restart or resize needs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +54,17 @@ def permuted(positions: Numbers, size: int, key: int) -> Numbers:
         out[todo] = left << bits | right
         todo = out >= np.uint64(size)
     return out
+
+
+def sample_ids(indices: Sequence[int], size: int, seed: int) -> list[int]:
+    """The samples, of `size`, at these positions of the order."""
+    ids = np.empty(len(indices), dtype=np.uint64)
+    epochs = np.array([index // size for index in indices])
+    places = np.array([index % size for index in indices], dtype=np.uint64)
+    for epoch in set(epochs.tolist()):
+        in_epoch = epochs == epoch
+        ids[in_epoch] = permuted(places[in_epoch], size, mix(seed, epoch))
+    return [int(number) for number in ids]
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,8 @@ class Shards:
 
     def _move(self, number: int, parameter: nn.Parameter) -> tuple[Tensor, float] | None:
         shard = self._shards[number]
+        if not parameter.requires_grad:
+            return None
         if shard is not parameter:
             local = local_of(parameter)
             if (

@@ -29,6 +29,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from holdfast.orchestrator.api.v1alpha1 import Pretrain, TrainingJob, load_job
+from holdfast.orchestrator.api.v1alpha1.recipe import pretraining
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.protocol.hardware import cpus
 from holdfast.workers.training.loss import token_losses
@@ -109,10 +110,10 @@ def _threads(job: TrainingJob, workers: int) -> int:
 
 
 def _config(job: TrainingJob) -> Pretrain:
-    recipe = job.spec.entrypoint.recipe
-    if recipe is None:
-        raise UserError("spec.entrypoint.recipe: got nothing; expected the recipe pretrain")
-    return recipe.config
+    config = pretraining(job.spec.entrypoint.recipe)
+    if config is None:
+        raise UserError("spec.entrypoint.recipe: got another; expected the recipe pretrain")
+    return config
 
 
 # -- processes ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ of which the last is only predicted. Their order is that of session/order.py.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from holdfast.orchestrator.api.v1alpha1.recipe import Pretrain
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers.session.context import divide
-from holdfast.workers.session.order import mix, permuted
+from holdfast.workers.session.order import sample_ids
 
 from .corpus import FIELD, Corpus
 
@@ -27,7 +28,8 @@ _VALIDATION_SAMPLES = 64
 @dataclass(frozen=True)
 class MicroBatch:
     """Samples of one forward pass: inputs and next tokens (B, T) of int64, weights (B), and where
-    the tokens are in their samples (T) of int64; None: they are all of them."""
+    the tokens are in their samples (T), or in their documents (B, T), of int64; None: they are all
+    of their samples."""
 
     inputs_bt: Tensor
     targets_bt: Tensor
@@ -36,9 +38,9 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """On another device, before it is divided over a context axis."""
-        return MicroBatch(
-            _to(self.inputs_bt, device), _to(self.targets_bt, device), _to(self.weights_b, device)
-        )
+        positions_t = None if self.positions_t is None else _to(self.positions_t, device)
+        inputs_bt, targets_bt = _to(self.inputs_bt, device), _to(self.targets_bt, device)
+        return MicroBatch(inputs_bt, targets_bt, _to(self.weights_b, device), positions_t)
 
 
 @contextlib.contextmanager
@@ -93,7 +95,8 @@ class Dataset:
         """Relative sources are below `directory`. Raises UserError for data that cannot be read,
         is too short, or has fewer samples than data.validation requires."""
         data = config.data
-        self._seed = config.seed
+        self._length = data.sequence_length
+        self._seed, self.end = config.seed, sys.maxsize
         corpus, count = _open(config, data.source, directory, FIELD, at_least=2)
         held_out = 0
         if data.validation.source is None and data.validation.held_out_share > 0:
@@ -120,13 +123,11 @@ class Dataset:
 
     def ids(self, indices: tuple[int, ...]) -> list[int]:
         """The training samples at these positions of the order."""
-        size, ids = len(self.train), np.empty(len(indices), dtype=np.uint64)
-        epochs = np.array([self.epoch(index) for index in indices])
-        places = np.array([index % size for index in indices], dtype=np.uint64)
-        for epoch in set(epochs.tolist()):
-            of_epoch = epochs == epoch
-            ids[of_epoch] = permuted(places[of_epoch], size, mix(self._seed, epoch))
-        return [int(number) for number in ids]
+        return sample_ids(indices, len(self.train), self._seed)
+
+    def num_targets(self, indices: Sequence[int], evaluation: bool = False) -> int:
+        """Tokens of these samples that have a loss."""
+        return len(indices) * self._length
 
     def batch(self, indices: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Inputs and next tokens of the training samples at these positions of the order."""

@@ -16,7 +16,7 @@ from holdfast.orchestrator.errors import Problem
 from . import mesh_checks
 from .job import JobSpec, TrainingJob
 from .parallelism import Ddp, Parallelism
-from .recipe import Pretrain
+from .recipe import Pretrain, RecipeConfig, pretraining
 
 CONFIG = "entrypoint.recipe.config."
 ROW_OF_8_BITS = 256
@@ -47,13 +47,15 @@ def _effects(spec: JobSpec) -> Iterator[str]:
     if spec.entrypoint.recipe is None:
         yield from _script_effects(spec)
     else:
-        config = spec.entrypoint.recipe.config
-        yield from _precision_effects(spec, mesh, config)
-        yield from _shard_effects(spec, mesh, config)
+        config, ours = spec.entrypoint.recipe.config, pretraining(spec.entrypoint.recipe)
+        yield from _precision_effects(spec, mesh, ours)
+        yield from _shard_effects(spec, mesh, ours)
         yield from _replica_effects(spec, mesh, config)
         yield from _batch_effects(mesh, config)
         yield from _activation_effects(mesh, config)
-        yield from _optimizer_effects(spec, mesh, config)
+        if ours is not None:
+            yield from _model_effects(mesh, ours)
+            yield from _optimizer_effects(spec, mesh, ours)
     yield from _tensor_axis_effects(spec)
     yield from _guard_effects(spec)
     gpus, accelerator = spec.resources.gpu, spec.ray.accelerator_type
@@ -148,7 +150,7 @@ def _guard_effects(spec: JobSpec) -> Iterator[str]:
 
 
 # -- recipe -------------------------------------------------------------------------------------
-def _precision_effects(spec: JobSpec, mesh: Parallelism, config: Pretrain) -> Iterator[str]:
+def _precision_effects(spec: JobSpec, mesh: Parallelism, config: Pretrain | None) -> Iterator[str]:
     if mesh.precision.reduce == "bfloat16" and _world(spec) == mesh.tensor * mesh.pipeline:
         yield (
             "parallelism.precision.reduce: got bfloat16 without ranks that divide the data; "
@@ -167,14 +169,16 @@ def _precision_effects(spec: JobSpec, mesh: Parallelism, config: Pretrain) -> It
             f"{got} with parallelism.tensor {mesh.tensor}; expected it without a tensor axis; the "
             f"columns of a weight share scales, and the axis divides them; remove one of the two"
         )
-    if config.model.dim % SIDE_OF_FLOAT8:
+    if config is None:
+        yield f"{got} with another recipe than pretrain; expected auto; use linear: auto"
+    elif config.model.dim % SIDE_OF_FLOAT8:
         yield (
             f"{got} with model.dim {config.model.dim}; expected a multiple of {SIDE_OF_FLOAT8}; no "
             f"matrix of a block has two such sides; change model.dim, or use linear: auto"
         )
 
 
-def _shard_effects(spec: JobSpec, mesh: Parallelism, config: Pretrain) -> Iterator[str]:
+def _shard_effects(spec: JobSpec, mesh: Parallelism, config: Pretrain | None) -> Iterator[str]:
     """What only FSDP2 does, and what only a pipeline does."""
     one_copy = (mesh.shard in (1, "auto") and mesh.context == 1) or _world(spec) == 1
     shard, whole = f"shard {mesh.shard}", "every rank has the whole model"
@@ -203,14 +207,14 @@ def _shard_effects(spec: JobSpec, mesh: Parallelism, config: Pretrain) -> Iterat
                 f"{field}: got {value} with pipeline 1; expected it with a pipeline; set "
                 f"parallelism.pipeline, or remove the field"
             )
-    if mesh.prefetch_blocks >= config.model.num_layers:
+    if config is not None and mesh.prefetch_blocks >= config.model.num_layers:
         yield (
             f"parallelism.prefetchBlocks: got {mesh.prefetch_blocks}; expected less than "
             f"model.numLayers ({config.model.num_layers}); lower it, or remove the field"
         )
 
 
-def _replica_effects(spec: JobSpec, mesh: Parallelism, config: Pretrain) -> Iterator[str]:
+def _replica_effects(spec: JobSpec, mesh: Parallelism, config: RecipeConfig) -> Iterator[str]:
     """What only DDP does."""
     world = _world(spec)
     one_copy = mesh.shard == 1 or mesh.replicate == world
@@ -228,8 +232,8 @@ def _replica_effects(spec: JobSpec, mesh: Parallelism, config: Pretrain) -> Iter
         )
 
 
-def _batch_effects(mesh: Parallelism, config: Pretrain) -> Iterator[str]:
-    size, samples = config.micro_batch, config.data.validation.samples
+def _batch_effects(mesh: Parallelism, config: RecipeConfig) -> Iterator[str]:
+    size = config.micro_batch
     if mesh.accumulate_gradients == "whole" and size == "auto":
         yield (
             "parallelism.accumulateGradients: got whole with microBatch: auto; expected it with "
@@ -241,14 +245,25 @@ def _batch_effects(mesh: Parallelism, config: Pretrain) -> Iterator[str]:
             f"{CONFIG}microBatch: got {size}; expected at most globalBatch "
             f"({config.global_batch}); use auto, or a smaller number"
         )
+
+
+def _activation_effects(mesh: Parallelism, config: RecipeConfig) -> Iterator[str]:
+    settings = mesh.activation_checkpointing
+    where = f"parallelism.activationCheckpointing.{settings.chosen}"
+    if settings.budget is not None and not config.compile:
+        yield (
+            f"{where}: got it without compile; expected it with {CONFIG}compile: true; "
+            f"torch.compile chooses what is recomputed; set compile: true, or use selective: {{}}"
+        )
+
+
+def _model_effects(mesh: Parallelism, config: Pretrain) -> Iterator[str]:
+    samples = config.data.validation.samples
     if samples != "auto" and not config.evaluate_every_steps:
         yield (
             f"{CONFIG}data.validation.samples: got {samples} without evaluateEverySteps; expected "
             f"it with an evaluation; set evaluateEverySteps, or remove the field"
         )
-
-
-def _activation_effects(mesh: Parallelism, config: Pretrain) -> Iterator[str]:
     settings, blocks = mesh.activation_checkpointing, config.model.num_layers // mesh.pipeline
     where = f"parallelism.activationCheckpointing.{settings.chosen}"
     if settings.blocks and settings.blocks.every_nth_block > blocks:
@@ -256,11 +271,6 @@ def _activation_effects(mesh: Parallelism, config: Pretrain) -> Iterator[str]:
             f"{where}.everyNthBlock: got {settings.blocks.every_nth_block}; expected at most "
             f"{blocks}, the blocks of a rank; no block would be recomputed; lower it, or remove "
             f"activationCheckpointing"
-        )
-    if settings.budget is not None and not config.compile:
-        yield (
-            f"{where}: got it without compile; expected it with {CONFIG}compile: true; "
-            f"torch.compile chooses what is recomputed; set compile: true, or use selective: {{}}"
         )
 
 

@@ -24,6 +24,7 @@ from holdfast.orchestrator.errors import Problem, SpecError, UserError
 
 from .effects import without_effect
 from .job import NAME_PATTERN, PATTERNS, TrainingJob, redacted
+from .recipe import RecipeConfig, config_of
 from .rules import RETIRED, retired_message
 
 
@@ -78,7 +79,8 @@ def job_from_mapping(document: Any, source: str = "") -> TrainingJob:
     try:
         return TrainingJob.model_validate(document)
     except ValidationError as error:
-        problems = [_problem(details) for details in error.errors(include_url=False)]
+        recipe = _mapping(dict(document), ["spec", "entrypoint", "recipe"]).get("name")
+        problems = [_problem(details, recipe) for details in error.errors(include_url=False)]
         raise SpecError(_distinct(problems), source) from None
 
 
@@ -297,7 +299,7 @@ def _printable(text: str) -> str:
 
 
 # -- validation errors --------------------------------------------------------------------------
-def _problem(details: ErrorDetails) -> Problem:
+def _problem(details: ErrorDetails, recipe: Any) -> Problem:
     location = [part for part in details["loc"] if not _is_union_branch(part)]
     field = ".".join(str(part) for part in location) or "the document"
     kind, context = details["type"], details.get("ctx", {})
@@ -308,7 +310,7 @@ def _problem(details: ErrorDetails) -> Problem:
         shown = value if isinstance(value, str) else json.dumps(value)
         return Problem.from_text(retired_message(field).replace("%s", shown))
     if kind == "extra_forbidden":
-        known = _known_keys(location[:-1])
+        known = _known_keys(location[:-1], recipe)
         close = difflib.get_close_matches(str(location[-1]), known, n=1)
         fix = f"did you mean {close[0]}?" if close else "remove it"
         return Problem(field, "an unknown key", "one of " + ", ".join(known), fix)
@@ -321,7 +323,7 @@ def _problem(details: ErrorDetails) -> Problem:
     got = _show(details["input"])
     if len(location) == 3 and location[:2] == ["spec", "env"]:
         got = redacted(str(location[2]), got)
-    return Problem(field, got, _expected(field, details), _fix(field, details))
+    return Problem(field, got, _expected(field, details), _fix(field, details, recipe))
 
 
 _EXPECTED = {
@@ -351,12 +353,12 @@ def _expected(field: str, details: ErrorDetails) -> str:
     return text.partition(", unable to parse")[0].replace("'", "")
 
 
-def _fix(field: str, details: ErrorDetails) -> str:
+def _fix(field: str, details: ErrorDetails, recipe: Any) -> str:
     kind, value = details["type"], details["input"]
     if value is None:
         empty = ' ("" is an empty text)' if kind == "string_type" else ""
         return f"give it a value{empty}, or remove the key"
-    if kind == "model_type" and value in _known_keys([*field.split(".")]):
+    if kind == "model_type" and value in _known_keys([*field.split(".")], recipe):
         return f"write {{{value}: {{}}}}"
     if field in ("spec.nodes.max", "spec.nodes.min") and value == 0:
         return "for no nodes set suspend: true"
@@ -384,7 +386,7 @@ def _is_union_branch(part: int | str) -> bool:
     )
 
 
-def _known_keys(location: list[int | str]) -> list[str]:
+def _known_keys(location: list[int | str], recipe: Any) -> list[str]:
     model: Any = TrainingJob
     for part in location:
         fields = {f.alias or n: f for n, f in model.model_fields.items()}
@@ -393,7 +395,7 @@ def _known_keys(location: list[int | str]) -> list[str]:
         models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
         if not models:
             return []
-        model = models[0]
+        model = config_of(recipe) if models[0] is RecipeConfig else models[0]
     return sorted(f.alias or n for n, f in model.model_fields.items())
 
 

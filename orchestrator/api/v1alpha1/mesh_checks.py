@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from .parallelism import ONE_STAGE_PER_RANK, ZERO_BUBBLE, Parallelism
+from .recipe import pretraining
 from .resilience import Recovery
 from .workload import Entrypoint, Nodes, Resources
 
@@ -151,20 +152,33 @@ def _gpus_of_a_recipe(spec: SizedSpec) -> str:
     )
 
 
+def _axes(spec: SizedSpec) -> str:
+    """The axes over which the recipe divides a model."""
+    if (recipe := spec.entrypoint.recipe) is None:
+        return ""
+    for axis in {"tensor", "context", "pipeline"}.difference(recipe.config.axes):
+        if (size := getattr(spec.parallelism, axis)) > 1:
+            return (
+                f"parallelism.{axis}: got {size} with recipe {recipe.name}; expected 1, as it "
+                f"shards models by FSDP2 only; use parallelism.shard"
+            )
+    return ""
+
+
 def _tensor(spec: SizedSpec) -> str:
     """The recipe divides these sizes over the tensor axis, which stays within a node."""
-    recipe, tensor = spec.entrypoint.recipe, spec.parallelism.tensor
-    if recipe is None or tensor == 1:
+    config, tensor = pretraining(spec.entrypoint.recipe), spec.parallelism.tensor
+    if config is None or tensor == 1:
         return ""
     if problem := tensor_over_nodes(spec):
         return problem
-    model = recipe.config.model
+    model = config.model
     divided = {
         "model.numHeads": model.num_heads,
         "model.numKvHeads": model.kv_heads,
         "model.ffnDim": model.ffn,
         "model.vocabSize": model.vocab_size,
-        "data.sequenceLength": recipe.config.data.sequence_length,
+        "data.sequenceLength": config.data.sequence_length,
     }
     for name, size in divided.items():
         if size % tensor:
@@ -189,10 +203,10 @@ def tensor_over_nodes(spec: SizedSpec) -> str:
 
 def _loss(spec: SizedSpec) -> str:
     """The head computes losses in chunks only where it has all logits of a token."""
-    recipe, axes = spec.entrypoint.recipe, spec.parallelism
-    if recipe is None:
+    config, axes = pretraining(spec.entrypoint.recipe), spec.parallelism
+    if config is None:
         return ""
-    loss, where = recipe.config.loss, "entrypoint.recipe.config.loss"
+    loss, where = config.loss, "entrypoint.recipe.config.loss"
     if loss.z_loss and axes.tensor > 1:
         return (
             f"{where}.zLoss: got {loss.z_loss:g} with tensor {axes.tensor}; expected 0, as the "
@@ -209,11 +223,11 @@ def _loss(spec: SizedSpec) -> str:
 def _context(spec: SizedSpec) -> str:
     """Each rank of the context axis has two pieces of every sequence, which the tensor axis divides
     further."""
-    recipe, context = spec.entrypoint.recipe, spec.parallelism.context
-    if recipe is None or context == 1:
+    config, context = pretraining(spec.entrypoint.recipe), spec.parallelism.context
+    if config is None or context == 1:
         return ""
     where = "parallelism.context"
-    length, model = recipe.config.data.sequence_length, recipe.config.model
+    length, model = config.data.sequence_length, config.model
     for pieces, why in (
         (2 * context, "2 x context pieces"),
         (context * spec.parallelism.tensor, "context x tensor parts"),
@@ -238,10 +252,10 @@ def _context(spec: SizedSpec) -> str:
 
 def _pipeline(spec: SizedSpec) -> str:
     """The recipe divides its layers over the stages, and passes micro-batches through them."""
-    recipe, mesh = spec.entrypoint.recipe, spec.parallelism
-    if recipe is None or mesh.pipeline == 1:
+    config, mesh = pretraining(spec.entrypoint.recipe), spec.parallelism
+    if config is None or mesh.pipeline == 1:
         return ""
-    config, stages = recipe.config, mesh.num_stages
+    stages = mesh.num_stages
     if wrong := _schedule(mesh, config.compile):
         return wrong
     if config.model.num_layers % stages:
@@ -293,6 +307,7 @@ MESH_CHECKS: tuple[Callable[[SizedSpec], str], ...] = (
     _whole_groups,
     _reshard_groups,
     _gpus_of_a_recipe,
+    _axes,
     _context,
     _pipeline,
     _tensor,

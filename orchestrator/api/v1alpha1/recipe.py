@@ -1,12 +1,19 @@
-"""Settings of the pre-training recipe (workers/training/recipes/pretrain.py)."""
+"""The recipes: what the control plane asks of each, and the settings of those in the tree.
+
+A package adds a recipe with an entry point of the group `holdfast.recipes`, NAME = module:CLASS,
+where CLASS extends RecipeConfig and names the function that trains.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
 from holdfast.orchestrator import limits
+from holdfast.orchestrator.parts import PARTS
 
 from .base import AutoOrCount, Choice, NoSettings, Part, Wait
 
@@ -62,10 +69,9 @@ class Validation(Part):
     data.source, which is not trained on."""
     share: float | None = Field(default=None, ge=0, lt=1, allow_inf_nan=False)
     """Share of the samples of data.source that is kept for validation. Default: 0.05; 0 trains on
-    all of them. With a source of its own: nothing is kept."""
+    all of them."""
     samples: AutoOrCount = "auto"
-    """Samples of one evaluation, spread evenly over the validation data. auto: 64, or all where
-    there are fewer."""
+    """Samples of one evaluation, spread evenly over the validation data. auto: at most 64."""
 
     @model_validator(mode="after")
     def _check_share(self) -> Validation:
@@ -89,9 +95,8 @@ class Data(Part):
     """stdlib: the source text of the Python that runs the workers; otherwise a file, or a directory
     with all files below it, relative to workingDirectory."""
     format: Literal["text", "uint16", "uint32"] = "text"
-    """text: each file is a document, one token per byte, and byte 255, which no UTF-8 text has,
-    ends it. uint16, uint32: files of such tokens, little-endian, without a header, with the ends of
-    documents as the tokenizer wrote them; of a directory the files NAME.bin."""
+    """text: each file is a document, one token per byte, and byte 255 ends it. uint16, uint32:
+    files of such tokens, little-endian, without a header; of a directory the files NAME.bin."""
     sequence_length: int = Field(default=128, ge=2, le=limits.MAX_COUNT)
     """Tokens of one sample."""
     validation: Validation = Validation()
@@ -111,10 +116,10 @@ class Loss(Part):
 
     z_loss: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the square of log Z in the training loss, Z being the sum of exp(logits); 1e-4
-    keeps the logits of long runs near 0. The validation loss is without it."""
+    keeps the logits of long runs near 0."""
     chunk_tokens: int = Field(default=0, ge=0, le=limits.MAX_COUNT)
-    """Tokens of a micro-batch whose logits exist at the same time; backward computes them again,
-    which is one more product with the head. 0: all tokens."""
+    """Tokens of a micro-batch whose logits exist at the same time; backward computes them again.
+    0: all tokens."""
 
 
 class Decay(Part):
@@ -205,30 +210,60 @@ class Optimizer(Choice):
         return self.adamw is not None and self.adamw.in_backward
 
 
-class Pretrain(Part):
-    """Next-token training from scratch."""
+class RecipeConfig(Part):
+    """Settings of every recipe."""
 
-    steps: int = Field(default=100, ge=1, le=limits.MAX_COUNT)
-    """Number of optimizer steps of the whole job."""
+    main: ClassVar[str]
+    """`module:function` that trains a TrainingJob in a worker."""
+    axes: ClassVar[tuple[str, ...]] = ()
+    """Axes of spec.parallelism, beside shard and replicate, over which it divides a model."""
+    preload: ClassVar[tuple[str, ...]] = ()
+    """Modules that each node imports before it forks workers."""
+
     global_batch: int = Field(default=8, ge=1, le=limits.MAX_COUNT)
     """Samples of one step over all ranks; the same at any world size."""
     micro_batch: AutoOrCount = "auto"
-    """Samples of one forward pass on one rank. auto: all samples of the rank in one pass, or in as
-    few passes as fit where the memory of the devices is known; with a pipeline one sample, as more
-    micro-batches leave its ranks idle for a smaller part of a step."""
+    """Samples of one forward pass on one rank. auto: all samples of the rank, or as many as fit
+    where the memory of the devices is known; with a pipeline one."""
     seed: int = Field(default=0, ge=-limits.MAX_SEED, le=limits.MAX_SEED)
     """Seed of the initial weights and of the order of samples."""
     evaluate_every_steps: int = Field(default=0, ge=0, le=limits.MAX_COUNT)
-    """Compute the mean loss of the tokens of data.validation after every Nth step; 0: never."""
+    """Compute the mean loss of the validation data after every Nth step; 0: never."""
     compile: bool = False
     """true: compile each block with torch.compile."""
     min_step_s: Wait = 0.0
-    """Each rank sleeps at the end of a step that took less than this. For trying out faults and
-    resizes with a small model where other work needs the processors; 0: never."""
+    """Each rank sleeps at the end of a step that took less than this, for trying out faults with a
+    small model; 0: never."""
+    optimizer: Optimizer = Optimizer()
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole job; 0: the workers report it."""
+        return 0
+
+    def sources(self) -> Iterator[tuple[str, str]]:
+        """(field, file or directory) that the workers read."""
+        return iter(())
+
+    def samples_per_pass(self, share: int, pipeline: int, chosen: int = 0) -> int:
+        """Samples of one forward pass, of a rank that has `share` of them in a step. `chosen`: what
+        auto is by the memory of the devices; 0: that is not known."""
+        if self.micro_batch == "auto":
+            return min(chosen, share) if chosen else share if pipeline == 1 else 1
+        return min(self.micro_batch, share)
+
+
+class Pretrain(RecipeConfig):
+    """Next-token training from scratch."""
+
+    main = PARTS["recipe pretrain"]
+    axes = ("tensor", "context", "pipeline")
+
+    steps: int = Field(default=100, ge=1, le=limits.MAX_COUNT)
+    """Number of optimizer steps of the whole job."""
     model: Model = Model()
     data: Data = Data()
     loss: Loss = Loss()
-    optimizer: Optimizer = Optimizer()
 
     @model_validator(mode="after")
     def _check_parts(self) -> Pretrain:
@@ -251,18 +286,156 @@ class Pretrain(Part):
             )
         return self
 
-    def samples_per_pass(self, share: int, pipeline: int, chosen: int = 0) -> int:
-        """Samples of one forward pass, of a rank that has `share` of them in a step. `chosen`: what
-        auto is by the memory of the devices; 0: that is not known."""
-        if self.micro_batch == "auto":
-            return min(chosen, share) if chosen else share if pipeline == 1 else 1
-        return min(self.micro_batch, share)
+    @property
+    def total_steps(self) -> int:
+        return self.steps
+
+    def sources(self) -> Iterator[tuple[str, str]]:
+        data = self.data
+        for name, path in (("source", data.source), ("validation.source", data.validation.source)):
+            if path is not None and path != "stdlib":
+                yield f"data.{name}", path
+
+
+class Adapter(Part):
+    """Low-rank matrices beside the frozen matrices of a model, by PEFT."""
+
+    rank: int = Field(default=16, ge=1, le=limits.MAX_COUNT)
+    """Rank of the matrices."""
+    alpha: float = Field(default=32.0, gt=0, allow_inf_nan=False)
+    """The product of both is multiplied by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1, allow_inf_nan=False)
+    """Share of the inputs of the adapters that is set to 0 in training."""
+    targets: tuple[str, ...] = ()
+    """Ends of the names of the layers, such as q_proj. Default: all linear layers but the head."""
+
+
+class Finetune(RecipeConfig):
+    """Training of a model in a directory as transformers writes it. Without one in optimizer,
+    learningRate is 1e-5 for method full and 2e-4 for adapters; weightDecay is 0."""
+
+    main = PARTS["recipe finetune"]
+    preload = ("transformers", "peft")
+
+    model: str = Field(min_length=1)
+    """Directory with config.json, safetensors and tokenizer; paths are relative to
+    workingDirectory."""
+    data: str = Field(min_length=1)
+    """JSONL file. Each line has prompt and completion, messages, or text."""
+    method: Literal["full", "lora", "qlora"] = "full"
+    """full: all weights are trained. lora: adapters beside frozen weights. qlora: beside frozen
+    weights in NF4; the workers need the package torchao."""
+    adapter: Adapter = Adapter()
+    output: str = Field(min_length=1)
+    """Directory that rank 0 writes after the last step: a model of transformers, or an adapter of
+    PEFT."""
+    merge: bool = False
+    """true: add the adapter to the weights of the model in output."""
+    epochs: int = Field(default=1, ge=1, le=limits.MAX_COUNT)
+    """How often each sample is trained on."""
+    steps: int | None = Field(default=None, ge=1, le=limits.MAX_COUNT)
+    """Number of optimizer steps of the whole job. Default: those of all epochs."""
+    sequence_length: int = Field(default=1024, ge=2, le=limits.MAX_COUNT)
+    """Tokens of one sample, which several documents share; longer documents are cut."""
+    validation: str | None = Field(default=None, min_length=1)
+    """JSONL file that is evaluated, and not trained on."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_rate(cls, values: Any) -> Any:
+        """A learning rate for the method: adapters need a larger one than whole models."""
+        written = values.get("optimizer", {}) if isinstance(values, dict) else None
+        if not isinstance(written, dict) or {"learningRate", "learning_rate"} & {*written}:
+            return values
+        rate = 1e-5 if values.get("method", "full") == "full" else 2e-4
+        return {**values, "optimizer": {"weightDecay": 0.0, "learningRate": rate, **written}}
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> Finetune:
+        if self.evaluate_every_steps and self.validation is None:
+            raise ValueError(
+                f"evaluateEverySteps: got {self.evaluate_every_steps} without validation data; "
+                f"expected validation: FILE.jsonl"
+            )
+        if self.method == "full" and self.adapter != Adapter():
+            raise ValueError(
+                "adapter: got settings with method full; expected them with lora or qlora; remove "
+                "adapter, or set method: lora"
+            )
+        if self.merge and self.method != "lora":
+            raise ValueError(
+                f"merge: got true with method {self.method}; expected it with lora; remove merge"
+                + ("; PEFT merges the adapter into the model's directory" * (self.method != "full"))
+            )
+        if self.optimizer.chosen != "adamw" or self.optimizer.in_backward:
+            raise ValueError(
+                f"optimizer.{self.optimizer.chosen}: got it with recipe finetune; expected adamw "
+                f"without inBackward; remove it"
+            )
+        return self
+
+    @property
+    def total_steps(self) -> int:
+        return self.steps or 0
+
+    def sources(self) -> Iterator[tuple[str, str]]:
+        yield from (("model", self.model), ("data", self.data))
+        if self.validation is not None:
+            yield "validation", self.validation
+
+
+RECIPES: dict[str, type[RecipeConfig]] = {"pretrain": Pretrain, "finetune": Finetune}
+"""Settings of the recipes in the tree."""
+
+
+def config_of(name: str) -> type[RecipeConfig]:
+    """The settings of a recipe, also of an installed package. Raises ValueError."""
+    if name in RECIPES:
+        return RECIPES[name]
+    others = {point.name: point for point in entry_points(group="holdfast.recipes")}
+    if name not in others:
+        known = ", ".join((*RECIPES, *sorted(others)))
+        raise ValueError(f"got {name}; expected one of {known}; another needs its package")
+    config: type[RecipeConfig] = others[name].load()
+    return config
+
+
+def _open_mapping(schema: dict[str, Any]) -> None:
+    """The settings depend on the name, which no structural schema can say; see schema.py."""
+    text = schema["description"]
+    schema.clear()
+    schema.update(
+        {"type": "object", "description": text, "x-kubernetes-preserve-unknown-fields": True}
+    )
 
 
 class Recipe(Part):
-    """A training loop that is part of Holdfast."""
+    """A training loop of Holdfast or of an installed package."""
 
-    name: Literal["pretrain"]
-    """Name of the recipe."""
-    config: Pretrain = Pretrain()
-    """Settings of the recipe."""
+    name: str
+    """pretrain, finetune, or the name of an installed package's recipe."""
+    config: SerializeAsAny[RecipeConfig] = Field(
+        default=Pretrain(), validate_default=True, json_schema_extra=_open_mapping
+    )
+    """Settings of every recipe, and those of this one, below."""
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        config_of(name)
+        return name
+
+    @field_validator("config", mode="wrap")
+    @classmethod
+    def _read_config(cls, value: Any, _: Any, info: ValidationInfo) -> Any:
+        if "name" not in info.data:
+            return Pretrain()  # the name is the problem
+        config = config_of(info.data["name"])
+        other = isinstance(value, RecipeConfig) and not isinstance(value, config)
+        return config.model_validate({} if other else value)  # other: the default
+
+
+def pretraining(recipe: Recipe | None) -> Pretrain | None:
+    """The settings of pretrain; None for another recipe, and without one."""
+    config = recipe.config if recipe is not None else None
+    return config if isinstance(config, Pretrain) else None

@@ -9,12 +9,27 @@ from collections.abc import Iterator
 from ..launchers import Program
 from . import variables
 from .job import TrainingJob
+from .recipe import Finetune
 
 
 def remarks(job: TrainingJob) -> list[str]:
     resources = job.spec.resources
     num_gpus = None if resources.gpu == "auto" else resources.num_gpus
-    return [*_command(job), *_gpus(job), *variables.remarks(job.spec.env, num_gpus)]
+    others = [*_command(job), *_gpus(job), *_rate(job)]
+    return [*others, *variables.remarks(job.spec.env, num_gpus)]
+
+
+def _rate(job: TrainingJob) -> Iterator[str]:
+    """NUM402 and NUM403 of preflight, for a recipe."""
+    recipe = job.spec.entrypoint.recipe
+    if recipe is None or not isinstance(config := recipe.config, Finetune):
+        return
+    rate, full = config.optimizer.learning_rate, config.method == "full"
+    if rate > 1e-4 if full else rate <= 1e-5:
+        yield (
+            f"spec.entrypoint.recipe.config.optimizer.learningRate: {rate:g} with method "
+            f"{config.method}; usual are {'1e-6 to 2e-5' if full else '1e-4 to 3e-4'}"
+        )
 
 
 def _command(job: TrainingJob) -> Iterator[str]:

@@ -13,6 +13,7 @@ from holdfast.orchestrator import limits
 
 from . import variables
 from .job import API_VERSION, CONTRACT_NAMES, KIND, RESERVED_PREFIXES, TrainingJob
+from .recipe import RECIPES, RecipeConfig
 
 _Model = tuple[str, dict[str, Any]]
 """Path and schema."""
@@ -26,6 +27,7 @@ ENDLESS = (
 )
 """Bounds that no user meets; the pages leave them out."""
 
+RECIPE = "spec.entrypoint.recipe"
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -73,8 +75,18 @@ each; on Kubernetes it is an Event `Remark`.
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of the whole document, with YAML names."""
+    """JSON schema of the whole document, with YAML names. The settings of a recipe depend on its
+    name."""
     schema = TrainingJob.model_json_schema(by_alias=True)
+    place, forms = "#/$defs/{model}", []
+    for name, config in RECIPES.items():
+        settings = config.model_json_schema(by_alias=True, ref_template=place)
+        schema["$defs"] |= settings.pop("$defs", {}) | {config.__name__: settings}
+        form = {"config": {"$ref": place.format(model=config.__name__)}}
+        forms.append(
+            {"if": {"properties": {"name": {"const": name}}}, "then": {"properties": form}}
+        )
+    schema["$defs"]["Recipe"]["allOf"] = forms
     return {"$schema": DRAFT, "$id": f"https://{API_VERSION}/{KIND}", **schema}
 
 
@@ -91,14 +103,27 @@ def reference_pages() -> dict[str, str]:
         if path in seen:
             continue
         seen.add(path)
-        rows, below = _rows(schema, path, model)
+        rows, below = _rows(schema, path.partition(" ")[0], model)
         pages[_page(path)].append("\n".join([f"## {path}", "", *_description(model), *rows, ""]))
+        if path == RECIPE:
+            below += _recipes(schema, f"{path}.config")
         queue = [*below, *queue]
     names = ", ".join(f"`{name}`" for name in CONTRACT_NAMES)
     prefixes = " or ".join(f"`{prefix}`" for prefix in RESERVED_PREFIXES)
     effects = "\n".join(variables.table())
     pages[""].append(TAIL.format(names=names, prefixes=prefixes, table=effects).lstrip())
     return {end: "\n".join(parts) for end, parts in pages.items()}
+
+
+def _recipes(schema: dict[str, Any], path: str) -> Iterator[_Model]:
+    """The fields that all recipes have, then those of each."""
+    shared = RecipeConfig.model_json_schema(by_alias=True)
+    yield path, shared
+    for name, config in RECIPES.items():
+        settings = schema["$defs"][config.__name__]
+        fields = settings["properties"].items()
+        own = {key: field for key, field in fields if key not in shared["properties"]}
+        yield f"{path} ({name})", {**settings, "properties": own}
 
 
 def _page(path: str) -> str:
@@ -132,7 +157,7 @@ def _rows(
     """The table of one model, and the models of its fields. Fields with the same model share one
     section, whose name ends with NAME."""
     required = model.get("required", ())
-    lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
+    lines = ["field | type | default | meaning", "---|---|---|---"]
     below: list[_Model] = []
     fields = {
         n: (node, _resolve(schema, node.get("items", node)))
@@ -155,7 +180,7 @@ def _rows(
         if name in required:
             default = "**required**"
         text = _plain(node.get("description") or _summary(target.get("description", "")))
-        lines.append(f"| `{name}` | {kind} | {default} | {text} |")
+        lines.append(f"`{name}` | {kind} | {default} | {text}")
     return lines, below
 
 
@@ -217,4 +242,4 @@ def _plain(text: str) -> str:
 
 
 def _anchor(path: str) -> str:
-    return path.lower().replace(".", "")
+    return re.sub(r"[.()]", "", path.lower()).replace(" ", "-")

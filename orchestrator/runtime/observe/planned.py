@@ -10,6 +10,7 @@ import functools
 from collections.abc import Sequence
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.api.v1alpha1.recipe import pretraining
 from holdfast.orchestrator.catalogue.calibration import CalibrationEntry
 from holdfast.orchestrator.catalogue.load import catalogue_or_built_in
 from holdfast.orchestrator.core.state import JobState
@@ -33,9 +34,10 @@ class PlannedFigures:
         self._of = functools.lru_cache(maxsize=8)(self._compute)
 
     def of(self, state: JobState) -> PlannedView | None:
-        """None for scripts and modules, and before the first launch."""
+        """None for all but the recipe pretrain, and before the first launch."""
         membership, self._job = state.group.membership, state.job
-        if membership is None or state.mesh is None or self._job.spec.entrypoint.recipe is None:
+        planned = pretraining(self._job.spec.entrypoint.recipe)
+        if membership is None or state.mesh is None or planned is None:
             return None
         node = state.nodes.get(state.group.members[0]) if state.group.members else None
         return self._of(

@@ -322,8 +322,9 @@ class JobProjection:
             peak = "device_memory_peak_bytes"
             newest[peak] = max(newest[peak], numbers[peak])
             numbers |= {name: value for name, value in newest.items() if value}
-        if (recipe := self._job.spec.entrypoint.recipe) is not None:
-            numbers["total_steps"] = recipe.config.steps
+        recipe = self._job.spec.entrypoint.recipe
+        if recipe is not None and recipe.config.total_steps:
+            numbers["total_steps"] = recipe.config.total_steps
         for name, value in numbers.items():
             setattr(view, name, value)
         if view.step_s > 0:

@@ -84,10 +84,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         recipe({}, workersPerNode=2, parallelism={"tensor": 4}),
         "spec.parallelism.tensor: got 4; expected a divisor of workersPerNode (2)",
     ),
-    "heads-odd": (
-        recipe({"model": {"dim": 100, "numHeads": 7}}),
-        "model.dim: got 100; expected a multiple of twice numHeads (14)",
-    ),
     "replicas": ({"replicas": 3}, 'unknown field "spec.replicas"'),
     "toleration-no-list": (pod(tolerations={"key": "spot"}), "podTemplate.spec.tolerations"),
     "gang-unknown": ({"kubernetes": {"gang": "yunikorn"}}, 'Unsupported value: "yunikorn"'),

@@ -74,22 +74,8 @@ CHECKPOINTING = {
 
 WRONG = (
     *(
-        Wrong(f"retired-{name}", recipe({"optimizer": {name: value}}), (f"optimizer: {line}",))
-        for name, (value, line) in OPTIMIZER.items()
-    ),
-    *(
         Wrong(f"retired-{name}", checkpointing(**{name: value}), (f"Checkpointing: {line}",))
         for name, (value, line) in CHECKPOINTING.items()
-    ),
-    Wrong(
-        "one-optimizer",
-        recipe({"optimizer": {"muon": {}, "dion": {}}}),
-        ("optimizer: got muon and dion; expected at most one of adamw, adamw8bit, muon, dion",),
-    ),
-    Wrong(
-        "one-schedule",
-        recipe({"optimizer": {"learningRateSchedule": {"wsd": {}, "linear": {}}}}),
-        ("Schedule: got linear and wsd; expected at most one of cosine, linear, constant, wsd",),
     ),
     Wrong(
         "one-activation-checkpointing",
@@ -218,6 +204,25 @@ WRONG = (
             "waits for this axis, here for the network between nodes; ",
         ),
     ),
+)
+
+
+# Mistakes that only the models refuse; on Kubernetes the operator reports them.
+MODELS_ONLY = (
+    *(
+        Wrong(f"retired-{name}", recipe({"optimizer": {name: value}}), (f"optimizer: {line}",))
+        for name, (value, line) in OPTIMIZER.items()
+    ),
+    Wrong(
+        "one-optimizer",
+        recipe({"optimizer": {"muon": {}, "dion": {}}}),
+        ("optimizer: got muon and dion; expected at most one of adamw, adamw8bit, muon, dion",),
+    ),
+    Wrong(
+        "one-schedule",
+        recipe({"optimizer": {"learningRateSchedule": {"wsd": {}, "linear": {}}}}),
+        ("Schedule: got linear and wsd; expected at most one of cosine, linear, constant, wsd",),
+    ),
     Wrong(
         "heads-fit",
         recipe({"model": {"dim": 250}}),
@@ -226,11 +231,6 @@ WRONG = (
             "numHeads (8)",
         ),
     ),
-)
-
-
-# Mistakes that only the models refuse; on Kubernetes the operator reports them.
-MODELS_ONLY = (
     Wrong(
         "kv-heads-fit",
         recipe({"model": {"numKvHeads": 3}}),

@@ -26,25 +26,26 @@ import torch.nn.functional as F  # noqa: N812
 from torch.distributed.fsdp import fully_shard
 
 from holdfast.orchestrator.api.v1alpha1 import Pretrain, TrainingJob
-from holdfast.orchestrator.api.v1alpha1.recipe import Model
+from holdfast.orchestrator.api.v1alpha1.recipe import Model, pretraining
 from holdfast.orchestrator.protocol import files
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.session.core import Session
 from holdfast.workers.session.distributed import Meshes, RankEnv
+from holdfast.workers.training.loop import train_step
 from holdfast.workers.training.models.transformer import Transformer
 from holdfast.workers.training.recipes import pretrain
 
 
 def warm(job: TrainingJob, directory: str = ".") -> None:
-    """One step on the CPU: of a recipe, or of a small model for a script that imports
-    holdfast.session. Nothing for other scripts: they expect a fresh process.
+    """One step on the CPU: of the recipe pretrain, or of a small model for a script that imports
+    holdfast.session. Nothing for others: they expect a fresh process.
 
     `directory` is the base of the relative paths in the spec.
     """
     if job.spec.resources.num_gpus or dist.is_initialized():
         return
-    recipe = job.spec.entrypoint.recipe
-    if recipe is None and not calls_session(job, directory):
+    recipe, config = job.spec.entrypoint.recipe, pretraining(job.spec.entrypoint.recipe)
+    if config is None and (recipe is not None or not calls_session(job, directory)):
         return
     mesh = likely_mesh(job)
     threads, random_state = torch.get_num_threads(), torch.get_rng_state()
@@ -53,10 +54,10 @@ def warm(job: TrainingJob, directory: str = ".") -> None:
         with _fake_groups(mesh.world_size):
             session = Session(RankEnv(world_size=mesh.world_size), torch.device("cpu"), mesh)
             session.meshes = Meshes(mesh, "cpu", prefix="warmup_")
-            if recipe is None:
+            if config is None:
                 _warm_loop(session)
             else:
-                _warm_recipe(job, recipe.config, session)
+                _warm_recipe(job, config, session)
     except Exception:
         print("the warm-up of this standby failed; the real start follows", file=sys.stderr)
         traceback.print_exc()
@@ -97,7 +98,7 @@ def _warm_recipe(job: TrainingJob, config: Pretrain, session: Session) -> None:
     trainer = pretrain.build(job, config, session)
     session.restore(trainer.parallel.model, trainer.optimizer)
     trainer.parallel.refuse_non_finite = False
-    pretrain.train_step(trainer, 0)
+    train_step(trainer, 0)
 
 
 def _warm_loop(session: Session) -> None:

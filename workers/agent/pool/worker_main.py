@@ -24,7 +24,7 @@ from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.launchers import Program
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import Problem, UserError
-from holdfast.orchestrator.parts import part
+from holdfast.orchestrator.parts import load, part
 from holdfast.orchestrator.protocol import files
 from holdfast.workers import worker_protocol, worker_transport
 
@@ -205,7 +205,7 @@ def _start_pulse(job: TrainingJob, inherited: frozenset[str]) -> None:
 def _run_entrypoint(job: TrainingJob, program: Program) -> None:
     recipe = job.spec.entrypoint.recipe
     if recipe is not None:
-        if not (train := part(f"recipe {recipe.name}")):
+        if not (train := load(recipe.config.main)):
             got = f"{recipe.name}, which is not installed"
             raise UserError(str(Problem("spec.entrypoint.recipe.name", got, "an installed recipe")))
         train(job)

@@ -339,7 +339,9 @@ class AgentProcess:
         process_env.adopt(self._job.spec.env)
         if self._facts is not None and self._facts.cache_directory:
             self._workers.imports.keep_in(self._facts.cache_directory, self._job)
-        self._workers.imports.preload = tuple(self._job.spec.preload)
+        recipe = self._job.spec.entrypoint.recipe
+        of_recipe = recipe.config.preload if recipe is not None else ()
+        self._workers.imports.preload = (*of_recipe, *self._job.spec.preload)
         if self._job.spec.learn_preload:
             self._workers.imports.learned(welcome.imports)
         self._workers.configure(welcome.spec, welcome.spec_directory)

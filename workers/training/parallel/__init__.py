@@ -1,5 +1,5 @@
 """A model on the mesh of a job: one module per axis, and the settings of memory and precision."""
 
-from .model import Deviation, Parallel
+from .model import Parallel
 
-__all__ = ["Deviation", "Parallel"]
+__all__ = ["Parallel"]

@@ -19,14 +19,12 @@ from holdfast.workers.checkpoint.state import empty_like, plain_name
 from holdfast.workers.session import Session
 from holdfast.workers.session.loss import CudaScalars, ScalarReader
 from holdfast.workers.training.data import MicroBatch, divide_batches
-from holdfast.workers.training.initial_values import fill
 
 from . import float8, sharding
 from .activations import checkpoint_blocks
 from .pipeline import Pipeline
 from .precision import LossScale, autocast, parameter_dtype
 
-Deviation = Callable[[str], float | None]
 Loss = Callable[[Tensor, MicroBatch], Tensor]
 """(output of the model, micro-batch) -> this rank's part of the loss, a scalar."""
 
@@ -44,10 +42,12 @@ class Parallel:
         compile_blocks: bool = False,
         divide: Callable[[DeviceMesh], None] | None = None,
         pipeline: Pipeline | None = None,
+        prepare: Callable[[nn.Module], None] | None = None,
     ) -> None:
         """`model` is on the meta device. `blocks` and `edges` (embedding; norm and head) become
         FSDP groups, so that the root group gathers no parameters for long. `divide` divides the
-        model over a tensor axis; `pipeline` has left in it what is on this rank."""
+        model over a tensor axis; `pipeline` has left in it what is on this rank. `prepare` may give
+        a block values before it is sharded."""
         self.session, self.parallelism = session, parallelism
         self.refuse_non_finite = True
         """False in the warm-up, whose fake collectives leave their outputs uninitialised."""
@@ -56,6 +56,10 @@ class Parallel:
         """Reads the loss and the norm of a step."""
         self.arguments: Callable[[MicroBatch], dict[str, Any]] = lambda batch: {}
         """What the model gets beside the inputs."""
+        self.call: Callable[[nn.Module, MicroBatch], Tensor] = lambda module, batch: module(
+            batch.inputs_bt, batch.positions_t, **self.arguments(batch)
+        )
+        """The forward of a micro-batch."""
         self.model = model
         self.dtype = parameter_dtype(parallelism.precision, session.device)
         tensor = session.shape.tensor > 1
@@ -76,14 +80,16 @@ class Parallel:
         # stage of a pipeline, which reduces its gradients after the last of its micro-batches.
         divided = session.shape.num_fsdp_shards > 1 or tensor
         self.fully_sharded = divided or pipeline is not None
+        edges, roots = list(edges), [model] if pipeline is None else pipeline.divide()
+        for block in self.blocks:
+            if prepare is not None:
+                prepare(block)
+            if self.fully_sharded:
+                sharding.shard([block], session, parallelism, self.dtype)
         if self.fully_sharded:
-            edges = list(edges)
-            roots = [model] if pipeline is None else pipeline.divide()
-            parts = [*self.blocks, *edges, *roots]
-            sharding.shard(parts, session, parallelism, self.dtype)
+            sharding.shard([*edges, *roots], session, parallelism, self.dtype)
             if parallelism.prefetch_blocks:
-                first, *after = edges
-                in_order = [first, *self.blocks, *after]
+                in_order = [*edges[:1], *self.blocks, *edges[1:]]
                 modules = [part[0] if isinstance(part, list) else part for part in in_order]
                 sharding.prefetch(modules, parallelism.prefetch_blocks)
         self.offloaded = sharding.offloads(session, parallelism)
@@ -92,21 +98,19 @@ class Parallel:
         self.loss_scale = LossScale() if self.dtype == torch.float16 else None
         """State, for `extra` of the checkpoint."""
 
-    def materialize(self, seed: int, deviation: Deviation) -> None:
-        """Allocates all parameters, and computes initial values unless a restore will fill them.
-
-        Values depend on (seed, name, position) only, so they are the same on any mesh.
-        """
+    def materialize(self, initialise: Callable[[nn.Module], None]) -> None:
+        """Allocates all parameters that are on the meta device; `initialise` gives them values."""
         on_host = self.offloaded or self.session.device.type == "cpu"
         device = torch.device("cpu") if on_host else self.session.device
+
         # Module.to_empty with a faster empty_like; FSDP2 hooks _apply for both.
-        self.model._apply(  # type: ignore[no-untyped-call]
-            lambda tensor: empty_like(tensor, device=device)
-        )
-        if not self.session.restoring:
-            for name, parameter in self.model.named_parameters():
-                plain = plain_name(name)
-                fill(parameter, seed, plain, deviation(plain))
+        def allocated(tensor: Tensor) -> Tensor:
+            if tensor.is_meta:
+                return empty_like(tensor, device=device)
+            return tensor if tensor.device.type == device.type else tensor.to(device)
+
+        self.model._apply(allocated)  # type: ignore[no-untyped-call]
+        initialise(self.model)
         self.shards = self.session.shards(self.model)
         if not self.fully_sharded and self.session.shape.replicate > 1:
             self.module = sharding.replicate(self.model, self.session.device, self.parallelism)
@@ -160,7 +164,7 @@ class Parallel:
 
     def _loss(self, batch: MicroBatch, loss_of: Loss) -> Tensor:
         with autocast(self.dtype, self.session.device, self.fully_sharded):
-            output = self.module(batch.inputs_bt, batch.positions_t, **self.arguments(batch))
+            output = self.call(self.module, batch)
         return loss_of(output, batch)
 
     def _divided_loss(self) -> contextlib.AbstractContextManager[Any]:

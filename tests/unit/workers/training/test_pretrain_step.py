@@ -14,6 +14,7 @@ from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.session import shards
 from holdfast.workers.session.core import Session
 from holdfast.workers.session.distributed import RankEnv
+from holdfast.workers.training import loop
 from holdfast.workers.training.recipes import pretrain
 from tests.documents import job_document
 
@@ -62,9 +63,9 @@ def test_a_device_has_the_optimizers_step_to_do_while_the_host_reads_the_loss() 
     made, events = trainer(), list[str]()
     made.parallel.scalars = CountingScalars(events)
     made.optimizer.register_step_pre_hook(lambda *_: events.append("optimizer"))
-    loss, norm = pretrain.train_step(made, 0)
+    loss, norm = loop.train_step(made, 0)
     assert events == ["copy", "copy", "optimizer", "wait", "wait"]
-    assert (loss, norm) == pretrain.train_step(trainer(), 0), "the same numbers as without"
+    assert (loss, norm) == loop.train_step(trainer(), 0), "the same numbers as without"
 
 
 def test_a_norm_that_is_not_finite_ends_the_step_before_it_is_reported() -> None:
@@ -72,7 +73,7 @@ def test_a_norm_that_is_not_finite_ends_the_step_before_it_is_reported() -> None
     with torch.no_grad():
         next(iter(made.parallel.model.parameters())).fill_(math.nan)
     with pytest.raises(FloatingPointError, match="the gradient norm is nan, the loss nan"):
-        pretrain.train_step(made, 0)
+        loop.train_step(made, 0)
 
 
 def test_a_clipped_step_copies_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +85,7 @@ def test_a_clipped_step_copies_nothing_from_the_host(monkeypatch: pytest.MonkeyP
         copied.append(values)
         return real(*values, **options)
 
-    pretrain.train_step(made, 0)
+    loop.train_step(made, 0)
     monkeypatch.setattr(shards.torch, "tensor", counted)
     for parameter in made.parallel.shards.parameters():
         parameter.grad = torch.ones_like(parameter)

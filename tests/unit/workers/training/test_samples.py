@@ -10,12 +10,12 @@ import torch
 from holdfast.orchestrator.api.v1alpha1.recipe import Model, Pretrain
 from holdfast.workers.session.order import mix, share
 from holdfast.workers.training.initial_values import fill
+from holdfast.workers.training.loop import micro_batches
 from holdfast.workers.training.models.transformer import (
     Transformer,
     flops_per_token,
     num_parameters,
 )
-from holdfast.workers.training.recipes.pretrain import micro_batches
 
 
 @pytest.mark.parametrize("global_batch", [1, 4, 7, 8])

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.workers.training.loop import train_step
 from holdfast.workers.training.optimizers import Optimizers
 from holdfast.workers.training.optimizers.muon import WholeMuon
-from holdfast.workers.training.recipes.pretrain import train_step
 from tests.unit.workers.training.parallel.recorded import Recorder, job_of, rank_of
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.session.shards import Shards
+from holdfast.workers.training.loop import train_step
 from holdfast.workers.training.parallel.precision import LossScale
-from holdfast.workers.training.recipes.pretrain import train_step
 
 from .recorded import job_of, rank_of
 

@@ -15,8 +15,8 @@ from holdfast.orchestrator.api.v1alpha1 import Parallelism
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.session.core import Session
 from holdfast.workers.session.distributed import RankEnv
+from holdfast.workers.training.loop import train_step
 from holdfast.workers.training.parallel import sharding
-from holdfast.workers.training.recipes.pretrain import train_step
 
 from .recorded import Recorder, Sent, job_of, rank_of
 

@@ -1,0 +1,232 @@
+"""The recipe finetune beside transformers and PEFT in one process: losses, and what it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.workers.session.order import sample_ids
+from holdfast.workers.training.initial_values import fill
+from tests.e2e.local.local_rig import Job
+from tests.strategies.rig import (
+    Numbers,
+    compare,
+    lose_a_worker_and_a_node,
+    losses_of,
+    several,
+)
+
+from .tiny_models import KINDS, make_lines, make_model, make_tokenizer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+NEEDS = ("transformers", "peft", "torchao")
+STEPS, BATCH, LENGTH, RATE, SEED = 4, 4, 64, 2e-3, 3
+RATES = {"learningRate": RATE, "warmupSteps": 0, "learningRateSchedule": {"constant": {}}}
+DIGITS = 2e-3
+RANKS = {"1": (1, {"shard": 1}), "FSDP 2": (2, {"shard": 2}), "HSDP 2 x 2": (4, {"shard": 2}),
+         "DDP 2": (2, {"shard": 1})}  # fmt: skip
+CASES = [("llama", "full"), ("qwen2", "full"), ("qwen3", "lora"), ("mistral", "lora"),
+         ("wide", "qlora")]  # fmt: skip
+
+
+def document(
+    name: str, place: Path, kind: str, workers: int, mesh: dict[str, Any], **config: Any
+) -> dict[str, Any]:
+    config = {
+        "model": str(place / kind), "data": str(place / "data.jsonl"), "output": str(place / name),
+        "steps": STEPS, "globalBatch": BATCH, "sequenceLength": LENGTH, "seed": SEED,
+        "optimizer": RATES, **config,
+    }  # fmt: skip
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": name},
+        "spec": {
+            "entrypoint": {"recipe": {"name": "finetune", "config": config}},
+            "workersPerNode": workers,
+            "resources": {"cpu": 1, "gpu": 0},
+            "parallelism": mesh,
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models and data."""
+    made = tmp_path_factory.mktemp("finetune")
+    for kind in KINDS:
+        make_model(made / kind, kind)
+    make_model(made / "wide", "llama", hidden_size=256, intermediate_size=512)
+    make_lines(made / "data.jsonl", 60)
+    return made
+
+
+def documents(place: Path) -> list[list[tuple[int, bool]]]:
+    """Tokens of each line, at most LENGTH, with whether each has a loss."""
+    tokenizer, lines = make_tokenizer(), (place / "data.jsonl").read_text().splitlines()
+
+    def part(text: str, trained: bool, end: bool = False) -> list[tuple[int, bool]]:
+        ids = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * end
+        return [(number, trained) for number in ids]
+
+    found = []
+    for line in map(json.loads, lines):
+        if text := line.get("text"):
+            tokens = part(text, True, end=True)
+        elif prompt := line.get("prompt"):
+            tokens = part(prompt, False) + part(line["completion"], True, end=True)
+        else:
+            tokens = []
+            for message in line["messages"]:
+                answers = message["role"] == "assistant"
+                tokens += part(f"<{message['role']}>", False)
+                tokens += part(message["content"], answers, end=True)
+        found.append(tokens[:LENGTH])
+    return found
+
+
+def samples(place: Path) -> list[list[list[tuple[int, bool]]]]:
+    """Documents of each sample: as many in the order of the file as have room."""
+    packed: list[list[list[tuple[int, bool]]]] = []
+    room = 0
+    for document in documents(place):
+        if len(document) > room:
+            packed.append([])
+            room = LENGTH
+        packed[-1].append(document)
+        room -= len(document)
+    return packed
+
+
+def round_to_nf4(model: Any) -> None:
+    """Give the matrices of the blocks the values that NF4 has for them."""
+    from torchao.quantization import NF4Tensor
+
+    for name, one in model.named_parameters():
+        if ".layers." in name and one.ndim == 2:
+            one.data = NF4Tensor.from_tensor(one.data, 64, 256).get_original_weight()
+
+
+class Alone:
+    """transformers and PEFT in one process, one document at a time."""
+
+    def __init__(self, place: Path, kind: str, method: str) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.samples = samples(place)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(place / kind)
+        if method == "qlora":
+            round_to_nf4(self.model)
+        if method != "full":
+            from peft import LoraConfig, get_peft_model
+
+            settings = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+            self.model = get_peft_model(self.model, settings)
+            for name, one in self.model.named_parameters():
+                if "lora_A" in name:
+                    fill(one, SEED, name, (3.0 * one.shape[1]) ** -0.5)
+        self.trained = [one for one in self.model.parameters() if one.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, RATE, (0.9, 0.95), weight_decay=0.0)
+
+    def train(self) -> Numbers:
+        import torch
+
+        numbers = []
+        for step in range(STEPS):
+            positions = range(step * BATCH, (step + 1) * BATCH)
+            ids = sample_ids(positions, len(self.samples), SEED)
+            batch = [document for one in ids for document in self.samples[one]]
+            count = sum(trained for document in batch for _, trained in document[1:])
+            losses = [self.loss(document) / count for document in batch]
+            torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+            norm = torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            numbers.append((float(sum(losses)), float(norm)))
+        return numbers
+
+    def loss(self, document: list[tuple[int, bool]]) -> Any:
+        """The sum over what has a loss."""
+        import torch
+
+        tokens = torch.tensor([[number for number, _ in document]])
+        labels = torch.tensor([number if trained else -100 for number, trained in document[1:]])
+        logits = self.model(input_ids=tokens).logits[0, :-1]
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+    def logits(self, model: Any) -> Any:
+        import torch
+
+        tokens = torch.tensor([[number for number, _ in self.samples[0][0]]])
+        with torch.no_grad():
+            return model.eval()(input_ids=tokens).logits
+
+
+@pytest.fixture(scope="module")
+def alone(place: Path) -> dict[tuple[str, str], tuple[Alone, Numbers]]:
+    made = {case: Alone(place, *case) for case in CASES}
+    return {case: (one, one.train()) for case, one in made.items()}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_losses_and_exports_are_those_of_transformers_and_peft(
+    ranks: str, place: Path, tmp_path: Path, alone: dict[tuple[str, str], tuple[Alone, Numbers]]
+) -> None:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    count, mesh = RANKS[ranks]
+    jobs = [document(f"{kind}-{method}", place, kind, count, mesh, method=method)
+            for kind, method in CASES]  # fmt: skip
+    jobs.append(
+        document("merged", place, "qwen3", count, mesh, method="lora", merge=True, microBatch=1)
+    )
+    found = several(tmp_path, jobs, count)
+    for case in CASES:
+        name, (one, expected) = "-".join(case), alone[case]
+        compare(name, found[name], expected, DIGITS)
+        model = AutoModelForCausalLM.from_pretrained(
+            place / (name if case[1] == "full" else case[0])
+        )
+        if case[1] == "qlora":
+            round_to_nf4(model)
+        if case[1] != "full":
+            model = PeftModel.from_pretrained(model, place / name)
+        assert torch.allclose(one.logits(model), one.logits(one.model), atol=2e-3), name
+    one, expected = alone["qwen3", "lora"]
+    compare("merged", found["merged"], expected, DIGITS)
+    model = AutoModelForCausalLM.from_pretrained(place / "merged")
+    assert torch.allclose(one.logits(model), one.logits(one.model), atol=2e-3)
+
+
+def test_faults_change_no_loss(place: Path, tmp_path: Path) -> None:
+    """A worker and a node are lost within an epoch, and the job shrinks: each sample once."""
+    more = {"steps": None, "epochs": 3, "method": "lora", "minStepSeconds": 0.3}
+    calm = document(
+        "calm",
+        place,
+        "qwen3",
+        1,
+        {"shard": 1},
+        **more,
+    )
+    calm["spec"]["entrypoint"]["recipe"]["config"]["minStepSeconds"] = 0
+    expected = several(tmp_path, [calm], 1)["calm"]
+    job = document("shaken", place, "qwen3", 1, {"shard": "world"}, **more)
+    job["spec"] |= {"nodes": {"min": 1, "max": 2}}
+    job["spec"]["checkpoint"] = {"memory": {"everySteps": 1}}
+    one = Job(tmp_path, job)
+    try:
+        one.run()
+        lose_a_worker_and_a_node(one)
+        losses = losses_of(one)
+    finally:
+        one.end()
+    assert [*losses] == [*range(len(expected))]
+    assert [*losses.values()] == pytest.approx([loss for loss, _ in expected], rel=DIGITS)

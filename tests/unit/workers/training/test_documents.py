@@ -1,0 +1,98 @@
+"""Documents of the recipe finetune: packing, what has a loss, and wrong lines and directories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.orchestrator.errors import UserError
+from holdfast.workers.training import pretrained
+from holdfast.workers.training.documents import IGNORED, Packed
+
+END = 300
+
+
+class Letters:
+    """A tokenizer: the code of each letter."""
+
+    eos_token_id, chat_template = END, None
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+def packed(tmp_path: Path, *lines: Any, length: int = 8, vocabulary: int = 400) -> Packed:
+    path = tmp_path / "data.jsonl"
+    path.write_text(
+        "".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in lines)
+    )
+    return Packed(str(path), "data", Letters(), vocabulary, length)
+
+
+def test_documents_are_packed_whole_and_only_completions_have_a_loss(tmp_path: Path) -> None:
+    made = packed(
+        tmp_path,
+        {"prompt": "ab", "completion": "c"},
+        {"text": "de"},
+        "",
+        {"text": "fgh"},
+        {"prompt": "x" * 7, "completion": "yz"},
+    )
+    inputs, targets, positions = made.read([0, 1, 2])
+    a, b, c, d, e = (ord(letter) for letter in "abcde")
+    none = IGNORED
+    assert inputs[0].tolist() == [a, b, c, END, d, e, END, 0]
+    assert targets[0].tolist() == [none, c, END, none, e, END, none, none]
+    assert positions[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 0]
+    assert positions[1].tolist() == [0, 1, 2, 3, 0, 1, 2, 3], "padding is a document"
+    assert (made.num_targets, made.num_cut, len(made)) == ([4, 3, 1], 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            [{"text": "a"}, '{"text": '],
+            "got line 2 of .*data.jsonl: .*Expecting value.*; expected a",
+        ),
+        (
+            [{"question": "a"}],
+            'got line 1 of .*: {"question": "a"}; expected a JSON object with pro',
+        ),
+        (
+            [{"messages": [{"role": "user", "content": "a"}]}],
+            "has no chat template; expected chat_",
+        ),
+        ([], "got no lines in .*; expected a JSON object"),
+        ([{"prompt": "a" * 9, "completion": "b"}], "got no completion within 8 tokens"),
+        ([{"text": "\u2603"}], "with the token 9731 and a model with 400 tokens; expected a tok"),
+    ],
+    ids=["broken", "other keys", "no template", "empty", "long prompts", "tokenizer"],
+)
+def test_wrong_lines_are_rejected(tmp_path: Path, lines: list[Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        packed(tmp_path, *lines)
+
+
+def test_a_file_that_cannot_be_read_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"No such file.*expected a JSONL file in UTF-8"):
+        Packed(str(tmp_path / "none"), "data", Letters(), 400, 8)
+
+
+def test_a_directory_without_all_weights_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no config.json; expected a directory as save_pre"):
+        pretrained.expect_weights(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"without model.safetensors; .*; download it again"):
+        pretrained.expect_weights(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(UserError, match=r"convert the .bin files"):
+        pretrained.expect_weights(tmp_path)
+    places = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (tmp_path / pretrained.INDEX).write_text(json.dumps({"weight_map": places}))
+    (tmp_path / "model-1.safetensors").touch()
+    with pytest.raises(UserError, match=r"without model-2.safetensors"):
+        pretrained.expect_weights(tmp_path)

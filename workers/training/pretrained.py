@@ -1,0 +1,160 @@
+"""Models of a directory as transformers writes it: build, find blocks, read values, write."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.workers.checkpoint.state import plain_name
+
+from .documents import CONFIG
+
+FIELD = f"{CONFIG}.model"
+INDEX = "model.safetensors.index.json"
+
+
+def expect_weights(directory: Path) -> None:
+    """Raises UserError for a directory that has not all files of a model."""
+    expected = "expected a directory as save_pretrained of transformers writes it"
+    if not (directory / "config.json").is_file():
+        raise UserError(f"{FIELD}: got {directory}, which has no config.json; {expected}")
+    index = directory / INDEX
+    if index.is_file():
+        needed = {*json.loads(index.read_text())["weight_map"].values()}
+    else:
+        needed = {path.name for path in directory.glob("*.safetensors")} or {"model.safetensors"}
+    if missing := sorted(name for name in needed if not (directory / name).is_file()):
+        fix = "download it again"
+        if [*directory.glob("*.bin")]:
+            fix = "convert the .bin files: load the model and call save_pretrained"
+        raise UserError(f"{FIELD}: got {directory} without {', '.join(missing)}; {expected}; {fix}")
+
+
+def build(directory: Path, dtype: torch.dtype) -> Any:
+    """The model without values. Raises UserError for what transformers cannot build."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    expect_weights(directory)
+    kind = json.loads((directory / "config.json").read_text()).get("model_type", "")
+    if kind not in KNOWN:
+        near = ", ".join(difflib.get_close_matches(str(kind), KNOWN)) or "llama, mistral, qwen3"
+        raise UserError(
+            f"{FIELD}: got the architecture {kind or 'without a model_type'}; expected one that "
+            f"transformers trains as a causal language model; near ones are {near}"
+        )
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model.tie_weights()
+    model.config.dtype = config.dtype or dtype  # of the directory, also of what is written
+    return model
+
+
+def tokenizer_of(directory: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        why = str(error).partition("\n")[0]
+        raise UserError(
+            f"{FIELD}: got {directory} without a tokenizer ({why}); expected tokenizer.json; copy "
+            "it from where the model was published"
+        ) from None
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks as transformers names them; otherwise the longest list of modules."""
+    names = getattr(model, "_no_split_modules", None) or ()
+    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList)]
+    named = [one for one in lists if len(one) and type(one[0]).__name__ in names]
+    chosen = max(named or lists, key=lambda one: sum(p.numel() for p in one.parameters()))
+    return list(chosen)
+
+
+def stored_name(name: str) -> str:
+    """The name in the model's directory, of a parameter beside adapters."""
+    plain = plain_name(name).removeprefix("base_model.model.")
+    return plain.replace(".base_layer.", ".")
+
+
+def load(parameters: dict[str, nn.Parameter], directory: Path) -> None:
+    """Fill parameters, by stored name, each rank its own part. Raises UserError for values that the
+    directory lacks."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load as fill_from
+
+    reader = HuggingFaceStorageReader(str(directory))
+    stored = reader.read_metadata().state_dict_metadata
+    for name, parameter in parameters.items():
+        shape = tuple(getattr(stored.get(name), "size", ()))
+        if shape != tuple(parameter.shape):
+            got = f"the shape {shape} of {name}" if shape else f"no {name} in {directory}"
+            raise UserError(
+                f"{FIELD}: got {got}; expected {tuple(parameter.shape)}, as config.json says; "
+                "download the directory again"
+            )
+    tensors: dict[str, Any] = {name: one.detach() for name, one in parameters.items()}
+    with torch.no_grad():
+        fill_from(tensors, storage_reader=reader, no_dist=True)
+
+
+GROUP = 64 * 256
+"""Values that NF4 with double quantization keeps together: a shard is a multiple of them."""
+
+
+def quantize(model: nn.Module, directory: Path, device: torch.device, block: nn.Module) -> None:
+    """Give the frozen matrices of a block their values in NF4."""
+    from torchao.quantization import NF4Tensor
+
+    inside = {id(one) for one in block.modules()}
+    linear = {
+        stored_name(f"{name}.weight"): one
+        for name, one in model.named_modules()
+        if id(one) in inside and isinstance(one, nn.Linear) and ".lora_" not in name
+    }
+    values = {
+        name: nn.Parameter(torch.empty_like(one.weight, device=device), requires_grad=False)
+        for name, one in linear.items()
+    }
+    load(values, directory)
+    for name, one in linear.items():
+        weight = NF4Tensor.from_tensor(values.pop(name).data, 64, 256)
+        one.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def is_quantized(parameter: Tensor) -> bool:
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    return type(local).__name__ == "NF4Tensor"
+
+
+def expect_whole_groups(blocks: list[nn.Module], shape: Mesh) -> None:
+    """Raises UserError for matrices whose shards are not whole groups of NF4."""
+    shards = shape.num_fsdp_shards
+    for module in (one for block in blocks for one in block.modules()):
+        if not isinstance(module, nn.Linear) or module.weight.requires_grad:
+            continue
+        rows, columns = module.weight.shape
+        if rows % shards or rows // shards * columns % GROUP:
+            raise UserError(
+                f"{CONFIG}.method: got qlora with a matrix of {rows} x {columns} over {shards} "
+                f"ranks; expected a multiple of {GROUP} values on each, which NF4 keeps together; "
+                "use fewer shards (parallelism.shard), or lora"
+            )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All values of a parameter, on the host; each rank takes part."""
+    full = tensor.detach()
+    full = full.full_tensor() if isinstance(full, DTensor) else full
+    return full.cpu()

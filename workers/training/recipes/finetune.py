@@ -1,0 +1,209 @@
+"""The fine-tuning recipe: a model of transformers, whole or with adapters of PEFT."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from holdfast import session
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.api.v1alpha1.recipe import Finetune
+from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.protocol import files
+from holdfast.workers.checkpoint.state import plain_name
+from holdfast.workers.training import loop, pretrained
+from holdfast.workers.training.data import MicroBatch
+from holdfast.workers.training.documents import CONFIG, Conversations
+from holdfast.workers.training.initial_values import fill
+from holdfast.workers.training.optimizers import make_optimizer
+from holdfast.workers.training.parallel import Parallel
+from holdfast.workers.training.parallel.precision import parameter_dtype
+
+
+@dataclass
+class Tuner(loop.BaseTrainer):
+    """The objects that a step needs."""
+
+    config: Finetune
+    data: Conversations
+    keep = "trainable"
+
+    def conclude(self) -> None:
+        """Rank 0 writes the result, complete or not at all."""
+        directory, model = self.session.directory, self.parallel.model
+        target = files.resolve(directory, self.config.output)
+        partial = target.with_name(f"{target.name}.partial")
+        adapter = self.config.method != "full" and not self.config.merge
+        values = dict(_adapter(model) if adapter else _whole_model(model, self.session.rank == 0))
+        if self.session.rank:
+            return
+        written: Any = model
+        if self.config.merge:
+            written = written.get_base_model()
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            written.save_pretrained(partial, state_dict=values)
+            source = files.resolve(directory, self.config.model)
+            pretrained.tokenizer_of(source).save_pretrained(partial)
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+            print(f"wrote {target}", flush=True)
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{CONFIG}.output: got {target}, which cannot be written ({error}); expected room "
+                "for the result; free some or change output, and start the job again: the last "
+                "checkpoint has the weights"
+            ) from None
+
+
+def main(job: TrainingJob) -> None:
+    """Trains until the last step, then writes the result. Raises UserError for a spec without this
+    recipe, and where packages are missing."""
+    recipe = job.spec.entrypoint.recipe
+    config = recipe.config if recipe is not None else None
+    if not isinstance(config, Finetune):
+        raise UserError("spec.entrypoint.recipe: got another; expected the recipe finetune")
+    needed = ("transformers", "accelerate", "peft", *["torchao"] * (config.method == "qlora"))
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise UserError(
+            f"{CONFIG}.method: got {config.method} without {' and '.join(missing)}; expected it on "
+            "each node; install holdfast-train[finetune]"
+        )
+    loop.run(job, lambda s: build(job, config, s))
+
+
+def build(job: TrainingJob, config: Finetune, s: session.Session) -> Tuner:
+    """Model, optimizer and data, before restore."""
+    mesh = job.spec.parallelism
+    directory = files.resolve(s.directory, config.model)
+    # What is trained is float32; frozen weights have the format of forward and backward.
+    frozen = parameter_dtype(mesh.precision, s.device)
+    dtype = torch.float32 if config.method == "full" else frozen
+    model = pretrained.build(directory, dtype)
+    model.config.use_cache = False
+    data = Conversations(
+        config, s.directory, pretrained.tokenizer_of(directory), model.config.vocab_size
+    )
+    blocks, embedding, head = (
+        pretrained.blocks_of(model), model.get_input_embeddings(), model.get_output_embeddings()
+    )  # fmt: skip
+    tied = embedding.weight is head.weight
+    if config.method != "full":
+        model = _with_adapters(model, config)
+    quantize = config.method == "qlora"
+    if quantize:
+        pretrained.expect_whole_groups(blocks, s.shape)
+    parallel = Parallel(
+        model,
+        blocks,
+        [] if tied else [embedding, head],
+        s,
+        mesh,
+        config.compile,
+        prepare=partial(pretrained.quantize, model, directory, s.device) if quantize else None,
+    )
+    parallel.call = _call
+
+    def initialise(module: nn.Module) -> None:
+        if tied:  # each module has got memory of its own
+            head.weight = embedding.weight
+        named = {plain_name(name): one for name, one in module.named_parameters()}
+        adapters = {name: one for name, one in named.items() if ".lora_" in name}
+        if not s.restoring or config.method != "full":
+            others = {
+                pretrained.stored_name(name): one
+                for name, one in named.items()
+                if name not in adapters and not pretrained.is_quantized(one)
+            }
+            pretrained.load(others, directory)
+        for name, parameter in adapters.items():
+            deviation = 0.0 if ".lora_B." in name else (3.0 * parameter.shape[1]) ** -0.5
+            fill(parameter, config.seed, name, deviation)
+
+    parallel.materialize(initialise)
+    trained = {n: p for n, p in parallel.named_shards().items() if p.requires_grad}
+    total, ours = (
+        sum(one.numel() for one in model.parameters() if one.requires_grad or every)
+        for every in (True, False)
+    )
+    cut = f", {data.train.num_cut} documents cut" if data.train.num_cut else ""
+    return Tuner(
+        config,
+        s,
+        parallel,
+        make_optimizer(config.optimizer, trained),
+        data,
+        steps=data.steps,
+        sequence_length=config.sequence_length,
+        flops_per_token=4.0 * total + 2.0 * ours,  # a frozen parameter has no gradient
+        title=f"finetune {config.method}: {total / 1e6:.1f} M parameters, "
+        f"{ours / 1e6:.2f} M trained{cut}",
+    )
+
+
+def _call(module: nn.Module, batch: MicroBatch) -> Tensor:
+    """Logits (B, T, V). Positions that begin again keep attention inside documents."""
+    output = module(input_ids=batch.inputs_bt, position_ids=batch.positions_t, use_cache=False)
+    logits: Tensor = output.logits
+    return logits
+
+
+def _with_adapters(model: Any, config: Finetune) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    settings, names = config.adapter, [name for name, _ in model.named_modules()]
+    ends = {name.rpartition(".")[2] for name, one in model.named_modules()
+            if isinstance(one, nn.Linear)}  # fmt: skip
+    for target in settings.targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            raise UserError(
+                f"{CONFIG}.adapter.targets: got {target}, which is no layer of the model; expected "
+                f"some of {', '.join(sorted(ends))}; correct it, or remove targets"
+            )
+    lora = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=list(settings.targets) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    wrapped = get_peft_model(model, lora, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
+    for one in wrapped.parameters():
+        if one.requires_grad:
+            one.data = one.data.float()
+    return wrapped
+
+
+def _adapter(model: nn.Module) -> dict[str, Tensor]:
+    """Names and values of the adapters; each rank takes part."""
+    named = {plain_name(name): one for name, one in model.named_parameters()}
+    return {name: pretrained.whole(one) for name, one in named.items() if ".lora_" in name}
+
+
+def _whole_model(model: Any, keeps: bool) -> Iterator[tuple[str, Tensor]]:
+    """Names and values of the model's directory, with adapters added to the weights; on one rank,
+    each takes part."""
+    modules = {plain_name(name): one for name, one in model.named_modules()}
+    adapters = _adapter(model)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        value, plain = pretrained.whole(parameter), plain_name(name)
+        owner = plain.removesuffix(".base_layer.weight")
+        if f"{owner}.lora_A.default.weight" in adapters:
+            first, second = (adapters[f"{owner}.lora_{one}.default.weight"] for one in "AB")
+            value = value.float() + modules[owner].scaling["default"] * (second @ first)
+        if keeps:
+            yield pretrained.stored_name(name), value.to(model.config.dtype)
+
+
+if __name__ == "__main__":
+    loop.main_without_agent(main)
