@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..protocol.facts import Restore
+from ..protocol.facts import Membership, Restore
 from ..protocol.mesh import Mesh
 from .context import StepContext
 from .failure import DIVERGED, Failure
@@ -31,7 +31,8 @@ def may_keep(state: JobState, cause: Cause) -> bool:
     trained shows that something else is wrong."""
     spec = state.job.spec
     wanted = spec.recovery.keep_processes == "auto" and not spec.resources.num_gpus
-    trained = cause.purpose == "failure" and bool(state.group.first_step_ns)
+    goes_on = cause.purpose in ("failure", "resize", "preemption")
+    trained = goes_on and bool(state.group.first_step_ns)
     return wanted and trained and not state.keeping.why_never
 
 
@@ -45,18 +46,20 @@ def kept_from(
     state: JobState, mesh: Mesh, members: tuple[str, ...], restore: Restore | None
 ) -> int:
     """The generation whose kept processes go on in a launch on `members`; 0: none do. In a smaller
-    world all ranks must be kept ones, which know the process groups of the larger one."""
+    world all ranks must be kept ones, which know the process groups of the larger one. New ones
+    have groups over replicas if there are several, and kept ones if there were."""
     before, here = state.group, state.keeping.workers
     if before.membership is None or restore is None or state.new_code or not here:
         return 0
     was = before.membership.mesh
     if replace(was, replicate=1) != replace(mesh, replicate=1):
         return 0
-    if mesh == was:
-        whole = any(name in here for name in members)
+    each = state.job.spec.workers_per_node
+    whole = all(here.get(name) == each for name in members)
+    if mesh.replicate >= was.replicate:
+        alike = (mesh.replicate == 1) == (state.keeping.replicas == 1)
+        whole = whole or (alike and any(name in here for name in members))
     else:
-        each = state.job.spec.workers_per_node
-        whole = mesh.replicate < was.replicate and all(here.get(n) == each for n in members)
         # Two halves of different replicas never had process groups with each other.
         size = max(1, was.world_size // was.replicate // each)
         replicas = {before.members[at : at + size] for at in range(0, len(before.members), size)}
@@ -80,8 +83,10 @@ def decision(state: JobState, members: tuple[str, ...], world_size: int) -> str:
     return f"; {num} of {world_size} workers keep their process"
 
 
-def launched(state: JobState) -> None:
+def launched(state: JobState, membership: Membership) -> None:
     state.keeping.workers = {}
+    if not membership.kept_from:
+        state.keeping.replicas = membership.mesh.replicate
 
 
 def failed(ctx: StepContext, failure: Failure) -> str:

@@ -172,7 +172,7 @@ def _same_shards(state: JobState, restore: Restore, mesh: Mesh) -> bool:
 
 def _begin_generation(ctx: StepContext, membership: Membership, members: tuple[str, ...]) -> None:
     state = ctx.state
-    keeping.launched(state)
+    keeping.launched(state, membership)
     drain.end(ctx)  # of a state at risk: the new generation takes it over
     state.num_launches += 1
     state.group = Group(membership, members, active=True, launched_ns=ctx.now_ns)

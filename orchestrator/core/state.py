@@ -283,6 +283,8 @@ class Keeping(Struct):
 
     workers: dict[str, int] = {}
     """Node -> processes that it has kept of the newest generation."""
+    replicas: int = 1
+    """Those in the last generation whose workers all were new."""
     num_failures: int = 0
     """Generations with kept processes that failed before their first step."""
     why_never: str = ""

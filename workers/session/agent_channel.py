@@ -33,6 +33,9 @@ _BUFFER_WAIT_S = 1.0
 """A worker that waits longer for a buffer reports phase `save`, so that it does not count as a
 hang."""
 
+_LOOK_S = 0.05
+"""How often a worker that holds looks whether its generation is over."""
+
 _TRAINS_S = 30.0
 """A worker that begins no collectives has imported what it needs after so long."""
 
@@ -80,6 +83,8 @@ class AgentChannel:
         self._imported: Callable[[], tuple[str, ...]] | None = None
         self.halt: Callable[[], None] = lambda: None
         """Called in the pulse thread when the generation is over and this process may be kept."""
+        self.is_over: Callable[[], bool] = lambda: False
+        """It was called."""
         self.phase: WorkerPhase = "start"
 
     # -- reports ------------------------------------------------------------------------------
@@ -285,8 +290,8 @@ class AgentChannel:
         because the stop may have been cancelled, or the controller may be down."""
         phase, until = self.phase, time.monotonic() + self._hold_s
         self.enter("save")
-        while (left_s := until - time.monotonic()) > 0:
-            self._receive(timeout_s=left_s)
+        while (left_s := until - time.monotonic()) > 0 and not self.is_over():
+            self._receive(timeout_s=min(left_s, _LOOK_S))
         self.enter(phase)
 
     # -- restoring ----------------------------------------------------------------------------

@@ -750,6 +750,7 @@ def init(shard: int | None = None, tensor: int = 1, context: int = 1, pipeline: 
     session._attempts = Attempts(groups, why)
     if session._channel is not None:
         session._channel.halt = session._attempts.halt
+        session._channel.is_over = lambda: session._attempts.halting
     session._enter("build")
     return session
 

@@ -141,7 +141,8 @@ def join(
         if keeps:
             store, connected = SwitchStore(store), not membership.kept_from
             at_now = (at.rank, at.world_size, membership.generation)
-            groups = Groups(store, *at_now, connected=connected)
+            replicas = membership.mesh.replicate
+            groups = Groups(store, *at_now, connected=connected, replicas=replicas)
     if store is not None:
         options |= {"store": store, "rank": at.rank, "world_size": at.world_size}
     dist.init_process_group(backend, timeout=TIMEOUT, **options)

@@ -117,14 +117,23 @@ class Groups:
     """The process groups of this process. It makes all that are made from now on."""
 
     def __init__(
-        self, store: SwitchStore, rank: int, world_size: int, generation: int, *, connected: bool
+        self,
+        store: SwitchStore,
+        rank: int,
+        world_size: int,
+        generation: int,
+        *,
+        connected: bool,
+        replicas: int = 1,
     ) -> None:
-        """`connected`: each group connects when it is made; otherwise `connect` does it for all."""
+        """`connected`: each group connects when it is made; otherwise `connect` does it for all.
+        `replicas`: how often the world has all shards."""
         self._store = store
         self._rank, self._world_size, self._generation = rank, world_size, generation
+        self._each = world_size // replicas
         self.connected = connected
-        self._listed: dict[str, tuple[Any, list[int]]] = {}
-        """Name -> group and its ranks, in the order of creation."""
+        self._listed: dict[str, tuple[Any, list[int], tuple[int, int]]] = {}
+        """Name -> group, its ranks, and `_place` when it was made, in the order of creation."""
         self.foreign = False
         """A group cannot be formed again."""
         self._times: Counter[str] = Counter()
@@ -151,7 +160,7 @@ class Groups:
                 return group, store
             group, store = make(*given, **named | {"enable_reconfigure": True})
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                self._listed[str(name)] = (group, list(ranks) or list(range(size)))
+                self._listed[str(name)] = (group, list(ranks) or list(range(size)), self._place)
                 if self.connected:
                     self._form(str(name))
             return group, store
@@ -178,32 +187,36 @@ class Groups:
     ) -> None:
         """Connect all groups, in a generation in which processes were kept; `rank` is this one's in
         it. Collective. `is_over`: the generation has ended. Raises NotKept, or RuntimeError."""
-        before = (self._rank, self._world_size) if self.connected else (rank, world_size)
+        moved = (self._rank - rank) % (self._each if world_size != self._world_size else world_size)
+        if moved:
+            raise NotKept("ranks of kept processes have moved")
         here = c10d._world.pg_map
         self._listed = {name: one for name, one in self._listed.items() if one[0] in here}
         self._store.now, self._generation = store, generation
-        store.set(f"kept/{rank}", json.dumps([*before, list(self._listed)]))
+        store.set(f"kept/{rank}", json.dumps(list(self._listed)))
         keys = [f"kept/{other}" for other in range(world_size)]
         self._await(keys, limits.STARTUP_TIMEOUT_S, is_over)
-        ranks = [json.loads(said) for said in store.multi_get(keys)]
-        now = {was: new for new, (was, _, _) in enumerate(ranks)}
-        moved = world_size == before[1] and any(was != new for was, new in now.items())
-        if moved or len(now) != world_size or {world for _, world, _ in ranks} != {before[1]}:
-            raise NotKept("ranks of kept processes have moved")
+        listed = [json.loads(said) for said in store.multi_get(keys)]
         self._inodes.clear()
         self._times.clear()
         self._rank, self._world_size, self.connected = rank, world_size, True
-        for name, (group, members) in self._listed.items():
-            members[:] = [now[was] for was in members if was in now]
-            if any(name not in ranks[member][2] for member in members):
+        for name, (group, made, before) in self._listed.items():
+            members = ranks_now(made, self._each, before, self._place)
+            if any(name not in listed[member] for member in members):
                 raise NotKept("kept processes and new ones have made different process groups")
             c10d._world.pg_group_ranks[group] = {at: index for index, at in enumerate(members)}
             self._form(name, is_over)
 
+    @property
+    def _place(self) -> tuple[int, int]:
+        """This rank, and the number of replicas."""
+        return self._rank, self._world_size // self._each
+
     def _form(self, name: str, is_over: Callable[[], bool] | None = None) -> None:
         """Connect one group; with `is_over` of ranks that are all here. Its key names the members:
         a rank that lists others never meets these."""
-        group, members = self._listed[name]
+        group, made, before = self._listed[name]
+        members = ranks_now(made, self._each, before, self._place)
         store, number = self._store.now, self._times[name]
         prefix = f"form/{self._generation}/{name}/{number}/{members}"
         self._times[name] += 1
@@ -251,6 +264,22 @@ class Groups:
             names = module._build_debug_param_to_name_mapping(parameters)
             module._ddp_init_helper(parameters, sparse, names, module.static_graph)
             module._has_rebuilt_buckets = False
+
+
+def ranks_now(
+    made: list[int], each: int, before: tuple[int, int], now: tuple[int, int]
+) -> list[int]:
+    """The ranks of a group that was `made` with others, in replicas of `each` ranks; `before` and
+    `now`: this rank, and the number of replicas. A group within a replica is where this rank's
+    replica is now, and one over all replicas is over all that are there. Raises NotKept."""
+    if now == before:
+        return made
+    offsets = [rank % each for rank in made if rank // each == before[0] // each]
+    if before[1] == 1 or made != [at * each + o for at in range(before[1]) for o in offsets]:
+        if before[1] == 1 or len(offsets) != len(made):
+            raise NotKept("a process group is neither within a replica nor over all")
+        return [now[0] // each * each + offset for offset in offsets]
+    return [at * each + offset for at in range(now[1]) for offset in offsets]
 
 
 def _inode(descriptor: int) -> int:

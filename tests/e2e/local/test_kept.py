@@ -206,6 +206,33 @@ def test_a_job_that_shrinks_trains_on_as_one_whose_workers_start_again(
     assert sorted(kept.of[rank, 2] for rank in (0, 1)) == sorted(kept.of[r, 1] for r in (0, 1))
 
 
+@pytest.mark.parametrize("kind", ["hsdp", "ddp"])
+def test_a_resized_job_keeps_its_processes_and_its_training(
+    tmp_path: Path, started: list[Job], kind: str
+) -> None:
+    for name in ("calm", "resized"):
+        job = scripted(tmp_path / name, kind, 120, nodes={"min": 1, "max": 2})
+        started.append(job)
+        job.run()
+        for nodes in (1, 2) if name == "resized" else ():
+            before = job.until(lambda view: view.state == "running" and view.step >= 5)
+            assert job.request("resize", nodes=nodes).ok
+            more = before.step + 5
+            job.until(lambda v: v.generation > before.generation and v.step >= more)  # noqa: B023
+        view = job.wait()
+        assert view.state == "succeeded", job.output()
+    assert [one.world_size_after for one in view.incidents] == [2, 4]
+    assert all("2 of " in one.decision and "keep their" in one.decision for one in view.incidents)
+    calm, resized = (Steps(job.place) for job in started)
+    assert {resized.of[rank, 3] for rank in (0, 1)} == {resized.of[rank, 1] for rank in (0, 1)}
+    size = {gen: max(rank for rank, at in resized.of if at == gen) + 1 for gen in (1, 2, 3)}
+    assert size == {1: 4, 2: 2, 3: 4} and sorted(resized.losses) == list(range(120))
+    ends, end = (last_state(job, 119) for job in started)
+    assert end.keys() == ends.keys()
+    before, after = (float(one.losses[119]) for one in (calm, resized))
+    assert abs(after - before) < 1e-4 * abs(before)
+
+
 LOOPS = """\
 import time
 import torch
@@ -239,7 +266,7 @@ def test_a_loop_whose_attempts_cannot_go_on_as_they_are_is_forked_instead(
     tmp_path: Path, started: list[Job], shrinks: bool, why: str
 ) -> None:
     changes: dict[str, Any] = {"workersPerNode": 1, "parallelism": {"shard": 1}}
-    memory = {"everySteps": 1 if shrinks else 6}
+    memory = {"everySteps": 1 if shrinks else 12}
     changes["checkpoint"] = {"storage": {"everySteps": 50}, "memory": memory}
     if shrinks:
         changes["nodes"] = {"min": 1, "max": 2}

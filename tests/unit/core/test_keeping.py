@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.orchestrator.core import keeping
 from holdfast.orchestrator.core.actions import LaunchGroup, StopGroup
-from holdfast.orchestrator.core.events import ResizeRequested
+from holdfast.orchestrator.core.events import ResizeRequested, SuspendRequested
 from holdfast.orchestrator.protocol.facts import Exit
 
 from .harness import Transcript, spec
@@ -47,14 +47,40 @@ def test_nothing_is_kept_where_that_is_unwanted_or_unproved(document: dict[str, 
     assert not any(stop.keep for stop in job.of(StopGroup))
 
 
-def test_a_generation_that_has_not_trained_keeps_nothing_and_nor_does_a_planned_stop() -> None:
+def test_a_generation_that_has_not_trained_keeps_nothing_and_nor_does_a_suspended_job() -> None:
     job = Transcript(KEEPS).started(step=None)
     job.exits(0, signal=9)
     assert job.of(StopGroup) and not any(stop.keep for stop in job.of(StopGroup))
     job = Transcript(KEEPS).started(step=3)
-    job.apply(ResizeRequested(nodes=1))
-    job.wait(60)
+    job.apply(SuspendRequested())
+    job.wait(10)
     assert job.all(StopGroup) and not any(stop.keep for stop in job.all(StopGroup))
+
+
+@pytest.mark.parametrize("kept", [(0, 1), ()])
+def test_a_job_that_grows_keeps_processes_that_were_made_with_several_replicas(
+    kept: tuple[int, ...],
+) -> None:
+    """Those of a forked smaller world have no process groups over replicas."""
+    job = Transcript(spec(recovery=AUTO)).started(step=3)
+    job.apply(ResizeRequested(nodes=1))
+    job.wait(5)
+    assert all(stop.keep for stop in job.all(StopGroup)[-2:])
+    job.stopped("a", 3, kept=kept)
+    job.stopped("b", 3, kept=tuple(rank + 2 for rank in kept))
+    membership = job.all(LaunchGroup)[-1].membership
+    assert membership.world_size == 2 and membership.kept_from == (1 if kept else 0)
+    job.succeed(LaunchGroup)
+    job.step(5)
+    job.apply(ResizeRequested(nodes=2))
+    job.join("c")
+    job.wait(5)
+    stop = job.all(StopGroup)[-1]
+    assert stop.keep and stop.node == "a"
+    job.stopped("a", 6, kept=(0, 1))
+    launches = job.all(LaunchGroup)[-2:]
+    assert [one.node for one in launches] == ["a", "c"]
+    assert {one.membership.kept_from for one in launches} == {2 if kept else 0}
 
 
 def test_a_smaller_world_keeps_processes_if_it_has_no_new_ones() -> None:

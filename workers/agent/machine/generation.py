@@ -329,7 +329,8 @@ class Generation:
 
     def continue_stop(self, now_ns: int, stop: Stopping) -> list[Command]:
         """The next stage: HALT, SIGTERM or a notice, then SIGKILL."""
-        if stop.keep and any(worker.keeps is True for worker in self.alive):
+        keep = [worker.keeps is True for worker in self.alive]
+        if stop.keep and (any(keep) if stop.grace_s <= 0 else keep and all(keep)):
             return self._halt(now_ns, stop)
         if stop.grace_s <= 0 and stop.save_grace_s > 0 and stop.stage in ("begin", "halt", "save"):
             return self._wait_for_saves(now_ns, stop)

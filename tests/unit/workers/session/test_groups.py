@@ -104,3 +104,34 @@ def test_a_rank_with_more_groups_than_its_peers_does_not_connect() -> None:
             made.connect(stores[1](), rank, 2, 2, lambda: False)
 
     in_two_processes(work)
+
+
+WORLD, WITHIN, OVER = [0, 1, 2, 3], [2, 3], [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("made", "rank", "now", "expected"),
+    [
+        (WORLD, 3, (3, 2), WORLD),  # as before
+        (WORLD, 3, (1, 1), [0, 1]), (WITHIN, 3, (1, 1), [0, 1]), (OVER, 3, (1, 1), [1]),  # shrunk
+        (WORLD, 3, (1, 2), WORLD), (WITHIN, 3, (1, 2), [0, 1]), (OVER, 3, (1, 2), OVER),  # and back
+        (WORLD, 3, (3, 3), [0, 1, 2, 3, 4, 5]), (OVER, 3, (3, 3), [1, 3, 5]),  # grown
+        ([1, 2], 1, (1, 2), [1, 2]), ([1, 2], 1, (1, 3), None), ([3, 1], 3, (3, 3), None),
+        ([3, 2], 3, (3, 3), [3, 2]),
+    ],
+)  # fmt: skip
+def test_a_group_follows_its_replica_or_covers_all_replicas(
+    made: list[int], rank: int, now: tuple[int, int], expected: list[int] | None
+) -> None:
+    """Two replicas of two ranks were made."""
+    if expected is None:
+        with pytest.raises(NotKept, match="neither within a replica nor over all"):
+            groups.ranks_now(made, 2, (rank, 2), now)
+        return
+    assert groups.ranks_now(made, 2, (rank, 2), now) == expected
+
+
+def test_a_group_of_a_single_replica_follows_no_growth() -> None:
+    assert groups.ranks_now([0, 1], 2, (1, 1), (1, 1)) == [0, 1]
+    with pytest.raises(NotKept):
+        groups.ranks_now([0, 1], 2, (1, 1), (1, 2))
