@@ -73,8 +73,8 @@ class Session:
         """Steps since processes were kept whose parameters were compared between replicas."""
         self._shards_given: list[Shards] = []
         self._modes: list[bool] = []
-        self._volatile: dict[str, int] = {}
         """Whether each module of the model trains."""
+        self._volatile: dict[str, int] = {}
         self._checkpoint_path = attached.assign.checkpoint_path if attached else ""
         self.directory = working_directory(attached) if attached else "."
         """Working directory of the job, to which paths in the recipe's settings are relative."""
