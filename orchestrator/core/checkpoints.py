@@ -246,7 +246,7 @@ def listed(ctx: StepContext, event: CheckpointsListed) -> None:
     compare(ctx, event.files)
     for key, files in sorted(_by_key(event.files).items()):
         record(ctx, tuple(files))
-        state.generation = max(state.generation, key[1])  # its directory is never written again
+        ctx.fence(key[1])  # its directory is never written again
 
 
 def refused(ctx: StepContext, event: CheckpointRefused) -> bool:

@@ -6,7 +6,7 @@ from . import drain
 from .actions import FinishJob, Outcome, Reason, ReasonCode
 from .checkpoints import newest_committed, retained
 from .context import StepContext
-from .state import PLACEMENT, PLANNED, Drain, DrainKind, Hold, PendingStop
+from .state import PLACEMENT, PLANNED, Drain, DrainKind, JobState, PendingStop
 
 
 def workers_done(ctx: StepContext, stop: PendingStop) -> None:
@@ -26,16 +26,16 @@ def workers_done(ctx: StepContext, stop: PendingStop) -> None:
 def _train_again(ctx: StepContext, text: str) -> None:
     """Finished steps would be lost with the end of the job."""
     drain.end(ctx)
-    ctx.state.needs_placement = True
+    ctx.place()
     ctx.note(text)
     ctx.move("recovering", "infrastructure", text)
 
 
-def end_early(ctx: StepContext, outcome: Outcome, reason: Reason) -> None:
+def end_early(ctx: StepContext, outcome: Outcome, reason: Reason, traceback: str = "") -> None:
     """End the job before its last step. Its newest state in memory goes to storage first."""
     state = ctx.state
-    state.termination_reason, state.outcome = reason, outcome
-    state.needs_placement = False
+    state.termination_reason, state.outcome, state.traceback = reason, outcome, traceback
+    ctx.place(False)
     ctx.disarm(*PLACEMENT, *PLANNED, "rejoin", "deadline", "cadence")
     ctx.move("finishing", reason.code, reason.text)
     start_drain(ctx, DrainKind.END)
@@ -50,7 +50,7 @@ def end_now(ctx: StepContext, why: str) -> None:
 
 def suspend(ctx: StepContext) -> None:
     """No workers run: write the newest state, then release all nodes."""
-    ctx.state.needs_placement = False
+    ctx.place(False)
     ctx.disarm(*PLACEMENT, *PLANNED)
     ctx.move("suspending", _suspend_code(ctx), ctx.state.intent_reason)
     start_drain(ctx, DrainKind.SUSPEND)
@@ -58,9 +58,7 @@ def suspend(ctx: StepContext) -> None:
 
 def hold(ctx: StepContext, text: str) -> None:
     """Suspend the job until a user decides how it goes on."""
-    state = ctx.state
-    state.hold = Hold(ctx.now_ns, text)
-    state.intent, state.intent_reason = "suspend", text
+    ctx.hold(text)
     ctx.note(text)
     suspend(ctx)
 
@@ -93,7 +91,7 @@ def check_drain(ctx: StepContext) -> None:
         return
     if writing.kind == DrainKind.SUSPEND and state.intent == "run":
         drain.end(ctx)
-        state.needs_placement = True
+        ctx.place()
         ctx.move("recovering", "resume", "resumed before it was suspended")
         return
     match drain.progress(state, writing):
@@ -148,7 +146,8 @@ def _drained(ctx: StepContext, kind: DrainKind, text: str) -> None:
         finish(ctx, "succeeded", Reason("finish", text))
         return
     # provisioning.release_surplus releases its nodes.
-    state.group.members, state.needs_placement = (), False
+    state.group.members = ()
+    ctx.place(False)
     state.deadline_left_s = ctx.left_s("deadline")
     ctx.disarm("deadline", "rejoin")
     if state.hold is not None:
@@ -159,11 +158,26 @@ def _drained(ctx: StepContext, kind: DrainKind, text: str) -> None:
 def finish(ctx: StepContext, outcome: Outcome, reason: Reason) -> None:
     """The last action of the job."""
     state = ctx.state
-    state.needs_placement, state.drain, state.outcome = False, None, outcome
+    drain.end(ctx)
+    ctx.place(False)
+    state.outcome = outcome
     state.timers.clear()
     state.inflight.clear()
     ctx.move(outcome, reason.code, reason.text)
     _emit_finish(ctx, reason)
+
+
+def finished(ctx: StepContext, detail: str) -> None:
+    """The result of FinishJob."""
+    ctx.state.finish_action = None
+    ctx.state.inflight.clear()
+    if detail:
+        ctx.note(detail)
+
+
+def take_deadline_left_s(state: JobState) -> float | None:
+    left_s, state.deadline_left_s = state.deadline_left_s, None
+    return left_s
 
 
 def retry_finish(ctx: StepContext, why: str) -> None:

@@ -1,6 +1,6 @@
 """One step of the controller: the state, the time, and the actions decided so far.
 
-It holds the few operations that change state anywhere in the core (emit, move, timers, notes). One
+It holds the few operations that change state anywhere in the core (emit, move, intent, timers). One
 StepContext lives for one call of `Controller.step`.
 """
 
@@ -11,7 +11,7 @@ from typing import TypeVar
 from .. import limits
 from ..api.v1alpha1 import Recovery, TrainingJob
 from .actions import Action, AnyAction, LaunchGroup, Reason, ReasonCode
-from .state import JobState, TimerName
+from .state import Hold, Intent, JobState, TimerName
 from .transitions import JobPhase, check_transition
 
 SECOND_NS = 1_000_000_000
@@ -79,6 +79,29 @@ class StepContext:
             check_transition(self.state.phase, phase)
         self.state.phase = phase
         self.state.reason = Reason(code, text)
+
+    def want(self, intent: Intent, reason: str = "") -> None:
+        """Follow another intent. Only a user's resume ends a hold."""
+        self.state.intent = intent
+        self.state.intent_reason = reason or self.state.intent_reason
+        if intent == "run":
+            self.state.hold = None
+
+    def hold(self, text: str, reason: str = "", *, ignored: bool = False) -> None:
+        """Suspend the job until a user decides how it goes on."""
+        self.state.hold = Hold(self.now_ns, text, ignored)
+        self.want("suspend", reason or text)
+
+    def place(self, wanted: bool = True) -> None:
+        """Whether a new generation is wanted; no workers run."""
+        self.state.needs_placement = wanted
+
+    def fence(self, generation: int) -> None:
+        """This one, and those before it, are never launched again."""
+        self.state.generation = max(self.state.generation, generation)
+
+    def replace_job(self, job: TrainingJob) -> None:
+        self.state.job = job
 
     def note(self, text: str) -> None:
         self.state.notes.append((self.now_ns, text))

@@ -112,10 +112,7 @@ def _after_the_end(ctx: StepContext, event: e.AnyEvent) -> None:
             if state.finish_action is not None:
                 completion.retry_finish(ctx, "its result was lost")
         case e.ActionSucceeded() if event.action_id == state.finish_action:
-            state.finish_action = None
-            state.inflight.clear()
-            if event.detail:
-                ctx.note(event.detail)
+            completion.finished(ctx, event.detail)
         case e.ActionFailed() if event.action_id == state.finish_action:
             ctx.note(f"finishing the job failed: {event.detail}; trying again")
             ctx.arm("finish", FINISH_RETRY_S)
@@ -136,10 +133,9 @@ def _conclude(ctx: StepContext) -> None:
         completion.workers_done(ctx, stop)
     elif state.intent == "run" and must_fail is not None:
         # Only now: a job that is suspended or cancelled does not end by this error.
-        state.traceback = state.incidents[-1].traceback
-        completion.end_early(ctx, "failed", must_fail)
+        completion.end_early(ctx, "failed", must_fail, state.incidents[-1].traceback)
     else:
-        state.needs_placement = True
+        ctx.place()
         if state.intent == "run" and state.phase == "suspending":
             ctx.move("recovering", "resume", "resumed before it was suspended")
 
@@ -308,7 +304,7 @@ def _started(ctx: StepContext, event: e.ControllerStarted) -> None:
     quiesce.end(ctx)
     if state.num_launches == 0 and event.committed:
         # Directories of an earlier job at the same path: never write into one of them.
-        state.generation = max(state.generation, *(f.generation for f in event.committed))
+        ctx.fence(max(file.generation for file in event.committed))
     if not first:
         for lost in nodes.controller_started(ctx, event.nodes):
             _lost(ctx, lost)

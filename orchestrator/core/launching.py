@@ -112,7 +112,7 @@ def _launch(ctx: StepContext, size: int) -> None:
     group = group if size % group == 0 else size
     before, members = state.group.members, assign(state.group.members, free, size, group)
     kept_from = keeping.kept_from(state, mesh, members, restore)
-    state.generation += 1
+    ctx.fence(state.generation + 1)
     first = state.nodes[members[0]]
     membership = Membership(
         generation=state.generation,
@@ -181,7 +181,8 @@ def _begin_generation(ctx: StepContext, membership: Membership, members: tuple[s
     for old in [g for g in state.meshes if g <= state.generation - MESHES_KEPT]:
         if old not in held:  # what memory holds may still have to be written
             del state.meshes[old]
-    state.needs_placement = state.new_code = False
+    ctx.place(False)
+    state.new_code = False
     state.sizes.began = False
     state.step = membership.restore.step if membership.restore else -1
     host_memory.begin_generation(state, members, membership.mesh)
@@ -189,10 +190,23 @@ def _begin_generation(ctx: StepContext, membership: Membership, members: tuple[s
     state.resize_pending = state.resize_pending and len(members) != full_size(state)
     ctx.disarm(*PLACEMENT, *PLANNED)
     ctx.arm("launch", _launch_timeout_s(state))
-    left_s, state.deadline_left_s = state.deadline_left_s, None
+    left_s = completion.take_deadline_left_s(state)
     deadline_s = state.job.spec.active_deadline_s if left_s is None else left_s
     if deadline_s is not None:
         ctx.arm_once("deadline", deadline_s)
+
+
+def request_size(state: JobState, num_nodes: int) -> None:
+    state.resize_pending = num_nodes != state.target_nodes
+
+
+def request_code(state: JobState) -> None:
+    state.new_code = True
+
+
+def reached(state: JobState, step: int) -> None:
+    """All ranks have finished this step."""
+    state.step = max(state.step, step)
 
 
 def _nodes(count: int) -> str:
@@ -331,7 +345,8 @@ def step_completed(ctx: StepContext, event: StepCompleted) -> None:
         incident.step_before = max(incident.step_before, event.step)
     if event.generation != state.generation or not state.group.active:
         return
-    state.step, state.counted_by = max(state.step, event.step), event.counted_by
+    reached(state, event.step)
+    state.counted_by = event.counted_by
     _note_resumption(state, event)
     if state.group.first_step_ns:
         staging_interval.consider(ctx, event)
@@ -341,7 +356,6 @@ def step_completed(ctx: StepContext, event: StepCompleted) -> None:
     assert state.group.membership is not None
     state.sizes.visible = True
     state.sizes.has_worked(state.group.membership.world_size)
-    state.num_store_failures = 0
     # A generation that is being stopped already was interrupted by a later incident.
     if (incident := state.led_to(event.generation)) is not None:
         first_ns = ctx.now_ns - seconds(event.first_ago_s)

@@ -90,7 +90,7 @@ def joined(ctx: StepContext, name: str, fact: NodeJoined) -> Cause | None:
         generation=fact.generation,
     )
     newest = max([fact.generation, *(one.generation for one in fact.staged)])
-    cause = _journal_is_behind(state, newest) if newest > state.generation else None
+    cause = _journal_is_behind(ctx, newest) if newest > state.generation else None
     if not state.is_member(name):
         if fact.generation:
             _stop_stale(ctx, node)
@@ -106,10 +106,12 @@ def standbys_reported(ctx: StepContext, node: str, fact: StandbysReported) -> No
         ctx.state.nodes.change(node, standbys_ready=fact.ready)
 
 
-def _journal_is_behind(state: JobState, newest: int) -> Cause | None:
+def _journal_is_behind(ctx: StepContext, newest: int) -> Cause | None:
     """The last controller could not write its journal to the end, on a full disk for example. What
     runs is stopped under its own number, and the next generation gets a higher one."""
-    written, state.generation = state.generation, newest
+    state = ctx.state
+    written = state.generation
+    ctx.fence(newest)
     if not state.group.active:
         return None
     assert state.group.membership is not None

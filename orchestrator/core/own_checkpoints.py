@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from ..protocol.facts import OwnCheckpoint
 from ..protocol.messages import OwnCheckpointRead, OwnCheckpointSeen
 from .context import StepContext
-from .state import Hold, JobState
+from .state import JobState
 
 MAX_KNOWN = 64
 """The last ones; a launch carries them to each node."""
@@ -81,8 +81,7 @@ def _ignored(ctx: StepContext, fact: OwnCheckpointSeen) -> None:
             f"have it read HOLDFAST_RESUME_FROM_CHECKPOINT and `holdfast resume {name}`, or give a "
             f"new job resumeArgs; `holdfast resume {name} --start-over` trains from step 0"
         )
-        state.hold = Hold(ctx.now_ns, f"{text}; {ways}", ignored=True)
-        state.intent, state.intent_reason = "suspend", text
+        ctx.hold(f"{text}; {ways}", text, ignored=True)
     elif state.phase == "running":
         ctx.move("running", state.reason.code, text)
 

@@ -296,6 +296,8 @@ def conclude(ctx: StepContext) -> Reason | None:
     state, stop = ctx.state, ctx.state.stop
     assert stop is not None and not stop.waiting
     state.stop, state.group.active = None, False
+    if state.group.first_step_ns:
+        state.ledger.num_store_failures = 0
     ctx.disarm("stop")
     incident = state.incident
     if incident is None or stop.purpose == "finish":
@@ -315,7 +317,7 @@ def conclude(ctx: StepContext) -> Reason | None:
     incident.step_before = max([incident.step_before, *staged[:1]])
     # A program posts its progress now and then.
     incident.at_least |= state.counted_by == "posted"
-    state.step = max(state.step, incident.step_before)
+    launching.reached(state, incident.step_before)
     _add_inspected(state, stop)
     incident.stacks = _kept_stacks(stop.stacks, stop.hang[0] if stop.hang is not None else ())
     if stop.purpose == "preemption":
@@ -432,7 +434,7 @@ def _follows_model(ctx: StepContext, failure: Failure, incident: IncidentRecord)
     job = sharded_over_world(ctx.state.job)
     if exit is None or exit.error_type != SHARDED_OVER_WORLD or job is None:
         return False
-    ctx.state.job = job
+    ctx.replace_job(job)
     incident.purpose, incident.rule = "resize", "model-sharding"
     incident.title = "the model is sharded over all ranks; the mesh follows it (shard: world)"
     ctx.move(ctx.state.phase, "resize", incident.title)
@@ -470,8 +472,8 @@ def _waits_for_store(ctx: StepContext, failure: Failure) -> bool:
     if failure.rule != "checkpoint-unreadable" or restore is None or not restore.directory:
         return False
     assert failure.exit is not None
-    pause_s = min(STORE_RETRY_S * 2**state.num_store_failures, MAX_STORE_RETRY_S)
-    state.num_store_failures = min(state.num_store_failures + 1, 10)
+    pause_s = min(STORE_RETRY_S * 2**state.ledger.num_store_failures, MAX_STORE_RETRY_S)
+    state.ledger.num_store_failures = min(state.ledger.num_store_failures + 1, 10)
     ctx.arm("storage", pause_s)
     problem = failure.exit.error_message
     text = f"the store cannot be read ({problem}); it is tried again in {pause_s:g} s"
@@ -533,7 +535,7 @@ def _not_this_size(ctx: StepContext, failure: Failure, incident: IncidentRecord)
         text = f"{failed}; {world} is not tried again in this job"
         if not provisioning.full_size(state):  # a user had requested a size that does not work
             back = max(state.sizes.worked) // state.job.spec.workers_per_node
-            state.job = resized(state.job, back)
+            ctx.replace_job(resized(state.job, back))
             text += f"; the job is to have {back} nodes again"
     incident.evidence += f"; {text}"
     ctx.note(text)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from .. import limits
 from ..api.v1alpha1 import Recovery
-from . import completion, nodes, own_checkpoints, provisioning, quiesce, recovery
+from . import completion, launching, nodes, own_checkpoints, provisioning, quiesce, recovery
 from .actions import Reason
 from .context import SECOND_NS, StepContext
 from .events import (
@@ -38,8 +38,8 @@ def resize(ctx: StepContext, event: ResizeRequested) -> None:
     if problem:
         ctx.note(problem)
         return
-    state.resize_pending = event.nodes != state.target_nodes
-    state.job = resized(state.job, event.nodes)
+    launching.request_size(state, event.nodes)
+    ctx.replace_job(resized(state.job, event.nodes))
 
 
 def resize_problem(state: JobState, num_nodes: int) -> str:
@@ -64,7 +64,7 @@ def adjust(ctx: StepContext, event: AdjustRequested) -> None:
     given = spec.elasticity if event.elasticity is None else event.elasticity
     updates = {"nodes": changed, "recovery": recovery, "elasticity": given}
     spec = spec.model_copy(update=updates)
-    state.job = state.job.model_copy(update={"spec": spec})
+    ctx.replace_job(state.job.model_copy(update={"spec": spec}))
 
 
 def again(ctx: StepContext, event: AgainRequested) -> None:
@@ -72,8 +72,8 @@ def again(ctx: StepContext, event: AgainRequested) -> None:
     state = ctx.state
     if event.code is not None:
         spec = state.job.spec.model_copy(update={"code": event.code or None})
-        state.job = state.job.model_copy(update={"spec": spec})
-    state.new_code = True
+        ctx.replace_job(state.job.model_copy(update={"spec": spec}))
+    launching.request_code(state)
     recovery.forget_places(state)
     state.sizes.failed.clear()
     state.sizes.refused.clear()
@@ -85,20 +85,19 @@ def suspend(ctx: StepContext, event: SuspendRequested) -> None:
     if state.phase == "finishing":
         ctx.note("suspend: the job is finishing already")
     elif state.intent == "run":
-        state.intent, state.intent_reason = "suspend", _requested("suspend", event.by)
+        ctx.want("suspend", _requested("suspend", event.by))
 
 
 def resume(ctx: StepContext, event: ResumeRequested) -> None:
     state = ctx.state
     if state.intent != "suspend":
         return
-    state.intent = "run"
     if state.hold is not None:  # placement decides again
         if state.hold.ignored:
             own_checkpoints.resumed(ctx, start_over=event.start_over)
         else:
             state.catalog.start_over = event.start_over
-        state.hold = None
+    ctx.want("run")
 
 
 def cancel(ctx: StepContext, event: CancelRequested) -> None:
@@ -109,7 +108,7 @@ def cancel(ctx: StepContext, event: CancelRequested) -> None:
     if state.termination_reason is not None:
         completion.end_now(ctx, _requested("cancel", event.by))
     else:
-        state.intent, state.intent_reason = "cancel", _requested("cancel", event.by)
+        ctx.want("cancel", _requested("cancel", event.by))
 
 
 def deadline_passed(ctx: StepContext) -> None:
@@ -118,8 +117,7 @@ def deadline_passed(ctx: StepContext) -> None:
         return
     ctx.disarm("deadline")
     limit = ctx.state.job.spec.active_deadline_s
-    ctx.state.intent = "deadline"
-    ctx.state.intent_reason = f"the job has run for its activeDeadlineSeconds of {limit:g} s"
+    ctx.want("deadline", f"the job has run for its activeDeadlineSeconds of {limit:g} s")
 
 
 def _requested(what: str, by: str) -> str:
@@ -133,7 +131,7 @@ def follow_intent(ctx: StepContext) -> None:
     if state.intent == "run":
         if state.phase == "suspended":
             ctx.move("pending", "resume", "resumed; waiting for nodes")
-            state.needs_placement = True
+            ctx.place()
         elif state.runs and _all_done(state):
             text = f"all {len(state.group.exits)} workers ended with exit code 0"
             recovery.interrupt(ctx, Cause("finish", Reason("finish", text)))

@@ -357,6 +357,8 @@ class Ledger(Struct):
     cordoned: dict[str, str] = {}
     injected_faults: dict[str, int] = {}
     """Node -> when `holdfast debug` injected a fault there."""
+    num_store_failures: int = 0
+    """Generations in a row that could not read the store."""
 
 
 class Group(Struct):
@@ -445,8 +447,6 @@ class JobState(Struct):
     drain: Drain | None = None
     hold: Hold | None = None
     """Its intent is then "suspend"."""
-    num_store_failures: int = 0
-    """Generations in a row that could not read the store."""
     staging: Staging = field(default_factory=Staging)
     given_up: GivenUp = field(default_factory=GivenUp)
 

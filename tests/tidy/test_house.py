@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from setuptools.dist import Distribution  # type: ignore[import-untyped]
 
-from holdfast.orchestrator.api.v1alpha1.schema import json_schema, reference_pages
+from holdfast.orchestrator.api.v1alpha1.schema import json_schema
+from tools.spec_page import reference_pages
 
 from .language import findings
 
@@ -39,8 +40,8 @@ BUDGETS = {
     "orchestrator/hosts": 3610,
     "orchestrator/journal": 852,
     "orchestrator/kube": 1626,
-    "orchestrator/planner": 1511,
-    "orchestrator/preflight": 3484,
+    "orchestrator/planner": 1513,
+    "orchestrator/preflight": 3485,
     "orchestrator/protocol": 3285,
     "orchestrator/runtime": 5720,
     "orchestrator/ui": 911,
@@ -56,6 +57,13 @@ OWNERS = {
     "supply": "provisioning", "staging": "staging_interval", "given_up": "host_memory",
     "own": "own_checkpoints", "ledger": "recovery", "keeping": "keeping",
 }  # fmt: skip
+
+# Fields of JobState itself that several modules need changed, and the module that alone does it.
+WRITERS = {
+    "context": "generation hold intent intent_reason job needs_placement phase",
+    "completion": "deadline_left_s finish_action outcome termination_reason traceback",
+    "launching": "new_code resize_pending step",
+}
 
 # A docstring that begins with one of these continues the name of what it describes. It begins with
 # a noun phrase or a verb instead.
@@ -108,6 +116,14 @@ def test_each_part_of_a_jobs_state_is_written_by_its_owner_alone() -> None:
         writes = re.compile(rf"\.{part}( = |\.\w*({changes}))|del .*\.{part}\.")
         core = tracked("orchestrator/core/*.py")
         assert {path.stem for path in core if writes.search(path.read_text())} == {owner}
+
+
+def test_each_field_of_a_jobs_state_has_one_writer() -> None:
+    core = tracked("orchestrator/core/*.py")
+    for owner, fields in WRITERS.items():
+        for field in fields.split():
+            write = re.compile(rf"\bstate\.{field}\b[^=()\]\n]* [|+-]?= ")
+            assert {path.stem for path in core if write.search(path.read_text())} == {owner}, field
 
 
 def test_every_part_has_a_budget_of_lines() -> None:
@@ -222,7 +238,7 @@ def test_an_installed_package_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_reference_pages_are_generated_from_the_models() -> None:
     for end, text in reference_pages().items():
         page = ROOT / f"docs/user/job-spec{end}.md"
-        assert page.read_text() == text, "run: holdfast spec schema --markdown -o this page"
+        assert page.read_text() == text, "run: python -m tools.spec_page"
 
 
 def test_pages_are_short() -> None:

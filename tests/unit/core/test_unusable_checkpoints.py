@@ -105,7 +105,9 @@ def test_a_store_that_cannot_be_read_is_tried_again_with_pauses_and_charges_noth
     restore = _restore(job)
     assert restore is not None and restore.step == 19, "no checkpoint is given up"
     job.step(20)
-    assert job.state.num_store_failures == 0
+    job.exits(0, code=1, step=20)
+    job.all_stopped(None)
+    assert job.state.ledger.num_store_failures == 0
 
 
 def test_a_job_that_waits_for_its_store_can_be_suspended() -> None:
