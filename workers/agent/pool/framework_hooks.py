@@ -27,7 +27,7 @@ SAVES = "holdfast.saves"
 
 
 def install() -> None:
-    """Before the script runs; not with `checkpoint.guard: never`."""
+    """Before the script runs; not with `checkpoint.guard: {never: {}}`."""
     _when_imported("torch.serialization", _audit_torch_save)
     _when_imported("safetensors", _audit_safetensors)
     for name in PATCHES:
@@ -35,11 +35,19 @@ def install() -> None:
 
 
 def _when_imported(name: str, adapt: Callable[[ModuleType], None]) -> None:
-    module = sys.modules.get(name)
-    if module is not None:
-        adapt(module)
+    """What cannot be adapted works as before, so it is no reason to fail."""
+
+    def try_to_adapt(module: ModuleType) -> None:
+        try:
+            adapt(module)
+        except Exception as error:
+            kind = type(error).__name__
+            print(f"holdfast: {name} is not patched ({kind}: {error})", file=sys.stderr)
+
+    if (module := sys.modules.get(name)) is not None:
+        try_to_adapt(module)
     else:
-        sys.meta_path.insert(0, _Watch(name, adapt))
+        sys.meta_path.insert(0, _Watch(name, try_to_adapt))
 
 
 class _Watch:
@@ -102,10 +110,5 @@ def _audit_safetensors(module: ModuleType) -> None:
 
 
 def _patch(module: ModuleType) -> None:
-    """What cannot be patched works as before, so it is no reason to fail."""
-    name = module.__name__
-    try:
-        patches = importlib.import_module("holdfast.workers.integrations.patches")
-        patches.apply(module, PATCHES[name])
-    except Exception as error:
-        print(f"holdfast: {name} is not patched ({type(error).__name__}: {error})", file=sys.stderr)
+    patches = importlib.import_module("holdfast.workers.integrations.patches")
+    patches.apply(module, PATCHES[module.__name__])

@@ -110,3 +110,15 @@ def test_a_trainer_is_patched_where_it_is_started_again_and_counts_its_steps_alw
     assert getattr(train, "goes_on", False) == again
     assert importlib.import_module(callback).CallbackHandler.on_step_end.counts_steps
     assert capsys.readouterr().err == ""
+
+
+def test_a_library_without_what_is_audited_is_imported_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "safetensors.py").write_text("__version__ = '9.0'\n")
+    monkeypatch.delitem(sys.modules, "safetensors", raising=False)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    framework_hooks.install()
+    assert importlib.import_module("safetensors").__version__ == "9.0"
+    assert "safetensors is not patched (AttributeError: " in capsys.readouterr().err
