@@ -26,6 +26,10 @@ class Case:
         world = self.mesh.world_size
         workers = min(world, 8)
         axes = {axis: getattr(self.mesh, axis) for axis in ("shard", "tensor", "context")}
+        parallelism = {**axes, **self.parallelism}
+        if self.mesh.pipeline > 1:
+            ranks = {"ranks": self.mesh.pipeline}
+            parallelism["pipeline"] = {**ranks, **parallelism.get("pipeline", {})}
         return job_from_mapping(
             {
                 "apiVersion": "holdfast.dev/v1alpha1",
@@ -36,7 +40,7 @@ class Case:
                     "nodes": {"min": world // workers, "max": world // workers},
                     "workersPerNode": workers,
                     "resources": {"gpu": int(self.on_gpu)},
-                    "parallelism": {**axes, "pipeline": self.mesh.pipeline, **self.parallelism},
+                    "parallelism": parallelism,
                 },
             }
         )
@@ -85,10 +89,17 @@ def _ac(mode: str, **more: Any) -> dict[str, Any]:
 
 
 def _pipe(schedule: str) -> dict[str, Any]:
-    return {"pipelineSchedule": schedule}
+    return {"pipeline": {"schedule": schedule}}
 
 
+AHEAD = {"fsdp": {"prefetchBlocks": 2}}
 WHOLE = {"accumulateGradients": "whole"}
+
+
+def _kept(reshard: bool | int) -> dict[str, Any]:
+    return {"fsdp": {"reshardAfterForward": reshard}}
+
+
 CASES: tuple[Case, ...] = (
     case("single", "one rank, float32, CPU", Mesh(), SMALL, dtype=FP32, on_gpu=False),
     case("single", "one rank, bf16", Mesh()),
@@ -121,16 +132,16 @@ CASES: tuple[Case, ...] = (
         "FSDP", "FSDP 8, bf16 reduce", Mesh(shard=8),
         dtype={"precision": {"parameters": "bfloat16", "reduce": "bfloat16"}},
     ),
-    case("FSDP", "FSDP 8, prefetch 2", Mesh(shard=8), WIDE, length=256, prefetchBlocks=2),
-    case("ZeRO", "ZeRO-2 8", Mesh(shard=8), WIDE, length=512, reshardAfterForward=False),
-    case("ZeRO", "ZeRO-2 8, 4 passes", Mesh(shard=8), passes=4, reshardAfterForward=False),
+    case("FSDP", "FSDP 8, prefetch 2", Mesh(shard=8), WIDE, length=256, **AHEAD),
+    case("ZeRO", "ZeRO-2 8", Mesh(shard=8), WIDE, length=512, **_kept(False)),
+    case("ZeRO", "ZeRO-2 8, 4 passes", Mesh(shard=8), passes=4, **_kept(False)),
     case(
         "ZeRO", "ZeRO-1 8, 4 passes", Mesh(shard=8), WIDE, length=512, passes=4,
-        reshardAfterForward=False, **WHOLE,
+        fsdp={"reshardAfterForward": False, **WHOLE},
     ),
-    case("ZeRO", "whole gradients, 2 passes", Mesh(shard=8), passes=2, **WHOLE),
-    case("ZeRO", "reshard 2 of 8", Mesh(shard=8), WIDE, length=512, reshardAfterForward=2),
-    case("ZeRO", "reshard 4 of 16", Mesh(shard=16), reshardAfterForward=4),
+    case("ZeRO", "whole gradients, 2 passes", Mesh(shard=8), passes=2, fsdp=WHOLE),
+    case("ZeRO", "reshard 2 of 8", Mesh(shard=8), WIDE, length=512, **_kept(2)),
+    case("ZeRO", "reshard 4 of 16", Mesh(shard=16), **_kept(4)),
     case("HSDP", "HSDP 2 x 4", Mesh(replicate=2, shard=4)),
     case("HSDP", "HSDP 8 x 8, grouped", Mesh(replicate=8, shard=8), GROUPED),
     case("HSDP", "HSDP 2 x 4, 2 passes", Mesh(replicate=2, shard=4), passes=2),

@@ -50,11 +50,11 @@ def _draw(draw: random.Random, family: str, name: str) -> Case:
         every = draw.choice((1, 1, 2))
         options["activationCheckpointing"] = {mode: {"everyNthBlock": every}}
     if draw.random() < 0.3 and mesh.pipeline == 1:
-        options["reshardAfterForward"] = draw.choice((False, False, 2))
+        options["fsdp"] = {"reshardAfterForward": draw.choice((False, False, 2))}
     if draw.random() < 0.2 and mesh.shard > 1:
         options["offload"] = "cpu"
     if mesh.pipeline > 1:
-        options["pipelineSchedule"] = draw.choice(("gpipe", "1f1b"))
+        options["pipeline"] = {"schedule": draw.choice(("gpipe", "1f1b"))}
     on_gpu = draw.random() < 0.8
     return case(
         family,

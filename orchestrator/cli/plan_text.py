@@ -242,8 +242,11 @@ def _settings(settings: dict[str, Any]) -> str:
         if name == "activationCheckpointing":
             ((choice, inside),) = value.items()
             words.append(" ".join(["AC", choice, *inside.get("keep", ())]))
-        elif name == "reshardAfterForward":
-            words.append("no reshard" if value is False else f"reshard {value}")
+        elif name == "fsdp":
+            groups = value["reshardAfterForward"]
+            words.append("no reshard" if groups is False else f"reshard {groups}")
+        elif name == "pipeline":
+            words += [value["schedule"]] if "schedule" in value else []
         elif name == "loss":
             words.append("chunked loss")
         elif name == "offload":

@@ -234,7 +234,7 @@ def asked(
         raise UserError(str(problem))
     if named:
         got = f"it with {file}" if file is not None else "it without a script"
-        fix = "a spec has fields for it: see `holdfast spec schema --markdown`" if file else ""
+        fix = "a spec has fields for it: see docs/user/job-spec.md" if file else ""
         raise UserError(str(Problem(named[0], got, "it with a script", fix)))
     return None
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+from pydantic import TypeAdapter
 
 from ..api.v1alpha1 import TrainingJob, job_from_mapping, job_to_mapping
 from ..api.v1alpha1.recipe import pretraining
@@ -115,15 +116,10 @@ def _options(job: TrainingJob, num_nodes: int) -> Iterator[list[_Change]]:
         sizes = range(parallelism.shard + 1, world // inner + 1)
         fitting = [n for n in sizes if (world // inner) % n == 0]
         yield [_Change(_shard_fields(job, n), 0.1 * n / parallelism.shard) for n in fitting[:6]]
-    if parallelism.pipeline > 1:  # its ranks keep whole gradients of their stages
-        fields: dict[str, Any] = {"parallelism.pipeline": 1}
-        if parallelism.pipeline_schedule != "1f1b":
-            fields["parallelism.pipelineSchedule"] = "1f1b"
-        if parallelism.pipeline_stages_per_rank != "auto":
-            fields["parallelism.pipelineStagesPerRank"] = "auto"
-        yield [_Change(fields, 0.5)]
-    else:
-        yield [*_raised(job, "pipeline", parallelism.pipeline, world)]
+    if parallelism.pipeline:  # its ranks keep whole gradients of their stages
+        yield [_Change({"parallelism.pipeline": None}, 0.5)]
+    elif not parallelism.fsdp and not parallelism.ddp:
+        yield [*_raised(job, "pipeline", 1, world)]
     yield [*_raised(job, "tensor", parallelism.tensor, job.spec.workers_per_node)]
     yield [*_raised(job, "context", parallelism.context, world)]
     yield from _savings(job)
@@ -156,7 +152,8 @@ def _raised(job: TrainingJob, axis: str, size: int, most: int) -> Iterator[_Chan
     for times in (2, 4, 8):
         if size * times > most:
             return
-        fields: dict[str, Any] = {f"parallelism.{axis}": size * times}
+        larger: Any = {"ranks": size * times} if axis == "pipeline" else size * times
+        fields: dict[str, Any] = {f"parallelism.{axis}": larger}
         if isinstance(shard, int) and shard > 1:
             if shard % times:
                 continue
@@ -171,6 +168,8 @@ def _shard_fields(job: TrainingJob, shard: int) -> dict[str, Any]:
     workers, parallelism = job.spec.workers_per_node, job.spec.parallelism
     if parallelism.replicate != "auto":
         fields["parallelism.replicate"] = "auto"
+    if parallelism.ddp:
+        fields["parallelism.ddp"] = None
     nodes = math.lcm(shard * parallelism.inner, workers) // workers
     if nodes > job.spec.nodes.min:
         fields["nodes.min"] = nodes
@@ -232,7 +231,8 @@ def with_field(part: Any, path: Sequence[str], value: Any) -> Any:
     if len(path) > 1:
         new = with_field(now, path[1:], value)
     else:
-        new = type(now).model_validate(value) if isinstance(value, dict) else value
+        kind: Any = type(part).model_fields[attribute].annotation
+        new = TypeAdapter(kind).validate_python(value) if isinstance(value, dict) else value
     return part.model_copy(update={attribute: new})
 
 
@@ -245,4 +245,4 @@ def _attribute(part: Any, alias: str) -> str:
 def _written(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_written(one)}" for key, one in value.items()) + "}"
-    return str(value)
+    return "null" if value is None else str(value)

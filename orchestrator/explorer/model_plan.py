@@ -154,7 +154,7 @@ def spec_of(work: Workload, layout: ParallelLayout) -> dict[str, Any] | None:
         return None
     mesh, workers = layout.mesh, min(layout.workers_per_node, layout.mesh.world_size)
     axes = {"replicate": mesh.replicate, "shard": mesh.shard, "tensor": mesh.tensor}
-    axes |= {"context": mesh.context, "pipeline": mesh.pipeline}
+    axes["context"] = mesh.context
     nodes = mesh.world_size // workers
     config: dict[str, Any] = {
         "globalBatch": work.global_batch,

@@ -123,6 +123,9 @@ def make_plan(
         fitting = _fits(job, mesh, memory, figures)
         if fitting is False:
             ways = ways_to_fit(job, num_nodes, memory, hardware)
+    offloads = job.spec.parallelism.offload == "cpu" or any(
+        "parallelism.offload" in way.changes for way in ways
+    )
     return Plan(
         job=job.name,
         num_nodes=used,
@@ -141,7 +144,7 @@ def make_plan(
         host=host_rows(job, mesh, host),
         device_memory_bytes=memory.device,
         micro_batch_why=why_smaller,
-        offload_memory=describe_host(memory.host) if _offloads(job, ways) else "",
+        offload_memory=describe_host(memory.host) if offloads else "",
         fits=fitting,
         ways=ways,
         strategies=strategies,
@@ -160,12 +163,6 @@ def _fits(job: TrainingJob, mesh: Mesh, memory: WorkerMemory, figures: Estimate)
     if memory.device is not None:
         return may and fits(figures.peak_bytes, memory.device)
     return None if may else False
-
-
-def _offloads(job: TrainingJob, ways: tuple[Way, ...]) -> bool:
-    return job.spec.parallelism.offload == "cpu" or any(
-        "parallelism.offload" in way.changes for way in ways
-    )
 
 
 def _node(job: TrainingJob, mesh: Mesh, node_rank: int) -> NodePlan:

@@ -125,16 +125,18 @@ def settings_of(layout: ParallelLayout) -> dict[str, Any]:
 
 
 def parallelism_of(layout: ParallelLayout) -> dict[str, Any]:
-    """Fields of spec.parallelism beside the axes that differ from their defaults."""
+    """Fields of spec.parallelism beside the other axes that differ from their defaults."""
     settings: dict[str, Any] = {}
     if layout.reshard is not True:
-        settings["reshardAfterForward"] = layout.reshard
+        settings["fsdp"] = {"reshardAfterForward": layout.reshard}
     checkpointing = layout.checkpointing
     if checkpointing != ActivationCheckpointing():
         written = checkpointing.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         settings["activationCheckpointing"] = written
     if layout.offload:
         settings["offload"] = "cpu"
-    if layout.mesh.pipeline > 1 and layout.schedule != "1f1b":
-        settings["pipelineSchedule"] = layout.schedule
+    if layout.mesh.pipeline > 1:
+        settings["pipeline"] = {"ranks": layout.mesh.pipeline}
+        if layout.schedule != "1f1b":
+            settings["pipeline"]["schedule"] = layout.schedule
     return settings

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from ..api.v1alpha1 import TrainingJob
+from ..api.v1alpha1.parallelism import Fsdp
 from ..planner.memory import WorkerMemory, main_memory_holds
 from ..planner.workload import ParallelLayout, workload_of
 from .advice import is_valid, with_field
@@ -67,15 +68,19 @@ def strategies_of(
 def changed_to(job: TrainingJob, layout: ParallelLayout) -> TrainingJob:
     """The job with the fields that make this its layout."""
     mesh, whole = layout.mesh, layout.num_micro_batches == 1 and layout.mesh.pipeline == 1
+    parallelism = job.spec.parallelism
+    reshard = {"reshard_after_forward": layout.reshard}
+    fsdp = parallelism.fsdp_settings.model_copy(update=reshard)
     fields: dict[str, Any] = {
         "parallelism.replicate": "auto",
         "parallelism.shard": mesh.shard,
         "parallelism.tensor": mesh.tensor,
         "parallelism.context": mesh.context,
-        "parallelism.pipeline": mesh.pipeline,
-        "parallelism.pipelineSchedule": layout.schedule,
-        "parallelism.pipelineStagesPerRank": "auto",
-        "parallelism.reshardAfterForward": layout.reshard,
+        "parallelism.ddp": parallelism.ddp if mesh.world_size == mesh.replicate else None,
+        "parallelism.fsdp": fsdp if fsdp != Fsdp() and mesh.pipeline == 1 else None,
+        "parallelism.pipeline": {"ranks": mesh.pipeline, "schedule": layout.schedule}
+        if mesh.pipeline > 1
+        else None,
         "parallelism.offload": "cpu" if layout.offload else "none",
         "entrypoint.recipe.config.microBatch": "auto" if whole else layout.micro_batch,
         "entrypoint.recipe.config.loss.chunkTokens": layout.chunk_tokens,

@@ -137,7 +137,7 @@ def _replicas(job: TrainingJob, shard: int, num_nodes: int) -> Mesh | None:
 
 def _mesh(job: TrainingJob, replicate: int, shard: int) -> Mesh:
     axes = job.spec.parallelism
-    return Mesh(replicate, shard, axes.tensor, axes.context, axes.pipeline)
+    return Mesh(replicate, shard, axes.tensor, axes.context, axes.pipeline_ranks)
 
 
 def _shard_size(job: TrainingJob, memory: WorkerMemory) -> tuple[int, str]:

@@ -45,7 +45,7 @@ def follows_memory(job: TrainingJob, mesh: Mesh) -> bool:
     config = pretraining(job.spec.entrypoint.recipe)
     if config is None or config.micro_batch != "auto" or mesh.pipeline > 1:
         return False
-    return not (job.spec.parallelism.ddp.static_graph or config.optimizer.in_backward)
+    return not (job.spec.parallelism.ddp_settings.static_graph or config.optimizer.in_backward)
 
 
 def chosen_micro_batch(job: TrainingJob, mesh: Mesh, memory_bytes: int | None) -> int:

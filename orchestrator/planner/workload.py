@@ -66,14 +66,14 @@ class ParallelLayout(msgspec.Struct, frozen=True, kw_only=True):
     num_micro_batches: int
     """Forward passes of one step on one rank."""
     reshard: bool | int = True
-    """The same as spec.parallelism.reshardAfterForward."""
+    """The same as spec.parallelism.fsdp.reshardAfterForward."""
     accumulate_whole: bool = False
     """Whole gradients stay on a rank until the last micro-batch."""
     checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     offload: bool = False
     """Shards, gradients and optimizer state are in main memory."""
     prefetch_blocks: int = 0
-    """The same as spec.parallelism.prefetchBlocks."""
+    """The same as spec.parallelism.fsdp.prefetchBlocks."""
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     chunk_tokens: int = 0
@@ -157,14 +157,14 @@ def layout_of(job: TrainingJob, mesh: Mesh, chosen: int = 0) -> ParallelLayout:
         workers_per_node=job.spec.workers_per_node,
         micro_batch=micro_batch,
         num_micro_batches=-(-share // micro_batch),
-        reshard=parallelism.reshard_after_forward,
-        accumulate_whole=parallelism.accumulate_gradients == "whole",
+        reshard=parallelism.fsdp_settings.reshard_after_forward,
+        accumulate_whole=parallelism.fsdp_settings.accumulate_gradients == "whole",
         checkpointing=parallelism.activation_checkpointing,
         # Only FSDP2 offloads.
         offload=parallelism.offload == "cpu" and mesh.num_fsdp_shards > 1,
-        prefetch_blocks=parallelism.prefetch_blocks,
+        prefetch_blocks=parallelism.fsdp_settings.prefetch_blocks,
         schedule=parallelism.pipeline_schedule,
         stages_per_rank=parallelism.stages_per_rank if mesh.pipeline > 1 else 1,
         chunk_tokens=config.loss.chunk_tokens,
-        bucket_view=parallelism.ddp.gradient_as_bucket_view,
+        bucket_view=parallelism.ddp_settings.gradient_as_bucket_view,
     )

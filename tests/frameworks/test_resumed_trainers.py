@@ -50,7 +50,7 @@ def test_a_new_job_and_one_that_turns_it_off_begin_at_step_0(start: Start, tmp_p
     assert log.lines()[-1].step == 12
     shutil.rmtree(tmp_path / "home")
     (tmp_path / LOG).unlink()
-    off = {"guard": "never", "memory": {"everySteps": 0}}
+    off = {"guard": {"never": {}}, "memory": {"everySteps": 0}}
     job, log = start(PLAIN["hf"], steps=30, checkpoint=off)
     before = trained(log, job, SAVE_EVERY + 2)
     assert before[0].step == 1

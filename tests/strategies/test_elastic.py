@@ -30,10 +30,10 @@ MESHES: dict[str, dict[str, Any]] = {
     DDP: {"shard": 1},
     "TP 2 x DDP 2": {"tensor": 2, "shard": 1},
     "CP 2 x DDP 2": {"context": 2, "shard": 1},
-    "PP 2 x DDP 2": {"pipeline": 2, "shard": 1},
+    "PP 2 x DDP 2": {"pipeline": {"ranks": 2}, "shard": 1},
     "TP 2 x FSDP over all ranks": {"tensor": 2, "shard": "world"},
     "CP 2 x FSDP over all ranks": {"context": 2, "shard": "world"},
-    "PP 2 x FSDP over all ranks": {"pipeline": 2, "shard": "world"},
+    "PP 2 x FSDP over all ranks": {"pipeline": {"ranks": 2}, "shard": "world"},
     **{f"{name}, {WORLD}": {"shard": "world"} for name in OPTIMIZERS},
 }
 """Name -> mesh of 2 nodes x 2 workers; one node is enough for each."""

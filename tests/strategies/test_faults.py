@@ -37,24 +37,24 @@ MESHES: dict[str, dict[str, Any]] = {
     WORLD: {"shard": "world"},
     HSDP: {"shard": 2},
     DDP: {"shard": 1},
-    "SHARD_GRAD_OP (ZeRO-2)": {"shard": 4, "reshardAfterForward": False},
-    "ZeRO-1": {"shard": 4, "reshardAfterForward": False, "accumulateGradients": "whole"},
+    "SHARD_GRAD_OP (ZeRO-2)": {"shard": 4, "fsdp": {"reshardAfterForward": False}},
+    "ZeRO-1": {"shard": 4, "fsdp": {"reshardAfterForward": False, "accumulateGradients": "whole"}},
     "TP 2 x FSDP 2": {"tensor": 2, "shard": 2},
     "TP 2 x DDP 2": {"tensor": 2, "replicate": 2},
     "TP 2 x FSDP over all ranks": {"tensor": 2, "shard": "world"},
     "CP 2 x TP 2": {"context": 2, "tensor": 2},
     "CP 2 x FSDP 2": {"context": 2, "shard": 2},
     "CP 2 x FSDP over all ranks": {"context": 2, "shard": "world"},
-    "PP 2 x FSDP 2": {"pipeline": 2, "shard": 2},
-    "PP 2 x FSDP over all ranks": {"pipeline": 2, "shard": "world"},
-    "PP 2 x DDP 2": {"pipeline": 2, "replicate": 2},
-    "PP 2 x CP 2": {"pipeline": 2, "context": 2},
-    "PP 2 x TP 2": {"pipeline": 2, "tensor": 2},
+    "PP 2 x FSDP 2": {"pipeline": {"ranks": 2}, "shard": 2},
+    "PP 2 x FSDP over all ranks": {"pipeline": {"ranks": 2}, "shard": "world"},
+    "PP 2 x DDP 2": {"pipeline": {"ranks": 2}, "replicate": 2},
+    "PP 2 x CP 2": {"pipeline": {"ranks": 2}, "context": 2},
+    "PP 2 x TP 2": {"pipeline": {"ranks": 2}, "tensor": 2},
     "PP 2 x DDP 2, interleaved": {
-        "pipeline": 2, "replicate": 2, "pipelineSchedule": "interleaved1f1b"
+        "pipeline": {"ranks": 2, "schedule": "interleaved1f1b"}, "replicate": 2
     },
     "PP 2 x DDP 2, zero bubble in a V": {
-        "pipeline": 2, "replicate": 2, "pipelineSchedule": "zbvZeroBubble"
+        "pipeline": {"ranks": 2, "schedule": "zbvZeroBubble"}, "replicate": 2
     },
     **{f"{name}, {WORLD}": {"shard": "world"} for name in OPTIMIZERS},
 }  # fmt: skip
@@ -122,19 +122,19 @@ def test_the_loss_scale_of_float16_survives_a_killed_worker(
 
 CHAIN: dict[str, dict[str, Any]] = {
     "TP 2 x FSDP 2": {"tensor": 2, "shard": 2},
-    "ZeRO-1": {"shard": 4, "reshardAfterForward": False, "accumulateGradients": "whole"},
+    "ZeRO-1": {"shard": 4, "fsdp": {"reshardAfterForward": False, "accumulateGradients": "whole"}},
     "TP 2 x DDP 2": {"tensor": 2, "replicate": 2},
     FSDP: {"shard": 4},
     HSDP: {"shard": 2},
-    "PP 2 x TP 2": {"pipeline": 2, "tensor": 2},
+    "PP 2 x TP 2": {"pipeline": {"ranks": 2}, "tensor": 2},
     "CP 2 x FSDP 2": {"context": 2, "shard": 2},
     DDP: {"shard": 1},
 }
 STAGES: dict[str, dict[str, Any]] = {
     "TP 2 x FSDP 2": {"tensor": 2, "shard": 2},
-    "PP 2 x TP 2": {"pipeline": 2, "tensor": 2},
-    "PP 2 x CP 2": {"pipeline": 2, "context": 2},
-    "PP 2 x FSDP 2": {"pipeline": 2, "shard": 2},
+    "PP 2 x TP 2": {"pipeline": {"ranks": 2}, "tensor": 2},
+    "PP 2 x CP 2": {"pipeline": {"ranks": 2}, "context": 2},
+    "PP 2 x FSDP 2": {"pipeline": {"ranks": 2}, "shard": 2},
     FSDP: {"shard": 4},
 }
 """Name -> mesh of 4 ranks, each continuing the checkpoint of the one before."""

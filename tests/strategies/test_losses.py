@@ -28,28 +28,28 @@ MESHES: dict[str, dict[str, Any]] = {
     "CP 2 x TP 2, blocks recomputed": {
         "context": 2, "tensor": 2, "activationCheckpointing": {"full": {}}
     },
-    "PP 4, 1F1B": {"pipeline": 4},
+    "PP 4, 1F1B": {"pipeline": {"ranks": 4}},
     "PP 4, GPipe, blocks recomputed": {
-        "pipeline": 4, "pipelineSchedule": "gpipe", "activationCheckpointing": {"full": {}}
+        "pipeline": {"ranks": 4, "schedule": "gpipe"}, "activationCheckpointing": {"full": {}}
     },
-    "PP 2 x FSDP 2": {"pipeline": 2, "shard": 2},
-    "PP 2 x DDP 2": {"pipeline": 2, "replicate": 2},
+    "PP 2 x FSDP 2": {"pipeline": {"ranks": 2}, "shard": 2},
+    "PP 2 x DDP 2": {"pipeline": {"ranks": 2}, "replicate": 2},
     "PP 2 x DDP 2, interleaved": {
-        "pipeline": 2, "replicate": 2, "pipelineSchedule": "interleaved1f1b"
+        "pipeline": {"ranks": 2, "schedule": "interleaved1f1b"}, "replicate": 2
     },
     "PP 2 x DDP 2, zero bubble in a V": {
-        "pipeline": 2, "replicate": 2, "pipelineSchedule": "zbvZeroBubble"
+        "pipeline": {"ranks": 2, "schedule": "zbvZeroBubble"}, "replicate": 2
     },
-    "PP 2 x TP 2": {"pipeline": 2, "tensor": 2},
-    "PP 2 x CP 2": {"pipeline": 2, "context": 2},
+    "PP 2 x TP 2": {"pipeline": {"ranks": 2}, "tensor": 2},
+    "PP 2 x CP 2": {"pipeline": {"ranks": 2}, "context": 2},
     "PP 2 x CP 2, zero bubble in a V": {
-        "pipeline": 2, "context": 2, "pipelineSchedule": "zbvZeroBubble"
+        "pipeline": {"ranks": 2, "schedule": "zbvZeroBubble"}, "context": 2
     },
     "PP 2 x TP 2, interleaved zero bubble": {
-        "pipeline": 2, "tensor": 2, "pipelineSchedule": "interleavedZeroBubble"
+        "pipeline": {"ranks": 2, "schedule": "interleavedZeroBubble"}, "tensor": 2
     },
     "PP 2 x FSDP 2, zero bubble in a V": {
-        "pipeline": 2, "shard": 2, "pipelineSchedule": "zbvZeroBubble"
+        "pipeline": {"ranks": 2, "schedule": "zbvZeroBubble"}, "shard": 2
     },
 }  # fmt: skip
 

@@ -42,9 +42,9 @@ EVALUATED: dict[str, dict[str, Any]] = {
     "FSDP 2": {"shard": 2},
     "TP 2": {"tensor": 2},
     "CP 2": {"context": 2},
-    "PP 2": {"pipeline": 2},
-    "PP 2, interleaved": {"pipeline": 2, "pipelineSchedule": "interleaved1f1b"},
-    "PP 2, zero bubble in a V": {"pipeline": 2, "pipelineSchedule": "zbvZeroBubble"},
+    "PP 2": {"pipeline": {"ranks": 2}},
+    "PP 2, interleaved": {"pipeline": {"ranks": 2, "schedule": "interleaved1f1b"}},
+    "PP 2, zero bubble in a V": {"pipeline": {"ranks": 2, "schedule": "zbvZeroBubble"}},
 }
 
 
@@ -85,15 +85,17 @@ def test_the_axes_train_in_16_bits_as_in_32(tmp_path: Path) -> None:
     axes: dict[str, dict[str, Any]] = {
         "TP 2": {"tensor": 2},
         "CP 2": {"context": 2},
-        "PP 2": {"pipeline": 2},
-        "PP 2, zero bubble in a V": {"pipeline": 2, "pipelineSchedule": "zbvZeroBubble"},
+        "PP 2": {"pipeline": {"ranks": 2}},
+        "PP 2, zero bubble in a V": {"pipeline": {"ranks": 2, "schedule": "zbvZeroBubble"}},
     }
     jobs = [document("float32", 2, {"shard": 2}, workers=2)]
     for number, mesh in enumerate(axes.values()):
         precision = {"parameters": "bfloat16"}
         jobs.append(document(f"b{number}", 2, {**mesh, "precision": precision}, workers=2))
     jobs.append(
-        document("f", 2, {"pipeline": 2, "precision": {"parameters": "float16"}}, workers=2)
+        document(
+            "f", 2, {"pipeline": {"ranks": 2}, "precision": {"parameters": "float16"}}, workers=2
+        )
     )
     found = several(tmp_path / "two", jobs, 2)
     exact = found.pop("float32")
@@ -115,7 +117,7 @@ def test_compiled_blocks_give_the_losses_and_norms_of_one_process(
         "FULL_SHARD, compiled blocks": ({"shard": 2}, {}),
         "TP 2, compiled blocks": ({"tensor": 2}, {}),
         "CP 2, compiled blocks": ({"context": 2}, {}),
-        "PP 2, compiled blocks": ({"pipeline": 2}, {"microBatch": 1}),
+        "PP 2, compiled blocks": ({"pipeline": {"ranks": 2}}, {"microBatch": 1}),
     }
     one = document("one", STEPS, {"shard": 1}, workers=1)
     jobs = [

@@ -15,11 +15,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 STEPS = 5
 MESHES: dict[str, dict[str, Any]] = {
     "TP 2 x CP 2 x FSDP 2": {"tensor": 2, "context": 2, "shard": 2},
-    "PP 2 x TP 2 x FSDP 2": {"pipeline": 2, "tensor": 2, "shard": 2},
-    "PP 2 x CP 2 x FSDP 2": {"pipeline": 2, "context": 2, "shard": 2},
+    "PP 2 x TP 2 x FSDP 2": {"pipeline": {"ranks": 2}, "tensor": 2, "shard": 2},
+    "PP 2 x CP 2 x FSDP 2": {"pipeline": {"ranks": 2}, "context": 2, "shard": 2},
     "TP 2 x HSDP 2 x 2": {"tensor": 2, "shard": 2, "replicate": 2},
     "CP 2 x HSDP 2 x 2": {"context": 2, "shard": 2, "replicate": 2},
-    "PP 2 x HSDP 2 x 2": {"pipeline": 2, "shard": 2, "replicate": 2},
+    "PP 2 x HSDP 2 x 2": {"pipeline": {"ranks": 2}, "shard": 2, "replicate": 2},
 }
 
 

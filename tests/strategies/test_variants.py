@@ -29,17 +29,17 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 STEPS = 20
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     FSDP: ({"shard": 4}, {}),
-    "FULL_SHARD, one block gathered ahead": ({"shard": 4, "prefetchBlocks": 1}, {}),
-    "SHARD_GRAD_OP (ZeRO-2)": ({"shard": 4, "reshardAfterForward": False}, TWO_PASSES),
+    "FULL_SHARD, one block gathered ahead": ({"shard": 4, "fsdp": {"prefetchBlocks": 1}}, {}),
+    "SHARD_GRAD_OP (ZeRO-2)": ({"shard": 4, "fsdp": {"reshardAfterForward": False}}, TWO_PASSES),
     f"{HSDP}, two micro-batches": ({"shard": 2}, TWO_PASSES),
-    "HYBRID_SHARD_ZERO2": ({"shard": 2, "reshardAfterForward": False}, TWO_PASSES),
-    "FULL_SHARD, backward from groups of 2": ({"shard": 4, "reshardAfterForward": 2}, {}),
+    "HYBRID_SHARD_ZERO2": ({"shard": 2, "fsdp": {"reshardAfterForward": False}}, TWO_PASSES),
+    "FULL_SHARD, backward from groups of 2": ({"shard": 4, "fsdp": {"reshardAfterForward": 2}}, {}),
     "ZeRO-1": (
-        {"shard": 4, "reshardAfterForward": False, "accumulateGradients": "whole"},
+        {"shard": 4, "fsdp": {"reshardAfterForward": False, "accumulateGradients": "whole"}},
         TWO_PASSES,
     ),
     "ZeRO-1 in two replicas": (
-        {"shard": 2, "reshardAfterForward": False, "accumulateGradients": "whole"},
+        {"shard": 2, "fsdp": {"reshardAfterForward": False, "accumulateGradients": "whole"}},
         TWO_PASSES,
     ),
     f"{DDP}, static graph, buckets of 1 MiB": (

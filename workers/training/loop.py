@@ -74,7 +74,7 @@ class BaseTrainer:
 def run(job: TrainingJob, build: Callable[[session.Session], BaseTrainer]) -> None:
     """Trains until the last step."""
     mesh = job.spec.parallelism
-    s = session.init(_shard_without_agent(job), mesh.tensor, mesh.context, mesh.pipeline)
+    s = session.init(_shard_without_agent(job), mesh.tensor, mesh.context, mesh.pipeline_ranks)
     trainer = build(s)
     config = trainer.config
     model, scale = trainer.parallel.model, trainer.parallel.loss_scale

@@ -9,30 +9,21 @@ A check yields problems in the `field: got; expected; fix` form, with fields bel
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from holdfast.orchestrator.errors import Problem
 
 from . import mesh_checks
 from .job import JobSpec, TrainingJob
-from .parallelism import Ddp, Parallelism
+from .parallelism import Parallelism, PipelineAxis
 from .recipe import Pretrain, RecipeConfig, pretraining
+from .resilience import OwnCheckpointGuard
 
 CONFIG = "entrypoint.recipe.config."
 ROW_OF_8_BITS = 256
 """Values of a row that share a scale, see adamw8bit.py."""
 SIDE_OF_FLOAT8 = 16
 """What divides both sides of a matrix that torchao converts, see float8.py."""
-FSDP_ONLY = ("reshard_after_forward", "accumulate_gradients", "prefetch_blocks")
-PIPELINE_ONLY = ("pipeline_schedule", "pipeline_stages_per_rank")
-RECIPE_ONLY = (
-    "precision",
-    "activation_checkpointing",
-    "offload",
-    "ddp",
-    *FSDP_ONLY,
-    *PIPELINE_ONLY,
-)
+RECIPE_ONLY = ("precision", "activation_checkpointing", "offload", "ddp", "fsdp")
 
 
 def without_effect(job: TrainingJob, *, as_written: bool = False) -> list[Problem]:
@@ -49,8 +40,7 @@ def _effects(spec: JobSpec) -> Iterator[str]:
     else:
         config, ours = spec.entrypoint.recipe.config, pretraining(spec.entrypoint.recipe)
         yield from _precision_effects(spec, mesh, ours)
-        yield from _shard_effects(spec, mesh, ours)
-        yield from _replica_effects(spec, mesh, config)
+        yield from _shard_effects(spec, mesh, config, ours)
         yield from _batch_effects(mesh, config)
         yield from _activation_effects(mesh, config)
         if ours is not None:
@@ -71,15 +61,6 @@ def _effects(spec: JobSpec) -> Iterator[str]:
         )
 
 
-def _written(mesh: Parallelism, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Fields of spec.parallelism that do not have their default, with the value for a message."""
-    for name in names:
-        field, value = Parallelism.model_fields[name], getattr(mesh, name)
-        if value != field.default:
-            shown = str(value).lower() if isinstance(value, bool) else value
-            yield f"parallelism.{field.alias or name}", shown
-
-
 def _script_effects(spec: JobSpec) -> Iterator[str]:
     program = spec.entrypoint.program
     if what := program.python or " ".join(program.runner) or " ".join(program.words[:1]):
@@ -91,10 +72,16 @@ def _script_effects(spec: JobSpec) -> Iterator[str]:
             yield f"preload: got modules for {what}; {expected}"
         if spec.recovery.gpu_standbys:
             yield f"recovery.gpuStandbys: got true with {what}; {expected}"
-    for field, _ in _written(spec.parallelism, RECIPE_ONLY):
+    mesh = spec.parallelism
+    fields = {name: Parallelism.model_fields[name] for name in RECIPE_ONLY}
+    decided = [f.alias or n for n, f in fields.items() if getattr(mesh, n) != f.default]
+    if mesh.pipeline and mesh.pipeline != PipelineAxis(ranks=mesh.pipeline_ranks):
+        decided.append("pipeline")
+    for field in decided:
         yield (
-            f"{field}: got a value for a script or module; expected it for a recipe only; your own "
-            f"loop decides this, where it calls fully_shard or torch.autocast; remove the field"
+            f"parallelism.{field}: got a value for a script or module; expected it for a recipe "
+            f"only; your own loop decides this, where it calls fully_shard or torch.autocast; "
+            f"remove the field"
         )
 
 
@@ -136,22 +123,22 @@ def _elasticity_effects(spec: JobSpec, as_written: bool) -> Iterator[str]:
 
 
 def _guard_effects(spec: JobSpec) -> Iterator[str]:
-    never, directories = spec.checkpoint.guard == "never", bool(spec.checkpoint.guard_directories)
-    written = {"checkpoint.guardDirectories": directories}
-    why = "a recipe; expected it for what has checkpoints of its own: scripts and commands"
-    if spec.entrypoint.recipe is not None:
-        written["checkpoint.guard"] = never
-    else:
-        written["entrypoint.resumeArgs"] = bool(spec.entrypoint.resume_args)
-        written = {field: never and value for field, value in written.items()}
-        why = "checkpoint.guard: never; expected it with guard: auto, which finds checkpoints"
-    for field in (field for field, value in written.items() if value):
-        yield f"{field}: got it with {why}; remove the field"
+    guard = spec.checkpoint.guard
+    if spec.entrypoint.recipe is not None and guard != OwnCheckpointGuard():
+        yield (
+            "checkpoint.guard: got it with a recipe; expected it for what has checkpoints of its "
+            "own: scripts and commands; remove the field"
+        )
+    elif spec.entrypoint.resume_args and guard.chosen == "never":
+        yield (
+            "entrypoint.resumeArgs: got it with checkpoint.guard: {never: {}}; expected it with "
+            "the guard, which finds checkpoints; remove one of the two"
+        )
 
 
 # -- recipe -------------------------------------------------------------------------------------
 def _precision_effects(spec: JobSpec, mesh: Parallelism, config: Pretrain | None) -> Iterator[str]:
-    if mesh.precision.reduce == "bfloat16" and _world(spec) == mesh.tensor * mesh.pipeline:
+    if mesh.precision.reduce == "bfloat16" and _world(spec) == mesh.tensor * mesh.pipeline_ranks:
         yield (
             "parallelism.precision.reduce: got bfloat16 without ranks that divide the data; "
             "expected float32, or more workers; the gradients of one copy are not reduced"
@@ -178,8 +165,10 @@ def _precision_effects(spec: JobSpec, mesh: Parallelism, config: Pretrain | None
         )
 
 
-def _shard_effects(spec: JobSpec, mesh: Parallelism, config: Pretrain | None) -> Iterator[str]:
-    """What only FSDP2 does, and what only a pipeline does."""
+def _shard_effects(
+    spec: JobSpec, mesh: Parallelism, config: RecipeConfig, ours: Pretrain | None
+) -> Iterator[str]:
+    """What only FSDP2 does, and what only DDP does."""
     one_copy = (mesh.shard in (1, "auto") and mesh.context == 1) or _world(spec) == 1
     shard, whole = f"shard {mesh.shard}", "every rank has the whole model"
     if mesh.shard == "auto":
@@ -192,39 +181,21 @@ def _shard_effects(spec: JobSpec, mesh: Parallelism, config: Pretrain | None) ->
         )
     elif mesh.offload == "cpu" and one_copy:
         yield f"parallelism.offload: got cpu with {shard}; expected none, or a shard above 1; {fix}"
-    for field, value in _written(mesh, FSDP_ONLY):
-        if one_copy:
-            yield f"{field}: got {value} with {shard}; expected it with a shard above 1; {fix}"
-        if mesh.pipeline > 1:
-            yield (
-                f"{field}: got {value} with pipeline {mesh.pipeline}; expected it without a "
-                f"pipeline, which gathers parameters and reduces gradients once in a step; remove "
-                f"the field"
-            )
-    for field, value in _written(mesh, PIPELINE_ONLY):
-        if mesh.pipeline == 1:
-            yield (
-                f"{field}: got {value} with pipeline 1; expected it with a pipeline; set "
-                f"parallelism.pipeline, or remove the field"
-            )
-    if config is not None and mesh.prefetch_blocks >= config.model.num_layers:
+    if mesh.fsdp and one_copy:
+        yield f"parallelism.fsdp: got it with {shard}; expected it with a shard above 1; {fix}"
+    ahead = mesh.fsdp_settings.prefetch_blocks
+    if ours is not None and ahead >= ours.model.num_layers:
         yield (
-            f"parallelism.prefetchBlocks: got {mesh.prefetch_blocks}; expected less than "
-            f"model.numLayers ({config.model.num_layers}); lower it, or remove the field"
+            f"parallelism.fsdp.prefetchBlocks: got {ahead}; expected less than model.numLayers "
+            f"({ours.model.num_layers}); lower it, or remove the field"
         )
-
-
-def _replica_effects(spec: JobSpec, mesh: Parallelism, config: RecipeConfig) -> Iterator[str]:
-    """What only DDP does."""
-    world = _world(spec)
-    one_copy = mesh.shard == 1 or mesh.replicate == world
-    if mesh.ddp != Ddp() and (mesh.inner > 1 or not one_copy or world == 1):
-        got = "one worker" if world == 1 else "a model that an axis may divide"
+    if mesh.ddp and (mesh.inner > 1 or _world(spec) == 1):
+        got = "one worker" if _world(spec) == 1 else "a model that an axis divides"
         yield (
-            f"parallelism.ddp: got it for {got}; expected it with shard: 1 and several workers; "
-            f"only DDP uses it; remove the field, or set parallelism.shard: 1"
+            f"parallelism.ddp: got it for {got}; expected it with several workers and no tensor or "
+            f"context axis; remove the field"
         )
-    if mesh.ddp.static_graph and config.micro_batch != "auto":
+    if mesh.ddp_settings.static_graph and config.micro_batch != "auto":
         yield (
             f"parallelism.ddp.staticGraph: got true with microBatch: {config.micro_batch}; "
             f"expected it with microBatch: auto; with a static graph DDP reduces in every "
@@ -234,11 +205,11 @@ def _replica_effects(spec: JobSpec, mesh: Parallelism, config: RecipeConfig) -> 
 
 def _batch_effects(mesh: Parallelism, config: RecipeConfig) -> Iterator[str]:
     size = config.micro_batch
-    if mesh.accumulate_gradients == "whole" and size == "auto":
+    if mesh.fsdp_settings.accumulate_gradients == "whole" and size == "auto":
         yield (
-            "parallelism.accumulateGradients: got whole with microBatch: auto; expected it with "
-            "several micro-batches; with one nothing is accumulated; set microBatch, or remove the "
-            "field"
+            "parallelism.fsdp.accumulateGradients: got whole with microBatch: auto; expected it "
+            "with several micro-batches; with one nothing is accumulated; set microBatch, or "
+            "remove the field"
         )
     if size != "auto" and size > config.global_batch:
         yield (
@@ -264,7 +235,7 @@ def _model_effects(mesh: Parallelism, config: Pretrain) -> Iterator[str]:
             f"{CONFIG}data.validation.samples: got {samples} without evaluateEverySteps; expected "
             f"it with an evaluation; set evaluateEverySteps, or remove the field"
         )
-    settings, blocks = mesh.activation_checkpointing, config.model.num_layers // mesh.pipeline
+    settings, blocks = mesh.activation_checkpointing, config.model.num_layers // mesh.pipeline_ranks
     where = f"parallelism.activationCheckpointing.{settings.chosen}"
     if settings.blocks and settings.blocks.every_nth_block > blocks:
         yield (
@@ -301,7 +272,7 @@ def _optimizer_effects(spec: JobSpec, mesh: Parallelism, config: Pretrain) -> It
         (mesh.offload == "cpu", "parallelism.offload cpu", "set offload: none"),
         (half, "precision.parameters float16", "use bfloat16"),
         (one_copy and world > 1, f"{shard} and several workers", "set a shard above 1, or world"),
-        (mesh.tensor * mesh.pipeline > 1, "a tensor or pipeline axis", "remove the axis"),
+        (mesh.tensor * mesh.pipeline_ranks > 1, "a tensor or pipeline axis", "remove the axis"),
     )
     for wrong, other, fix in reasons:
         if wrong and optimizer.in_backward:

@@ -360,6 +360,8 @@ def _fix(field: str, details: ErrorDetails, recipe: Any) -> str:
         return f"give it a value{empty}, or remove the key"
     if kind == "model_type" and value in _known_keys([*field.split(".")], recipe):
         return f"write {{{value}: {{}}}}"
+    if kind == "model_type" and field == "spec.parallelism.pipeline":
+        return f"write {{ranks: {value}}}"
     if field in ("spec.nodes.max", "spec.nodes.min") and value == 0:
         return "for no nodes set suspend: true"
     if kind in _ABOVE_MAXIMUM and field in _NO_LIMIT_IF_ABSENT:

@@ -117,17 +117,17 @@ def _whole_groups(spec: SizedSpec) -> str:
 
 
 def _reshard_groups(spec: SizedSpec) -> str:
-    shard, keep = _shard(spec), spec.parallelism.reshard_after_forward
+    shard, keep = _shard(spec), spec.parallelism.fsdp_settings.reshard_after_forward
     if isinstance(keep, bool):
         return ""
     if shard == "world":
         return (
-            f"parallelism.reshardAfterForward: got {keep}; expected true or false with shard: "
+            f"parallelism.fsdp.reshardAfterForward: got {keep}; expected true or false with shard: "
             f"world, which another number of nodes changes"
         )
     if keep < 1 or (isinstance(shard, int) and shard % keep):
         return (
-            f"parallelism.reshardAfterForward: got {keep}; expected true, false or a divisor "
+            f"parallelism.fsdp.reshardAfterForward: got {keep}; expected true, false or a divisor "
             f"of shard ({shard})"
         )
     return ""
@@ -253,7 +253,7 @@ def _context(spec: SizedSpec) -> str:
 def _pipeline(spec: SizedSpec) -> str:
     """The recipe divides its layers over the stages, and passes micro-batches through them."""
     config, mesh = pretraining(spec.entrypoint.recipe), spec.parallelism
-    if config is None or mesh.pipeline == 1:
+    if config is None or mesh.pipeline is None:
         return ""
     stages = mesh.num_stages
     if wrong := _schedule(mesh, config.compile):
@@ -261,19 +261,19 @@ def _pipeline(spec: SizedSpec) -> str:
     if config.model.num_layers % stages:
         each = f", {stages} stages with {mesh.stages_per_rank} on each rank"
         return (
-            f"parallelism.pipeline: got {mesh.pipeline}{each * (mesh.stages_per_rank > 1)}; "
-            f"expected a divisor of model.numLayers ({config.model.num_layers}), which the stages "
-            f"divide; change one of the two"
+            f"parallelism.pipeline.ranks: got {mesh.pipeline.ranks}"
+            f"{each * (mesh.stages_per_rank > 1)}; expected a divisor of model.numLayers "
+            f"({config.model.num_layers}), which the stages divide; change one of the two"
         )
     ranks = spec.nodes.max * spec.workers_per_node // mesh.inner
     share = -(-config.global_batch // ranks)
-    samples = config.samples_per_pass(share, mesh.pipeline)
-    if share <= (mesh.pipeline - 1) * samples:
+    samples = config.samples_per_pass(share, mesh.pipeline.ranks)
+    if share <= (mesh.pipeline.ranks - 1) * samples:
         return (
-            f"parallelism.pipeline: got {mesh.pipeline}; expected at most the number of "
-            f"micro-batches of a step ({-(-share // samples)}: globalBatch {config.global_batch} "
-            f"over {ranks} ranks of the data axes, {samples} samples each), as each rank works on "
-            f"one at a time; raise globalBatch or lower microBatch"
+            f"parallelism.pipeline.ranks: got {mesh.pipeline.ranks}; expected at most the number "
+            f"of micro-batches of a step ({-(-share // samples)}: globalBatch "
+            f"{config.global_batch} over {ranks} ranks of the data axes, {samples} samples each), "
+            f"as each rank works on one at a time; raise globalBatch or lower microBatch"
         )
     return ""
 
@@ -282,7 +282,7 @@ def _schedule(mesh: Parallelism, compiled: bool) -> str:
     name, stages = mesh.pipeline_schedule, mesh.stages_per_rank
     if compiled and name in ZERO_BUBBLE:
         return (
-            f"parallelism.pipelineSchedule: got {name} with compile: true; expected another "
+            f"parallelism.pipeline.schedule: got {name} with compile: true; expected another "
             f"schedule, as a compiled block computes all its gradients at once; use "
             f"interleaved1f1b, or compile: false"
         )
@@ -290,8 +290,8 @@ def _schedule(mesh: Parallelism, compiled: bool) -> str:
     if single != (stages == 1) or (name == "zbvZeroBubble" and stages != 2):
         right = "1" if single else "2" if name == "zbvZeroBubble" else "at least 2"
         return (
-            f"parallelism.pipelineStagesPerRank: got {stages}; expected {right} with "
-            f"pipelineSchedule {name}; use auto, or another schedule"
+            f"parallelism.pipeline.stagesPerRank: got {stages}; expected {right} with "
+            f"schedule {name}; use auto, or another schedule"
         )
     return ""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from holdfast.orchestrator import limits
 
@@ -76,7 +76,7 @@ class ActivationCheckpointing(Choice):
 
 
 class Ddp(Part):
-    """DistributedDataParallel, which the recipe uses for a model that no axis divides."""
+    """DistributedDataParallel, for a model that no axis divides: shard is 1."""
 
     bucket_mib: int = Field(default=25, ge=1, le=limits.MAX_COUNT)
     """MiB of gradients that one all-reduce sends."""
@@ -87,19 +87,50 @@ class Ddp(Part):
     """true: gradients are views of the buckets, which saves their size in memory."""
 
 
-class Parallelism(Part):
+class Fsdp(Part):
+    """FSDP2 without a pipeline, with a shard above 1 or world."""
+
+    reshard_after_forward: bool | Annotated[int, Field(le=limits.MAX_COUNT)] = True
+    """true: free the gathered parameters after forward (ZeRO-3); false: keep them until backward
+    (ZeRO-2); an integer: reshard to groups of that many ranks."""
+    accumulate_gradients: Literal["sharded", "whole"] = "sharded"
+    """Gradients of several micro-batches. sharded: reduce after each; whole: keep whole gradients
+    and reduce once, after the last. whole with reshardAfterForward: false is ZeRO-1."""
+    prefetch_blocks: int = Field(default=0, ge=0, le=limits.MAX_COUNT)
+    """Blocks ahead for which FSDP2 gathers parameters; 0: torch decides (one in backward)."""
+
+
+class PipelineAxis(Part):
+    """The pipeline axis, the outermost, over which the recipe divides the layers. It may span
+    nodes."""
+
+    ranks: Annotated[int, Field(ge=2, le=limits.MAX_NODES)]
+    """Size of the axis."""
+    schedule: Literal[
+        "gpipe", "1f1b", "interleaved1f1b", "interleavedZeroBubble", "zbvZeroBubble"
+    ] = "1f1b"
+    """Order of the micro-batches. gpipe keeps the activations of all, 1f1b of as many as there are
+    stages; the others have several stages on each rank, which idles less."""
+    stages_per_rank: Auto | Count = "auto"
+    """Parts of the layers on one rank. auto: 1 with gpipe and 1f1b, 2 with the other schedules."""
+
+
+class Parallelism(Choice):
     """Sizes of the device mesh's axes. Their product is the world size.
 
     shard = 1 is DDP, without a tensor or context axis; shard > 1 is FSDP2; shard > 1 with more than
-    one replica is HSDP. replicate is the elastic axis: it follows the number of nodes, and shrinks
-    and grows in whole replica groups. With shard: world the shard axis does so instead.
+    one replica is HSDP. replicate is the elastic axis: it follows the number of nodes
+    in whole replica groups. With shard: world the shard axis does so instead.
     """
+
+    choices = ("ddp", "fsdp", "pipeline")
+    default_choice = "none"
 
     replicate: AutoOrCount = "auto"
     """Replicas of the model with nodes.max nodes. auto: as many as the workers allow."""
     shard: Auto | Literal["world"] | Count = "auto"
-    """Ranks that share one replica of the model. auto: chosen by memory; world: all ranks, at any
-    number of nodes."""
+    """Ranks that share one replica of the model. auto: chosen by memory, 1 with ddp; world: all
+    ranks, at any number of nodes."""
     tensor: Axis = 1
     """Size of the tensor parallel axis, the innermost; the recipe divides heads, feed-forward
     width, vocabulary and sequence over it."""
@@ -109,43 +140,55 @@ class Parallelism(Part):
     context: Axis = 1
     """Size of the context parallel axis, over which the recipe divides every sequence (ring
     attention) and the parameters. It may span nodes."""
-    pipeline: Axis = 1
-    """Size of the pipeline axis, the outermost, over which the recipe divides the layers. It may
-    span nodes."""
-    pipeline_schedule: Literal[
-        "gpipe", "1f1b", "interleaved1f1b", "interleavedZeroBubble", "zbvZeroBubble"
-    ] = "1f1b"
-    """Order of the micro-batches in the pipeline. gpipe keeps the activations of all, 1f1b of as
-    many as there are stages; the others have several stages on each rank, which idles less."""
-    pipeline_stages_per_rank: Auto | Count = "auto"
-    """Parts of the layers on one rank. auto: 1 with gpipe and 1f1b, 2 with the other schedules."""
-    reshard_after_forward: bool | Annotated[int, Field(le=limits.MAX_COUNT)] = True
-    """true: free the gathered parameters after forward (ZeRO-3); false: keep them until backward
-    (ZeRO-2), as a pipeline always does; an integer: reshard to groups of that many ranks."""
-    accumulate_gradients: Literal["sharded", "whole"] = "sharded"
-    """Gradients of several micro-batches. sharded: reduce after each; whole: keep whole gradients
-    and reduce once, after the last, as a pipeline always does. whole with reshardAfterForward:
-    false is ZeRO-1."""
-    prefetch_blocks: int = Field(default=0, ge=0, le=limits.MAX_COUNT)
-    """Blocks ahead for which FSDP2 gathers parameters; 0: torch decides (one in backward)."""
-    ddp: Ddp = Ddp()
+    ddp: Ddp | None = None
+    fsdp: Fsdp | None = None
+    pipeline: PipelineAxis | None = None
     precision: Precision = Precision()
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     offload: Literal["none", "cpu"] = "none"
     """cpu: keep shards, gradients and optimizer state in main memory."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _ddp_has_one_shard(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("ddp") is not None:
+            return {**value, "shard": 1} if value.get("shard", "auto") == "auto" else value
+        return value
+
+    @model_validator(mode="after")
+    def _check_shard(self) -> Parallelism:
+        if self.ddp is not None and self.shard != 1:
+            raise ValueError(f"shard: got {self.shard} with ddp; expected 1; remove one of the two")
+        return self
+
+    @property
+    def ddp_settings(self) -> Ddp:
+        return self.ddp or Ddp()
+
+    @property
+    def fsdp_settings(self) -> Fsdp:
+        return self.fsdp or Fsdp()
+
+    @property
+    def pipeline_ranks(self) -> int:
+        return self.pipeline.ranks if self.pipeline else 1
+
+    @property
+    def pipeline_schedule(self) -> str:
+        return self.pipeline.schedule if self.pipeline else "1f1b"
+
     @property
     def stages_per_rank(self) -> int:
-        if self.pipeline_stages_per_rank != "auto":
-            return self.pipeline_stages_per_rank
+        if self.pipeline and self.pipeline.stages_per_rank != "auto":
+            return self.pipeline.stages_per_rank
         return 1 if self.pipeline_schedule in ONE_STAGE_PER_RANK else 2
 
     @property
     def num_stages(self) -> int:
         """Parts of the layers over all ranks of a pipeline."""
-        return self.pipeline * self.stages_per_rank
+        return self.pipeline_ranks * self.stages_per_rank
 
     @property
     def inner(self) -> int:
         """Ranks of one part of the data: tensor x context x pipeline."""
-        return self.tensor * self.context * self.pipeline
+        return self.tensor * self.context * self.pipeline_ranks

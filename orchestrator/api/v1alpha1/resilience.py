@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from holdfast.orchestrator import limits
 
-from .base import Auto, Part, Seconds, Steps, Wait
+from .base import Auto, Choice, NoSettings, Part, Seconds, Steps, Wait
 
 
 class MemoryTier(Part):
@@ -58,6 +58,20 @@ class Retention(Part):
     199, ... Default: none."""
 
 
+class OwnCheckpointGuard(Choice):
+    """Before a script starts again, its own incomplete checkpoints are renamed, and trainers of
+    transformers, Lightning and DeepSpeed resume. See docs/user/script-checkpoints.md."""
+
+    choices = ("directories", "never")
+    default_choice = "auto"
+
+    directories: Annotated[tuple[str, ...], Field(max_length=16)] | None = None
+    """Directories of them, relative to workingDirectory, used by no other job. Default: what ranks
+    are seen to write, and directories that the arguments name."""
+    never: NoSettings | None = None
+    """Do neither."""
+
+
 class Checkpoint(Part):
     """Where checkpoints are kept and how often they are written."""
 
@@ -70,13 +84,7 @@ class Checkpoint(Part):
     memory: MemoryTier = MemoryTier()
     storage: StorageTier = StorageTier()
     retention: Retention = Retention()
-    guard: Literal["auto", "never"] = "auto"
-    """auto: before a script starts again, rename its own incomplete checkpoints, and let trainers
-    of transformers, Lightning and DeepSpeed resume; never: do neither. See
-    docs/user/script-checkpoints.md."""
-    guard_directories: Annotated[tuple[str, ...], Field(max_length=16)] = ()
-    """Directories of the script's own checkpoints, relative to workingDirectory, used by no other
-    job. Default: what ranks are seen to write, and directories that the arguments name."""
+    guard: OwnCheckpointGuard = OwnCheckpointGuard()
 
     @property
     def staging_interval(self) -> int:

@@ -15,7 +15,8 @@ from typing import Any
 
 from .base import Choice, yaml_name
 from .job import CONTRACT_NAMES, RESERVED_PREFIXES, JobSpec
-from .parallelism import ActivationCheckpointing
+from .parallelism import ActivationCheckpointing, Parallelism
+from .resilience import OwnCheckpointGuard
 from .workload import BESIDE, Entrypoint
 
 
@@ -84,10 +85,20 @@ _TEXT, _NUMBER = {"type": "string", "maxLength": 64}, {"type": "number"}
 _TEXTS = {"type": "array", "maxItems": 2, "items": _TEXT}
 _CHECKPOINTING = "spec.parallelism.activationCheckpointing"
 _OPTIMIZER = "spec.entrypoint.recipe.config.optimizer"
+_AXES = "spec.parallelism"
 RETIRED: dict[str, tuple[dict[str, Any], str]] = {
     f"{_CHECKPOINTING}.mode": (_TEXT, "{full: {}}, {selective: {}} or {budget: 0.5}"),
     f"{_CHECKPOINTING}.everyNthBlock": (_NUMBER, "{full: {everyNthBlock: %s}}"),
     f"{_CHECKPOINTING}.keep": (_TEXTS, "{selective: {keep: %s}}"),
+    f"{_AXES}.pipelineSchedule": (_TEXT, "{pipeline: {ranks: 2, schedule: %s}}"),
+    f"{_AXES}.pipelineStagesPerRank": (_NUMBER, "{pipeline: {ranks: 2, stagesPerRank: %s}}"),
+    f"{_AXES}.reshardAfterForward": ({"type": "boolean"}, "{fsdp: {reshardAfterForward: %s}}"),
+    f"{_AXES}.accumulateGradients": (_TEXT, "{fsdp: {accumulateGradients: %s}}"),
+    f"{_AXES}.prefetchBlocks": (_NUMBER, "{fsdp: {prefetchBlocks: %s}}"),
+    "spec.checkpoint.guardDirectories": (
+        _TEXTS | {"maxItems": 16},
+        "{guard: {directories: %s}}",
+    ),
     f"{_OPTIMIZER}.name": (_TEXT, "{%s: {}}"),
     f"{_OPTIMIZER}.momentum": (_NUMBER, "{muon: {momentum: %s}}"),
     f"{_OPTIMIZER}.rankFraction": (_NUMBER, "{dion: {rankFraction: %s}}"),
@@ -128,7 +139,8 @@ def _excluded() -> Iterator[Rule]:
 
 # The size of the mesh, which `kubectl scale` changes.
 _WORLD = "(self.nodes.max * self.workersPerNode)"
-_INNER = "(self.parallelism.tensor * self.parallelism.context * self.parallelism.pipeline)"
+_PIPELINE = "(has(self.parallelism.pipeline) ? self.parallelism.pipeline.ranks : 1)"
+_INNER = f"(self.parallelism.tensor * self.parallelism.context * {_PIPELINE})"
 _SHARD = "self.parallelism.shard"
 _GPUS = "int(self.resources.gpu) * self.workersPerNode"
 
@@ -145,6 +157,8 @@ CHECKS = (
     ),
     _one_choice("one-entrypoint", "spec.entrypoint", Entrypoint),
     _one_choice("one-activation-checkpointing", _CHECKPOINTING, ActivationCheckpointing),
+    _one_choice("one-way-of-sharding", _AXES, Parallelism),
+    _one_choice("one-guard", "spec.checkpoint.guard", OwnCheckpointGuard),
     *_excluded(),
     Rule(
         "a-node-at-least",

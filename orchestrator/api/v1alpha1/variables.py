@@ -66,19 +66,7 @@ def remarks(env: dict[str, str], num_gpus: int | None) -> Iterator[str]:
             yield f"spec.env.{name}: {found.why}; write {found.instead}"
         elif name.startswith(PET):
             yield f"spec.env.{name}: {PET}* are options of torchrun; write fields of spec"
-    if num_gpus == 0 and (names := [name for name in env if _is_for_nccl(name)]):
+    read = [name for name in env if name not in INEFFECTIVE]
+    if num_gpus == 0 and (names := [n for n in read if n.startswith(("NCCL_", "TORCH_NCCL_"))]):
         listed = ", ".join(names)
         yield f"spec.env: no process reads {listed}: workers without GPUs communicate by gloo"
-
-
-def _is_for_nccl(name: str) -> bool:
-    return name.startswith(("NCCL_", "TORCH_NCCL_")) and name not in INEFFECTIVE
-
-
-def table() -> Iterator[str]:
-    """The rows of the reference page."""
-    yield "| variable | why | write |"
-    yield "|---|---|---|"
-    for name, (why, instead) in INEFFECTIVE.items():
-        yield f"| `{name}` | {why} | {instead} |"
-    yield f"| `{PET}*` | options of torchrun | fields of spec |"

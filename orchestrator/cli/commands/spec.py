@@ -64,15 +64,12 @@ def validate(file: FileArgument, as_json: JsonOption = False) -> None:
 
 
 def schema(
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the reference pages in Markdown instead.")
-    ] = False,
     crd: Annotated[
         bool,
         typer.Option("--crd", help="Print the CustomResourceDefinition for Kubernetes instead."),
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write to this file, pages beside it.")
+        Path | None, typer.Option("--output", "-o", help="Write to this file.")
     ] = None,
 ) -> None:
     """Print the JSON schema of a TrainingJob, for editors and CI.
@@ -81,19 +78,17 @@ def schema(
     """
     import json
 
-    from holdfast.orchestrator.api.v1alpha1.schema import json_schema, reference_pages
+    from holdfast.orchestrator.api.v1alpha1.schema import json_schema
 
-    if markdown and crd:
-        raise UserError(str(Problem("--markdown", "--markdown and --crd", "only one of them")))
-    texts = reference_pages() if markdown else {"": json.dumps(json_schema(), indent=2) + "\n"}
     if crd:
-        texts = {"": provided("resource definition", "kubernetes", "--crd")}
+        text = provided("resource definition", "kubernetes", "--crd")
+    else:
+        text = json.dumps(json_schema(), indent=2) + "\n"
     if output is None:
-        typer.echo("\n".join(texts.values()), nl=False)
+        typer.echo(text, nl=False)
         return
     try:
-        for end, text in texts.items():
-            output.with_stem(output.stem + end).write_text(text, encoding="utf-8")
+        output.write_text(text, encoding="utf-8")
     except OSError as error:
         got = f"{output} ({error.strerror})"
         raise UserError(str(Problem("--output", got, "a writable file"))) from None

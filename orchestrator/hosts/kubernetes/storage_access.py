@@ -57,7 +57,9 @@ def problems(job: TrainingJob, settings: PodSettings, known_path: str = "") -> l
     if is_allowed and _is_directory(path):
         return []  # of the operator's own file system: no credentials are used
     endpoints = _own_endpoints(job, settings) if _is_s3(path) else None
-    if endpoints is not None and (secret is not None or _has_credentials(options)):
+    if endpoints is not None and (
+        secret is not None or (options.get("key") and options.get("secret"))
+    ):
         return [_endpoint_problem(job, one) for one in _redirecting(options, endpoints)]
     if not is_allowed:
         return [_path_problem(job, settings, path)]
@@ -143,10 +145,6 @@ def _redirecting(options: Mapping[str, Any], endpoints: Sequence[str] | None = N
 
 def _is_listed(endpoint: str, endpoints: Sequence[str]) -> bool:
     return ALL in endpoints or endpoint.rstrip("/") in (one.rstrip("/") for one in endpoints)
-
-
-def _has_credentials(options: Mapping[str, Any]) -> bool:
-    return bool(options.get("key") and options.get("secret"))
 
 
 def _path_problem(job: TrainingJob, settings: PodSettings, path: str) -> Problem:

@@ -24,7 +24,7 @@ _FORMATS = {"no": "float32", "false": "float32", "bf16": "bfloat16", "fp16": "fl
             "fp8": "fp8"}  # fmt: skip
 _REMOVED = {
     "fsdp_backward_prefetch": "FSDP2 always prefetches in backward",
-    "fsdp_forward_prefetch": "FSDP2 overlaps by itself; see spec.parallelism.prefetchBlocks",
+    "fsdp_forward_prefetch": "FSDP2 overlaps by itself; see spec.parallelism.fsdp.prefetchBlocks",
     "fsdp_use_orig_params": "FSDP2 always keeps the original parameters",
     "fsdp_sync_module_states": "Holdfast starts every rank with the same values",
     "fsdp_limit_all_gathers": "FSDP2 needs no limit",

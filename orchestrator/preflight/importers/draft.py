@@ -157,11 +157,12 @@ class Draft:
         if self.ranks == 1:
             shard = 1
         axes["shard"] = shard
-        for name in ("tensor", "context", "pipeline"):
+        for name in ("tensor", "context"):
             if getattr(self, name) > 1:
                 axes[name] = getattr(self, name)
-        if self.pipeline > 1 and self.schedule:
-            axes["pipelineSchedule"] = self.schedule
+        if self.pipeline > 1:
+            schedule = {"schedule": self.schedule} if self.schedule else {}
+            axes["pipeline"] = {"ranks": self.pipeline} | schedule
         return axes
 
     def _settings(self, recipe: bool) -> dict[str, Any]:
@@ -170,10 +171,10 @@ class Draft:
         sharded = self.shard is not None and (self.ranks > 1 or self.context > 1)
         can_reshard = sharded and self.pipeline == 1
         if self.reshard is not True and can_reshard:
-            found["reshardAfterForward"] = self.reshard
+            found.setdefault("fsdp", {})["reshardAfterForward"] = self.reshard
         if self.whole_gradients and can_reshard:
             if self.micro_batch is not None or not recipe:
-                found["accumulateGradients"] = "whole"
+                found.setdefault("fsdp", {})["accumulateGradients"] = "whole"
             else:
                 why = "without a micro-batch nothing is accumulated, so ZeRO-1 is ZeRO-2"
                 self.keys.drop("ZeRO stage", why, 1)

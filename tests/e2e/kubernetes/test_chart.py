@@ -306,9 +306,14 @@ POLICY = [
         "number alone for cores or bytes, 64Gi (powers of 1024) or 64G (of 1000) for gigabytes",
     ),
     (
-        {"spec": {"parallelism": {"shard": 4, "reshardAfterForward": 3}, "workersPerNode": 4}},
-        "spec.parallelism.reshardAfterForward: got 3; expected true, false or a divisor of shard "
-        "(4)",
+        {
+            "spec": {
+                "parallelism": {"shard": 4, "fsdp": {"reshardAfterForward": 3}},
+                "workersPerNode": 4,
+            }
+        },
+        "spec.parallelism.fsdp.reshardAfterForward: got 3; expected true, false or a divisor of "
+        "shard (4)",
     ),
 ]
 

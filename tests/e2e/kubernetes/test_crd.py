@@ -123,7 +123,7 @@ def test_a_change_inside_an_untyped_field_is_noticed(jobs: Kubectl, part: str) -
     start(jobs)
     change = {
         "resources": {"cpu": 2},
-        "parallelism": {"reshardAfterForward": False},
+        "parallelism": {"fsdp": {"reshardAfterForward": False}},
         "kubernetes": {"podTemplate": {"spec": {"hostname": "b"}}},
     }[part]
     patch = json.dumps({"spec": {part: change}})

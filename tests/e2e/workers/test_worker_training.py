@@ -124,7 +124,7 @@ def test_another_mesh_continues_from_storage(whole: Generation, tmp_path: Path) 
     manifest = persist(tmp_path, whole, step=1)
     assert inspect.verify(str(tmp_path), manifest).ok
     restore = Restore(step=1, generation=1, num_shards=2, directory=manifest.directory)
-    parallelism = {"reshardAfterForward": False, "activationCheckpointing": {"full": {}}}
+    parallelism = {"fsdp": {"reshardAfterForward": False}, "activationCheckpointing": {"full": {}}}
     other = Generation(
         make_job(4, config={"globalBatch": 5}, parallelism=parallelism), Mesh(shard=3), number=2,
         restore=restore, checkpoint_path=f"file://{tmp_path}",

@@ -70,9 +70,35 @@ CHECKPOINTING = {
     "everyNthBlock": (2, "{full: {everyNthBlock: 2}}"),
     "keep": (["matmul"], '{selective: {keep: ["matmul"]}}'),
 }
+PARALLELISM = {
+    "pipelineSchedule": ("gpipe", "{pipeline: {ranks: 2, schedule: gpipe}}"),
+    "pipelineStagesPerRank": (2, "{pipeline: {ranks: 2, stagesPerRank: 2}}"),
+    "reshardAfterForward": (False, "{fsdp: {reshardAfterForward: false}}"),
+    "accumulateGradients": ("whole", "{fsdp: {accumulateGradients: whole}}"),
+    "prefetchBlocks": (1, "{fsdp: {prefetchBlocks: 1}}"),
+}
 
 
 WRONG = (
+    *(
+        Wrong(f"retired-{name}", recipe(parallelism={name: value}), (f"parallelism: {line}",))
+        for name, (value, line) in PARALLELISM.items()
+    ),
+    Wrong(
+        "retired-guardDirectories",
+        script(checkpoint={"guardDirectories": ["out"]}),
+        ('checkpoint: {guard: {directories: ["out"]}}',),
+    ),
+    Wrong(
+        "one-guard",
+        script(checkpoint={"guard": {"directories": [], "never": {}}}),
+        ("guard: got directories and never; expected at most one of directories, never",),
+    ),
+    Wrong(
+        "one-way-of-sharding",
+        recipe(workersPerNode=2, parallelism={"ddp": {}, "fsdp": {}}),
+        ("spec.parallelism: got ddp and fsdp; expected at most one of ddp, fsdp, pipeline",),
+    ),
     *(
         Wrong(f"retired-{name}", checkpointing(**{name: value}), (f"Checkpointing: {line}",))
         for name, (value, line) in CHECKPOINTING.items()
@@ -306,8 +332,11 @@ MODELS_ONLY = (
     ),
     Wrong(
         "world-has-no-part",
-        script(parallelism={"shard": "world", "reshardAfterForward": 2}),
-        ("spec.parallelism.reshardAfterForward: got 2; expected true or false with shard: world",),
+        script(parallelism={"shard": "world", "fsdp": {"reshardAfterForward": 2}}),
+        (
+            "spec.parallelism.fsdp.reshardAfterForward: got 2; expected true or false with shard: "
+            "world",
+        ),
     ),
     Wrong(
         "replicate-divides",
@@ -334,10 +363,10 @@ MODELS_ONLY = (
     ),
     Wrong(
         "layers-of-a-pipeline",
-        recipe(workersPerNode=3, parallelism={"pipeline": 3}),
+        recipe(workersPerNode=3, parallelism={"pipeline": {"ranks": 3}}),
         (
-            "spec.parallelism.pipeline: got 3; expected a divisor of model.numLayers (4), which "
-            "the stages divide",
+            "spec.parallelism.pipeline.ranks: got 3; expected a divisor of model.numLayers (4), "
+            "which the stages divide",
         ),
     ),
 )
@@ -382,19 +411,19 @@ UNTYPED_WRONG = (
     script(recovery={"hangTimeoutSeconds": "never"}),
     script(recovery={"hangTimeoutSeconds": 0}),
     script(recovery={"hangTimeoutSeconds": [3]}),
-    script(parallelism={"reshardAfterForward": "perhaps"}),
-    script(parallelism={"reshardAfterForward": 1.5}),
-    script(parallelism={"reshardAfterForward": {}}),
+    script(parallelism={"fsdp": {"reshardAfterForward": "perhaps"}}),
+    script(parallelism={"fsdp": {"reshardAfterForward": 1.5}}),
+    script(parallelism={"fsdp": {"reshardAfterForward": {}}}),
 )
 UNTYPED_RIGHT = (
     script(resources={"cpu": 0.5, "memory": "4Gi"}),
     script(resources={"cpu": "500m", "memory": 1024}),
     script(recovery={"hangTimeoutSeconds": 2.5}),
     script(recovery={"hangTimeoutSeconds": "auto"}),
-    script(parallelism={"reshardAfterForward": False}),
+    script(parallelism={"fsdp": {"reshardAfterForward": False}}),
     script(
         nodes={"min": 2, "max": 4},
         workersPerNode=2,
-        parallelism={"shard": 4, "reshardAfterForward": 2},
+        parallelism={"shard": 4, "fsdp": {"reshardAfterForward": 2}},
     ),
 )

@@ -176,7 +176,7 @@ def test_settings_are_what_differs_from_a_plain_job() -> None:
                 spec["spec"]["entrypoint"]["recipe"]["config"] if name == "loss" else parallelism
             )
             assert where[name] == value
-        axes = {"replicate", "shard", "tensor", "context", "pipeline"}
+        axes = {"replicate", "shard", "tensor", "context"}
         assert set(parallelism) - axes == set(settings) - {"loss"}
 
 

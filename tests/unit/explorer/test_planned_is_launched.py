@@ -41,12 +41,13 @@ def jobs(draw: st.DrawFn) -> tuple[TrainingJob | None, NodeFacts]:
     parallelism: dict[str, Any] = {
         "shard": draw(st.sampled_from(["auto", "auto", "auto", "world", *divisors])),
         "tensor": tensor,
-        "pipeline": pipeline,
         "context": context,
         "activationCheckpointing": draw(st.sampled_from(CHECKPOINTING)),
     }
-    if pipeline == 1:
-        parallelism["reshardAfterForward"] = draw(st.sampled_from([True, True, False]))
+    if pipeline > 1:
+        parallelism["pipeline"] = {"ranks": pipeline}
+    elif draw(st.booleans()):
+        parallelism["fsdp"] = {"reshardAfterForward": draw(st.booleans())}
     if draw(st.booleans()):
         parallelism["offload"] = "cpu"
     if parallelism["shard"] == "auto" and draw(st.booleans()):
@@ -175,7 +176,7 @@ def plain_jobs(draw: st.DrawFn) -> TrainingJob | None:
         "shard": draw(st.sampled_from(["auto", "world", *divisors])),
         "tensor": draw(st.sampled_from(divisors)),
         "context": draw(st.sampled_from([1, 1, 2])),
-        "pipeline": draw(st.sampled_from([1, 1, 2])),
+        "pipeline": draw(st.sampled_from([None, None, {"ranks": 2}])),
     }
     script = draw(st.booleans())
     recipe = None if script else {"globalBatch": 64, "data": {"sequenceLength": 64}}

@@ -40,7 +40,7 @@ JOBS = {
         parallelism={"shard": 8, "activationCheckpointing": {"full": {"everyNthBlock": 2}}}
     ),
     "FSDP and a tensor axis": gpu_job(parallelism={"shard": 4, "tensor": 2}),
-    "pipeline": gpu_job(parallelism={"pipeline": 2, "pipelineSchedule": "gpipe"}),
+    "pipeline": gpu_job(parallelism={"pipeline": {"ranks": 2, "schedule": "gpipe"}}),
     "Muon": gpu_job(config={"optimizer": {"muon": {}}}),
     "z-loss": gpu_job(config={"loss": {"zLoss": 1e-4, "chunkTokens": 512}}),
     "does not fit": gpu_job(nodes=1, parallelism={"shard": 1, "replicate": 8}),
@@ -79,7 +79,7 @@ def written(job: TrainingJob, one: Alternative) -> TrainingJob:
         for name, value in mapping["spec"].get("parallelism", {}).items()
         if name in ("precision", "ddp")
     }
-    mapping["spec"]["parallelism"] = {**kept, **axes, "pipeline": mesh.pipeline, **settings}
+    mapping["spec"]["parallelism"] = {**kept, **axes, **settings}
     return job_from_mapping(mapping)
 
 

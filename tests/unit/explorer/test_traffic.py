@@ -43,7 +43,9 @@ def test_fsdp_in_bfloat16_sends_eight_bytes_per_parameter() -> None:
 
 
 def test_parameters_that_stay_gathered_are_sent_once() -> None:
-    job = make_job(recipe={}, resources={"gpu": 1}, parallelism={"reshardAfterForward": False})
+    job = make_job(
+        recipe={}, resources={"gpu": 1}, parallelism={"fsdp": {"reshardAfterForward": False}}
+    )
     work, _layout = planned(job, Mesh(shard=4))
     rows = traffic_rows(job, Mesh(shard=4))
     assert sum(row.num_bytes for row in rows) == pytest.approx(6 * work.counts.total * 3 / 4)
@@ -87,7 +89,9 @@ def test_a_rank_of_a_pipeline_sends_keys_and_values_of_its_own_layers() -> None:
 
 
 def test_a_pipeline_passes_activations_on_and_their_gradients_back() -> None:
-    job = make_job(workers=4, recipe={"globalBatch": 8}, parallelism={"pipeline": 2, "shard": 2})
+    job = make_job(
+        workers=4, recipe={"globalBatch": 8}, parallelism={"pipeline": {"ranks": 2}, "shard": 2}
+    )
     mesh = Mesh(shard=2, pipeline=2)
     work, layout = planned(job, mesh)
     assert layout.num_micro_batches == 4
@@ -107,7 +111,7 @@ def test_sends_of_a_pipeline_follow_its_schedule(
     job = make_job(
         workers=pipeline,
         recipe={"globalBatch": 16, "model": {"numLayers": 8}},
-        parallelism={"pipeline": pipeline, "pipelineSchedule": schedule},
+        parallelism={"pipeline": {"ranks": pipeline, "schedule": schedule}},
     )
     work, layout = planned(job, Mesh(replicate=2, pipeline=pipeline))
     assert layout.stages_per_rank == stages

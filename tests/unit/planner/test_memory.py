@@ -74,7 +74,7 @@ def test_model_states_are_16_bytes_per_parameter_over_the_shard_group_only() -> 
 
 
 def test_zero_2_keeps_gathered_parameters() -> None:
-    job = make_job(recipe={}, parallelism={"reshardAfterForward": False})
+    job = make_job(recipe={}, parallelism={"fsdp": {"reshardAfterForward": False}})
     assert device_rows(job, Mesh(shard=2))["gathered parameters"].num_bytes == 4 * TOTAL
 
 
@@ -115,7 +115,7 @@ def test_fsdp_divides_over_a_context_axis_without_a_shard_axis() -> None:
 
 
 def test_a_pipeline_divides_the_layers_and_keeps_several_micro_batches() -> None:
-    axes = {"pipeline": 2, "shard": 2}
+    axes = {"pipeline": {"ranks": 2}, "shard": 2}
     job = make_job(workers=4, recipe={"globalBatch": 8}, parallelism=axes)
     mesh, counts = Mesh(shard=2, pipeline=2), count_parameters(of_recipe(Model()))
     largest = 2 * counts.layer + max(counts.head, counts.embedding)
@@ -136,7 +136,7 @@ def test_a_pipeline_divides_the_layers_and_keeps_several_micro_batches() -> None
     [("1f1b", 2), ("gpipe", 4)],
 )
 def test_a_pipeline_keeps_the_micro_batches_of_its_schedule(schedule: str, kept: int) -> None:
-    axes = {"pipeline": 2, "shard": 2, "pipelineSchedule": schedule}
+    axes = {"pipeline": {"ranks": 2, "schedule": schedule}, "shard": 2}
     job = make_job(workers=4, recipe={"globalBatch": 8, "model": {"dim": 64}}, parallelism=axes)
     work, layout = planned(job, Mesh(shard=2, pipeline=2))
     first = next(

@@ -64,7 +64,7 @@ def prepare(job: TrainingJob, descriptors: Descriptors) -> Program:
     if program.launcher == "accelerate launch":
         os.environ.update(_variables(program))
     os.environ.update(launcher_shim.variables(os.environ))
-    if job.spec.entrypoint.recipe is None and job.spec.checkpoint.guard == "auto":
+    if job.spec.entrypoint.recipe is None and job.spec.checkpoint.guard.chosen != "never":
         framework_hooks.install()
         file_audit.install(descriptors.wire)
     return program
@@ -113,7 +113,7 @@ def _become_python(
         "asked": descriptors.asked,
         "signal": processes.STACK_SIGNAL,
         "bytes": limits.MAX_TRACEBACK_BYTES,
-        "audit": job.spec.checkpoint.guard == "auto",
+        "audit": job.spec.checkpoint.guard.chosen != "never",
     }
     words = (interpreter.path, _OTHER_PYTHON, json.dumps(order))
     _become(words, descriptors, "spec.entrypoint.python")

@@ -1,9 +1,10 @@
 """A process that imports the modules of `spec.preload` and those that workers of the script
 imported, once per node, and forks workers with them for the forkserver, which goes on meanwhile.
 
-A process that has threads or has opened CUDA must not fork. A template whose import does that ends;
-the next one leaves the module, and what that imports, to the standbys. What it forks is a child of
-the forkserver.
+It is not the forkserver: that one reaps the workers that run, and has to outlive an import that
+starts threads, opens CUDA, hangs or crashes. A process that has threads or has opened CUDA must not
+fork. A template whose import does that ends; the next one leaves the module, and what that imports,
+to the standbys. What it forks is a child of the forkserver.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def _imports_session(node: ast.AST) -> bool:
 
 
 def _warm_recipe(job: TrainingJob, config: Pretrain, session: Session) -> None:
-    layers = config.model.num_layers // job.spec.parallelism.pipeline  # of one rank
+    layers = config.model.num_layers // job.spec.parallelism.pipeline_ranks  # of one rank
     model = config.model.model_copy(update={"num_layers": layers})
     # Without its rank and environment it would compile into another cache than workers read.
     config = config.model_copy(update={"model": model, "compile": False})

@@ -176,5 +176,5 @@ def _is_guarded(fork: commands.Fork, job: TrainingJob, welcome: m.Welcome) -> bo
     """Whether the script may have checkpoints of its own."""
     membership, entry = fork.membership, job.spec.entrypoint
     first = not membership.restart_count or not welcome.submitted_ns
-    guarded = job.spec.checkpoint.guard == "auto" and entry.recipe is None
+    guarded = job.spec.checkpoint.guard.chosen != "never" and entry.recipe is None
     return guarded and not first and membership.restore is None

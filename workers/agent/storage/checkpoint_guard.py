@@ -125,7 +125,7 @@ def certainty_of(name: str) -> int:
 def roots(job: TrainingJob, spec_directory: str) -> list[Path]:
     """Directories and files that the spec or the script's arguments name."""
     home = files.resolve(spec_directory, job.spec.working_directory).absolute()
-    if named := job.spec.checkpoint.guard_directories:
+    if named := job.spec.checkpoint.guard.directories:
         return [files.resolve(home, directory) for directory in named]
     program = job.spec.entrypoint.program
     words = (*program.args, *program.words)
@@ -139,7 +139,7 @@ def may_name(job: TrainingJob) -> bool:
     what another job writes; the ranks of a script report what they write."""
     program = job.spec.entrypoint.program
     unseen = bool(program.words or program.python or program.runner)
-    return bool(job.spec.checkpoint.guard_directories) or unseen
+    return bool(job.spec.checkpoint.guard.directories) or unseen
 
 
 def _paths(word: str) -> Iterator[str]:

@@ -176,16 +176,13 @@ class DataPort:
             if isinstance(sock, ssl.SSLSocket):
                 await _when_ready(sock, sock.do_handshake)
             request = await _request(sock)
-            if self._authentic(request):
+            if hmac.compare_digest(request.token.encode(), self._credentials.token.encode()):
                 self._strangers.leave(sock)
                 sock.settimeout(TIMEOUT_S)
                 await self._answer(sock, request)
             else:
                 sock.send(frame(_ENCODER.encode(No(detail="wrong token"))))
         self._strangers.leave(sock)
-
-    def _authentic(self, request: Get | Put) -> bool:
-        return hmac.compare_digest(request.token.encode(), self._credentials.token.encode())
 
     async def _in_thread(self, work: Callable[..., R], *arguments: object) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)

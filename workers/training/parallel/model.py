@@ -88,10 +88,10 @@ class Parallel:
                 sharding.shard([block], session, parallelism, self.dtype)
         if self.fully_sharded:
             sharding.shard([*edges, *roots], session, parallelism, self.dtype)
-            if parallelism.prefetch_blocks:
+            if ahead := parallelism.fsdp_settings.prefetch_blocks:
                 in_order = [*edges[:1], *self.blocks, *edges[1:]]
                 modules = [part[0] if isinstance(part, list) else part for part in in_order]
-                sharding.prefetch(modules, parallelism.prefetch_blocks)
+                sharding.prefetch(modules, ahead)
         self.offloaded = sharding.offloads(session, parallelism)
         self.context = session.meshes.axis("context") if session.shape.context > 1 else None
         self.module: nn.Module = model

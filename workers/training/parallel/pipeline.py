@@ -36,7 +36,7 @@ _SCHEDULES = {
     "interleavedZeroBubble": "ScheduleInterleavedZeroBubble",
     "zbvZeroBubble": "ScheduleZBVZeroBubble",
 }
-"""spec.parallelism.pipelineSchedule -> class of torch.distributed.pipelining."""
+"""spec.parallelism.pipeline.schedule -> class of torch.distributed.pipelining."""
 
 Loss = Callable[[Tensor, MicroBatch], Tensor]
 Arguments = Callable[[MicroBatch], dict[str, Any]]
@@ -262,7 +262,7 @@ def _schedule_class(name: str) -> Any:
     if found is None:
         known = [name for name, kind in _SCHEDULES.items() if hasattr(pipelining, kind)]
         raise UserError(
-            f"spec.parallelism.pipelineSchedule: got {name}, which torch {torch.__version__} "
+            f"spec.parallelism.pipeline.schedule: got {name}, which torch {torch.__version__} "
             f"lacks; expected one of {', '.join(known)}; use one of these or another torch"
         )
     return found

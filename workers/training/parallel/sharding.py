@@ -38,7 +38,7 @@ def shard(parts: Parts, session: Session, parallelism: Parallelism, dtype: torch
     # A pipeline keeps the parameters of its stages: each would be gathered again for every
     # micro-batch, and torch's zero bubble schedules omit gradients of parameters that are not
     # gathered when the backward of a stage begins.
-    reshard = parallelism.reshard_after_forward if session.shape.pipeline == 1 else False
+    reshard = session.shape.pipeline == 1 and parallelism.fsdp_settings.reshard_after_forward
     for part in parts:
         fully_shard(
             part,
@@ -73,7 +73,7 @@ def replicate(model: nn.Module, device: torch.device, parallelism: Parallelism) 
     in another order than an undisturbed one. With `find_unused_parameters` the buckets stay, for a
     walk through the graph in every step; a static graph (the user's choice) excludes it.
     """
-    settings = parallelism.ddp
+    settings = parallelism.ddp_settings
     options: dict[str, Any] = {
         "bucket_cap_mb": settings.bucket_mib,
         "static_graph": settings.static_graph,
@@ -102,10 +102,11 @@ def accumulating(module: nn.Module, parallelism: Parallelism, last: bool) -> Ite
             yield
         return
     if isinstance(module, FSDPModule):
-        if parallelism.accumulate_gradients == "sharded":
+        settings = parallelism.fsdp_settings
+        if settings.accumulate_gradients == "sharded":
             module.set_requires_all_reduce(last)
         else:
             module.set_requires_gradient_sync(last)
-            if parallelism.reshard_after_forward is False:  # ZeRO-1: gathered once a step
+            if settings.reshard_after_forward is False:  # ZeRO-1: gathered once a step
                 module.set_reshard_after_backward(last)
     yield

@@ -12,6 +12,7 @@ from holdfast.orchestrator.errors import SpecError
 from tests.unit.api import wrong_jobs
 
 CPUS, GPUS = {"resources": {"gpu": 0}}, {"resources": {"gpu": 1}}
+WHOLE = {"accumulateGradients": "whole"}
 TWO_NODES = {"nodes": {"min": 2, "max": 2}}
 
 
@@ -40,31 +41,20 @@ def checkpointing(mode: str, settings: Any, **mesh: Any) -> Any:
         ("precision", script({"precision": {"reduce": "bfloat16"}})),
         ("activationCheckpointing", script({"activationCheckpointing": {"full": {}}})),
         ("offload", script({"offload": "cpu"})),
-        ("reshardAfterForward", script({"reshardAfterForward": False})),
+        ("fsdp", script({"fsdp": {"reshardAfterForward": False}})),
         ("offload", recipe({"offload": "cpu"}, **CPUS)),
         ("offload", recipe({"offload": "cpu", "shard": 1}, **GPUS)),
         ("precision.reduce", recipe({"precision": {"reduce": "bfloat16"}}, workersPerNode=1)),
-        ("reshardAfterForward", recipe({"reshardAfterForward": False, "shard": 1})),
-        ("prefetchBlocks", recipe({"prefetchBlocks": 1, "shard": 1})),
-        ("prefetchBlocks", recipe({"prefetchBlocks": 1})),
-        ("reshardAfterForward", recipe({"reshardAfterForward": 2})),
-        ("accumulateGradients", small_passes({"accumulateGradients": "whole"})),
+        ("fsdp", recipe({"fsdp": {"reshardAfterForward": False}, "shard": 1})),
+        ("fsdp", recipe({"fsdp": {"prefetchBlocks": 1}})),
+        ("fsdp", small_passes({"fsdp": WHOLE})),
         ("offload", recipe({"offload": "cpu"}, **GPUS)),
         ("precision.linear", recipe({"precision": {"linear": "float8"}}, **CPUS)),
         ("precision.linear", recipe({"precision": {"linear": "float8"}, "tensor": 2})),
-        ("prefetchBlocks", recipe({"prefetchBlocks": 4, "shard": 2})),
-        ("accumulateGradients", recipe({"accumulateGradients": "whole", "shard": 2})),
-        ("accumulateGradients", small_passes({"accumulateGradients": "whole", "shard": 1})),
-        ("accumulateGradients", script({"accumulateGradients": "whole"})),
-        ("prefetchBlocks", script({"prefetchBlocks": 1})),
-        ("pipelineSchedule", recipe({"pipelineSchedule": "gpipe"})),
-        (
-            "reshardAfterForward",
-            recipe({"reshardAfterForward": False, "shard": 2, "pipeline": 2}, **TWO_NODES),
-        ),
+        ("fsdp.prefetchBlocks", recipe({"fsdp": {"prefetchBlocks": 4}, "shard": 2})),
+        ("fsdp.accumulateGradients", recipe({"fsdp": WHOLE, "shard": 2})),
+        ("pipeline", script({"pipeline": {"ranks": 2, "schedule": "gpipe"}})),
         ("ddp", script({"ddp": {"bucketMib": 1}})),
-        ("ddp", recipe({"ddp": {"bucketMib": 1}})),
-        ("ddp", recipe({"ddp": {"bucketMib": 1}, "shard": 2})),
         ("ddp", recipe({"ddp": {"bucketMib": 1}, "shard": 1, "tensor": 2})),
         ("ddp", recipe({"ddp": {"bucketMib": 1}, "shard": 1}, workersPerNode=1)),
         ("ddp.staticGraph", small_passes({"ddp": {"staticGraph": True}, "shard": 1})),
@@ -72,7 +62,7 @@ def checkpointing(mode: str, settings: Any, **mesh: Any) -> Any:
         ("activationCheckpointing.full.everyNthBlock", checkpointing("full", {"everyNthBlock": 5})),
         (
             "activationCheckpointing.selective.everyNthBlock",
-            checkpointing("selective", {"everyNthBlock": 3}, pipeline=2),
+            checkpointing("selective", {"everyNthBlock": 3}, pipeline={"ranks": 2}),
         ),
         ("precision.reduce", recipe({"precision": {"reduce": "bfloat16"}, "tensor": 2})),
         (
@@ -102,8 +92,10 @@ def test_a_field_without_its_effect_is_refused_at_submission(field: str, given: 
         recipe({"precision": {"reduce": "bfloat16"}, "shard": 1}),
         recipe({"precision": {"parameters": "float16"}}),
         recipe({"precision": {"linear": "float8"}}),
-        recipe({"prefetchBlocks": 3, "shard": 2}),
-        small_passes({"accumulateGradients": "whole", "shard": 2}),
+        recipe({"fsdp": {"prefetchBlocks": 3}, "shard": 2}),
+        small_passes({"fsdp": WHOLE, "shard": 2}),
+        recipe({"ddp": {"bucketMib": 1}}),
+        script({"pipeline": {"ranks": 2}}),
         recipe({"ddp": {"bucketMib": 1, "staticGraph": True}, "shard": 1}),
         recipe({"ddp": {"bucketMib": 1}, "replicate": 2}),
         checkpointing("selective", {"keep": ["matmul"]}),

@@ -10,7 +10,6 @@ import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.api.v1alpha1.remarks import remarks
-from holdfast.orchestrator.api.v1alpha1.schema import reference_pages
 from holdfast.orchestrator.api.v1alpha1.variables import INEFFECTIVE
 from holdfast.orchestrator.explorer.plan import make_plan
 from holdfast.orchestrator.planner.gpus import with_gpus
@@ -59,11 +58,6 @@ def test_several_gpus_of_one_worker_are_pointed_out() -> None:
     (remark,) = remarks(job(workersPerNode=2, resources={"gpu": 4}))
     assert "4 GPUs for each worker, 8 for a node" in remark
     assert "write workersPerNode: 8 and gpu: 1" in remark
-
-
-def test_the_table_is_on_the_reference_page() -> None:
-    page = reference_pages()[""]
-    assert all(f"| `{name}` |" in page for name in INEFFECTIVE)
 
 
 def test_the_table_agrees_with_the_names_that_this_torch_reads() -> None:

@@ -38,17 +38,20 @@ def test_strategies_of_version_1_are_kept(tmp_path: Path) -> None:
     assert fsdp(tmp_path, sharding_strategy="FULL_SHARD") == {"shard": "world"}
     assert fsdp(tmp_path, sharding_strategy="SHARD_GRAD_OP") == {
         "shard": "world",
-        "reshardAfterForward": False,
+        "fsdp": {"reshardAfterForward": False},
     }
     assert fsdp(tmp_path, sharding_strategy="HYBRID_SHARD") == {"shard": 8}
-    assert fsdp(tmp_path, sharding_strategy=5) == {"shard": 8, "reshardAfterForward": False}
+    assert fsdp(tmp_path, sharding_strategy=5) == {
+        "shard": 8,
+        "fsdp": {"reshardAfterForward": False},
+    }
     assert fsdp(tmp_path, sharding_strategy="NO_SHARD") == {"shard": 1}
 
 
 def test_version_2_has_one_flag_for_it(tmp_path: Path) -> None:
     assert fsdp(tmp_path, version=2, reshard_after_forward=True) == {"shard": "world"}
     found = fsdp(tmp_path, version=2, reshard_after_forward=False, offload_params=True)
-    assert found == {"shard": "world", "reshardAfterForward": False, "offload": "cpu"}
+    assert found == {"shard": "world", "fsdp": {"reshardAfterForward": False}, "offload": "cpu"}
     found = fsdp(tmp_path, version=2, activation_checkpointing=True)
     assert found["activationCheckpointing"] == {"full": {}}
 
@@ -73,7 +76,7 @@ def test_axes_of_megatron_and_of_parallelism_config_are_kept(tmp_path: Path) -> 
                                "megatron_lm_num_micro_batches": 8},
     }  # fmt: skip
     found = imported(tmp_path, config).document["spec"]["parallelism"]
-    assert (found["tensor"], found["pipeline"], found["shard"]) == (4, 2, 1)
+    assert (found["tensor"], found["pipeline"]["ranks"], found["shard"]) == (4, 2, 1)
     sizes = {"dp_replicate_size": 2, "dp_shard_size": 4, "tp_size": 2}
     config = {
         "distributed_type": "FSDP", **MACHINES, "fsdp_config": {"fsdp_version": 2},
@@ -95,7 +98,7 @@ def test_a_section_or_a_file_of_deepspeed_is_read(tmp_path: Path) -> None:
     )
     config["deepspeed_config"] = {"deepspeed_config_file": "ds.json"}
     made = imported(tmp_path, config)
-    assert made.document["spec"]["parallelism"]["reshardAfterForward"] is False
+    assert made.document["spec"]["parallelism"]["fsdp"] == {"reshardAfterForward": False}
     assert "zero_optimization.overlap_comm" in [drop.field for drop in made.dropped]
 
 

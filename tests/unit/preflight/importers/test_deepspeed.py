@@ -34,16 +34,15 @@ def test_each_stage_of_zero_is_a_strategy(tmp_path: Path) -> None:
     assert axes(tmp_path, 0) == {"shard": 1}
     assert axes(tmp_path, 1) == {
         "shard": "world",
-        "reshardAfterForward": False,
-        "accumulateGradients": "whole",
+        "fsdp": {"reshardAfterForward": False, "accumulateGradients": "whole"},
     }
-    assert axes(tmp_path, 2) == {"shard": "world", "reshardAfterForward": False}
+    assert axes(tmp_path, 2) == {"shard": "world", "fsdp": {"reshardAfterForward": False}}
     assert axes(tmp_path, 3) == {"shard": "world"}
 
 
 def test_groups_of_zero_plus_plus_and_mics_keep_their_sizes(tmp_path: Path) -> None:
     found = axes(tmp_path, 3, zero_hpz_partition_size=4)
-    assert found == {"shard": 8, "reshardAfterForward": 4}
+    assert found == {"shard": 8, "fsdp": {"reshardAfterForward": 4}}
     assert axes(tmp_path, 3, mics_shard_size=4) == {"shard": 4}
 
 
@@ -148,4 +147,4 @@ def test_with_a_script_only_the_mesh_is_kept(tmp_path: Path) -> None:
     assert made.document["spec"]["parallelism"] == {"shard": "world"}
     assert made.document["spec"]["entrypoint"] == {"script": "train.py"}
     dropped = {drop.field for drop in made.dropped}
-    assert {"precision", "reshardAfterForward", "microBatch", "globalBatch"} <= dropped
+    assert {"precision", "fsdp", "microBatch", "globalBatch"} <= dropped

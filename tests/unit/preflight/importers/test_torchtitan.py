@@ -62,7 +62,7 @@ pipeline_parallel_microbatch_size = 1
     spec = imported(tmp_path, LLAMA.replace("size = 2", "size = 8") + axes).document["spec"]
     assert (spec["nodes"]["max"], spec["workersPerNode"]) == (8, 8)
     assert spec["parallelism"] == {
-        "shard": 4, "tensor": 4, "pipeline": 2, "pipelineSchedule": "interleaved1f1b",
+        "shard": 4, "tensor": 4, "pipeline": {"ranks": 2, "schedule": "interleaved1f1b"},
     }  # fmt: skip
     assert spec["entrypoint"]["recipe"]["config"]["microBatch"] == 1
 
@@ -105,7 +105,7 @@ log_freq = 10
     optimizer = spec["entrypoint"]["recipe"]["config"]["optimizer"]
     assert optimizer["learningRateSchedule"] == {"wsd": {"decaySteps": 100, "minRatio": 0.0}}
     assert spec["checkpoint"] == {"storage": {"everySteps": 500}, "retention": {"keepLast": 3}}
-    assert spec["parallelism"]["reshardAfterForward"] is False
+    assert spec["parallelism"]["fsdp"]["reshardAfterForward"] is False
     dropped = {drop.field for drop in made.dropped}
     assert dropped == {
         "parallelism.expert_parallel_degree", "lr_scheduler.decay_type", "checkpoint.async_mode",

@@ -69,8 +69,8 @@ def test_a_script_calls_the_session_when_its_own_file_imports_it(
         ({"replicate": 2, "context": 2}, Mesh(replicate=2, context=2)),
         ({"tensor": 2, "context": 2}, Mesh(tensor=2, context=2)),
         ({"shard": "world", "context": 2}, Mesh(shard=2, context=2)),
-        ({"pipeline": 2, "tensor": 2}, Mesh(tensor=2)),  # of one stage
-        ({"pipeline": 2}, Mesh(shard=2)),
+        ({"pipeline": {"ranks": 2}, "tensor": 2}, Mesh(tensor=2)),  # of one stage
+        ({"pipeline": {"ranks": 2}}, Mesh(shard=2)),
     ],
 )
 def test_the_warm_up_has_the_mesh_of_the_job_at_full_size(
@@ -84,7 +84,7 @@ def test_a_missing_script_does_not_call_the_session(tmp_path: Path) -> None:
 
 
 INNER_AXES = {"parallelism": {"tensor": 2, "context": 2}}
-STAGES = {"parallelism": {"pipeline": 2, "pipelineSchedule": "zbvZeroBubble"}}
+STAGES = {"parallelism": {"pipeline": {"ranks": 2, "schedule": "zbvZeroBubble"}}}
 
 PROGRAM = """
 import sys

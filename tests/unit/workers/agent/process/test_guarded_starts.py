@@ -189,9 +189,9 @@ def test_workers_start_although_a_file_system_does_not_answer_and_an_event_names
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("restarts", "guard"), [(0, "auto"), (1, "never")])
+@pytest.mark.parametrize(("restarts", "guard"), [(0, {}), (1, {"never": {}})])
 def test_at_the_first_launch_and_without_the_guard_no_trainer_goes_on(
-    restarts: int, guard: str
+    restarts: int, guard: dict[str, Any]
 ) -> None:
     given = job_from_mapping(document(script(checkpoint={"guard": guard})))
     welcome = msgspec.structs.replace(WELCOME, submitted_ns=1)

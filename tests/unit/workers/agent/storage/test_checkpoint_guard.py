@@ -439,7 +439,7 @@ def test_arguments_of_the_script_name_directories(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "saved").mkdir()
     assert job() == [tmp_path / "out", tmp_path / "saved"]
-    assert job(guardDirectories=["deep/down"]) == [tmp_path / "deep/down"]
+    assert job(guard={"directories": ["deep/down"]}) == [tmp_path / "deep/down"]
 
 
 def test_what_another_job_writes_below_the_same_directory_is_neither_touched_nor_named(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import pipelining
 
-from holdfast.orchestrator.api.v1alpha1 import Parallelism
+from holdfast.orchestrator.api.v1alpha1.parallelism import Parallelism, PipelineAxis
 from holdfast.orchestrator.api.v1alpha1.recipe import Model
 from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol.mesh import Mesh
@@ -28,7 +28,7 @@ def rank(number: int, ranks: int, schedule: Any) -> tuple[Pipeline, Transformer]
         torch.nn.init.normal_(parameter, std=0.1)
     session = SimpleNamespace(shape=Mesh(pipeline=ranks), rank=number, tick=lambda: None)
     session.device = torch.device("cpu")
-    mesh = Parallelism(pipeline=ranks, pipeline_schedule=schedule)
+    mesh = Parallelism(pipeline=PipelineAxis(ranks=ranks, schedule=schedule))
     pipeline = Pipeline(model, session, mesh)  # type: ignore[arg-type]
     return pipeline, model
 

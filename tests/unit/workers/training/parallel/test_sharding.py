@@ -43,16 +43,25 @@ SMALL = {"microBatch": 1}
 """Two ranks: four micro-batches of each."""
 
 
+KEPT, WHOLE = {"reshardAfterForward": False}, {"accumulateGradients": "whole"}
+
+
 @pytest.mark.parametrize(
     ("parallelism", "gathers", "scatters"),
     [
         pytest.param({}, 2 * MICRO_BATCHES, MICRO_BATCHES, id="FULL_SHARD"),
         pytest.param(
-            {"reshardAfterForward": False}, MICRO_BATCHES, MICRO_BATCHES, id="SHARD_GRAD_OP"
+            {"fsdp": {"reshardAfterForward": False}},
+            MICRO_BATCHES,
+            MICRO_BATCHES,
+            id="SHARD_GRAD_OP",
         ),
-        pytest.param({"accumulateGradients": "whole"}, 2 * MICRO_BATCHES, 1, id="whole gradients"),
+        pytest.param({"fsdp": WHOLE}, 2 * MICRO_BATCHES, 1, id="whole gradients"),
         pytest.param(
-            {"reshardAfterForward": False, "accumulateGradients": "whole"}, 1, 1, id="ZeRO-1"
+            {"fsdp": {**KEPT, **WHOLE}},
+            1,
+            1,
+            id="ZeRO-1",
         ),
     ],
 )
@@ -67,7 +76,7 @@ def test_parameters_are_gathered_and_gradients_reduced_as_often_as_the_strategy_
 @pytest.mark.parametrize("keep", [True, False], ids=["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"])
 def test_hybrid_sharding_reduces_over_replicas_once_a_step(keep: bool) -> None:
     config = {**SMALL, "globalBatch": 16}
-    parallelism = {"shard": 2, "reshardAfterForward": keep}
+    parallelism = {"shard": 2, "fsdp": {"reshardAfterForward": keep}}
     found = collectives(parallelism, Mesh(replicate=2, shard=2), config)
     assert found[GATHER, FLOAT] == (2 if keep else 1) * MICRO_BATCHES * GROUPS
     assert found[SCATTER, FLOAT] == MICRO_BATCHES * GROUPS
@@ -75,7 +84,7 @@ def test_hybrid_sharding_reduces_over_replicas_once_a_step(keep: bool) -> None:
 
 
 def test_an_integer_gathers_in_backward_from_groups_of_that_size() -> None:
-    job = job_of({"shard": 4, "reshardAfterForward": 2}, workers=4)
+    job = job_of({"shard": 4, "fsdp": {"reshardAfterForward": 2}}, workers=4)
     with rank_of(job, Mesh(shard=4)) as trainer, Recorder() as recorder:
         train_step(trainer, 0)
     gathered = [one.num_elements for one in recorder.sent if one.operation == GATHER]
@@ -167,7 +176,7 @@ def test_only_a_divided_copy_is_offloaded(mesh: Mesh, on_host: bool) -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_blocks_are_gathered_ahead_of_their_forward(ahead: int) -> None:
-    job = job_of({"shard": 2, "prefetchBlocks": ahead})
+    job = job_of({"shard": 2, "fsdp": {"prefetchBlocks": ahead}})
     with rank_of(job, Mesh(shard=2)) as trainer, Recorder() as recorder:
         for number, block in enumerate(trainer.parallel.blocks):
             block.attention.register_forward_pre_hook(
