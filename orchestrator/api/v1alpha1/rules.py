@@ -95,10 +95,7 @@ RETIRED: dict[str, tuple[dict[str, Any], str]] = {
     f"{_AXES}.reshardAfterForward": ({"type": "boolean"}, "{fsdp: {reshardAfterForward: %s}}"),
     f"{_AXES}.accumulateGradients": (_TEXT, "{fsdp: {accumulateGradients: %s}}"),
     f"{_AXES}.prefetchBlocks": (_NUMBER, "{fsdp: {prefetchBlocks: %s}}"),
-    "spec.checkpoint.guardDirectories": (
-        _TEXTS | {"maxItems": 16},
-        "{guard: {directories: %s}}",
-    ),
+    "spec.checkpoint.guardDirectories": (_TEXTS, "{guard: {directories: %s}}"),
     f"{_OPTIMIZER}.name": (_TEXT, "{%s: {}}"),
     f"{_OPTIMIZER}.momentum": (_NUMBER, "{muon: {momentum: %s}}"),
     f"{_OPTIMIZER}.rankFraction": (_NUMBER, "{dion: {rankFraction: %s}}"),

@@ -36,22 +36,17 @@ WAITED_FOR_S = 600
 class HeadedCluster:
     """A head without CPUs and further Ray nodes. The head comes back at the same address."""
 
-    def __init__(
-        self, *, redis: bool = False, nodes: int = 2, dashboard: bool = False,
-        python: Path | str = sys.executable,
-    ) -> None:  # fmt: skip
-        """`python`: that Ray's processes are started with."""
+    def __init__(self, *, redis: bool = False, nodes: int = 2, dashboard: bool = False) -> None:
         pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
         if redis and shutil.which("redis-server") is None:
             pytest.skip("no redis-server here: apt-get install redis-server")
         # Short: it holds sockets, whose paths have a limit.
-        self._python = Path(python)
         self._directory = Path(tempfile.mkdtemp(prefix="hf-head-"))
         self._processes: list[subprocess.Popen[bytes]] = []
         patience_s = WAITED_FOR_S if redis else GIVEN_UP_S
         self.environment = {
             **os.environ,
-            "PATH": f"{self._python.parent}{os.pathsep}{os.environ['PATH']}",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "RAY_raylet_start_wait_time_s": str(START_S),
             "RAY_gcs_rpc_server_reconnect_timeout_s": str(patience_s),
         }
@@ -106,7 +101,7 @@ class HeadedCluster:
         """Start one Ray node, until its log reports that it runs."""
         log = self._directory / f"start-{len(self._processes)}.log"
         command = [
-            str(self._python), "-m", "ray.scripts.scripts", "start", *words,
+            sys.executable, "-m", "ray.scripts.scripts", "start", *words,
             "--object-store-memory", str(cluster_rig.STORE_BYTES), "--disable-usage-stats",
             "--dashboard-agent-listen-port", "0", "--block",
         ]  # fmt: skip

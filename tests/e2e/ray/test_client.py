@@ -114,15 +114,6 @@ def test_a_recipe_runs_where_no_node_has_the_directory_of_its_spec(
         assert holdfast("delete", name, "--yes", "--ray", where).returncode == 0
 
 
-def test_a_checkpoint_path_that_means_another_place_in_the_cluster_is_refused(
-    address: str, tmp_path: Path
-) -> None:
-    file = written(tmp_path, "relative", checkpoint={"path": "here"})
-    done = holdfast("run", str(file), "--ray", address)
-    assert done.returncode == 2, done.stderr
-    assert "spec.checkpoint.path: got here; expected an absolute path or a URL" in done.stderr
-
-
 def test_a_client_of_another_version_than_the_clusters_is_refused_with_both(address: str) -> None:
     """Ray's own check refuses a client with an older version."""
     import ray
