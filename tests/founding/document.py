@@ -124,7 +124,7 @@ def _field(text: str) -> Evidence:
         section, _, name = f"{prefix}.{text}".rpartition(".")
         page = (ROOT / path).read_text(encoding="utf-8")
         _, _, after = page.partition(f"\n## {section}\n")
-        if f"\n| `{name}` |" in after.partition("\n## ")[0]:
+        if f"\n`{name}` |" in after.partition("\n## ")[0]:
             anchor = section.replace(".", "").lower()
             return Evidence(f"{section}.{name}", path, anchor=anchor)
     raise LookupError(f"the job has no field {text}")

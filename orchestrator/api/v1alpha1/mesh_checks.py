@@ -154,10 +154,12 @@ def _gpus_of_a_recipe(spec: SizedSpec) -> str:
 
 def _axes(spec: SizedSpec) -> str:
     """The axes over which the recipe divides a model."""
-    if (recipe := spec.entrypoint.recipe) is None:
+    recipe, mesh = spec.entrypoint.recipe, spec.parallelism
+    if recipe is None:
         return ""
-    for axis in {"tensor", "context", "pipeline"}.difference(recipe.config.axes):
-        if (size := getattr(spec.parallelism, axis)) > 1:
+    sizes = {"tensor": mesh.tensor, "context": mesh.context, "pipeline": mesh.pipeline_ranks}
+    for axis, size in sizes.items():
+        if size > 1 and axis not in recipe.config.axes:
             return (
                 f"parallelism.{axis}: got {size} with recipe {recipe.name}; expected 1, as it "
                 f"shards models by FSDP2 only; use parallelism.shard"

@@ -62,7 +62,7 @@ class ActivationCheckpointing(Choice):
     """Recompute each block except the results of some operations."""
     budget: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     """Share of the activation memory of a compiled block that may be used; torch.compile chooses
-    what it recomputes. 1: nothing is recomputed, 0: all that can be."""
+    what it recomputes."""
 
     @property
     def blocks(self) -> Recomputation | None:
@@ -76,33 +76,32 @@ class ActivationCheckpointing(Choice):
 
 
 class Ddp(Part):
-    """DistributedDataParallel, for a model that no axis divides: shard is 1."""
+    """DistributedDataParallel: shard is 1."""
 
     bucket_mib: int = Field(default=25, ge=1, le=limits.MAX_COUNT)
     """MiB of gradients that one all-reduce sends."""
     static_graph: bool = False
-    """true: DDP reorders its buckets after the first step and looks for no unused parameters; a
-    recovered job then equals an undisturbed one up to rounding, not to the bit."""
+    """true: DDP reorders its buckets after the first step;
+    a recovered job then equals an undisturbed one up to rounding, not to the bit."""
     gradient_as_bucket_view: bool = True
     """true: gradients are views of the buckets, which saves their size in memory."""
 
 
 class Fsdp(Part):
-    """FSDP2 without a pipeline, with a shard above 1 or world."""
+    """FSDP2 without a pipeline."""
 
     reshard_after_forward: bool | Annotated[int, Field(le=limits.MAX_COUNT)] = True
     """true: free the gathered parameters after forward (ZeRO-3); false: keep them until backward
     (ZeRO-2); an integer: reshard to groups of that many ranks."""
     accumulate_gradients: Literal["sharded", "whole"] = "sharded"
-    """Gradients of several micro-batches. sharded: reduce after each; whole: keep whole gradients
-    and reduce once, after the last. whole with reshardAfterForward: false is ZeRO-1."""
+    """Gradients of several micro-batches. sharded: reduce after each; whole: reduce once,
+    after the last. whole with reshardAfterForward: false is ZeRO-1."""
     prefetch_blocks: int = Field(default=0, ge=0, le=limits.MAX_COUNT)
     """Blocks ahead for which FSDP2 gathers parameters; 0: torch decides (one in backward)."""
 
 
 class PipelineAxis(Part):
-    """The pipeline axis, the outermost, over which the recipe divides the layers. It may span
-    nodes."""
+    """The outermost axis, over which the recipe divides the layers. It may span nodes."""
 
     ranks: Annotated[int, Field(ge=2, le=limits.MAX_NODES)]
     """Size of the axis."""
@@ -112,7 +111,7 @@ class PipelineAxis(Part):
     """Order of the micro-batches. gpipe keeps the activations of all, 1f1b of as many as there are
     stages; the others have several stages on each rank, which idles less."""
     stages_per_rank: Auto | Count = "auto"
-    """Parts of the layers on one rank. auto: 1 with gpipe and 1f1b, 2 with the other schedules."""
+    """Parts of the layers on one rank. auto: 1 with gpipe and 1f1b, else 2."""
 
 
 class Parallelism(Choice):
