@@ -47,12 +47,14 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-NO_TOKEN = "Open the URL that holdfast ui has printed: it has the token of this page."
+NO_TOKEN = "Open the URL that holdfast ui printed; it contains the token."
 LIVE_S = 1.0
+MAX_DIGITS = 5
+"""A number of nodes has at most this many."""
 
 
 class Entrance:
-    """Who may ask, and what a browser may do with an answer."""
+    """The check of who asks, and the headers that say what a browser may do with an answer."""
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
         self._app, self._token, self._cookie = app, token, f"holdfast-{port}"
@@ -71,7 +73,7 @@ class Entrance:
         """An answer that needs no page; None: the request is served."""
         host = request.headers.get("host", "")
         if host not in self._hosts:
-            return PlainTextResponse("this is not a name of this page", 403)
+            return PlainTextResponse("Open this page as 127.0.0.1 or localhost.", 403)
         given = request.query_params.get("token")
         if given is not None and request.method == "GET" and self._is_token(given):
             entered = RedirectResponse(request.url.path, 303)
@@ -80,7 +82,7 @@ class Entrance:
         if not self._is_token(request.cookies.get(self._cookie, "")):
             return PlainTextResponse(NO_TOKEN, 403)
         if request.method == "POST" and request.headers.get("origin") != f"http://{host}":
-            return PlainTextResponse("a change comes from this page only", 403)
+            return PlainTextResponse("Rejected: changes must be sent from this page.", 403)
         return None
 
     def _is_token(self, given: str) -> bool:
@@ -114,7 +116,7 @@ async def static(request: Request) -> Response:
 
 
 class Pages:
-    """Answers."""
+    """The pages of one source, and the answers to their requests."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -154,12 +156,17 @@ class Pages:
         async def stream() -> AsyncIterator[str]:
             sent: dict[str, str] = {}
             problem: str | None = None
+            state = ""
             while not self._source.closed:
                 reading = await self._source.read(name)
                 for key, html in reading.sections.items():
                     if sent.get(key) != html:
                         sent[key] = html
                         yield event("section", {"id": key, "html": html})
+                if reading.view is not None and reading.view.state != state:
+                    if state:
+                        yield event("state", reading.view.state)
+                    state = reading.view.state
                 if reading.problem != problem:
                     problem = reading.problem
                     yield event("problem", problem) if problem else event("well", "")
@@ -197,8 +204,8 @@ class Pages:
         arguments = {}
         if verb == "resize":
             nodes = form.get("nodes", "")
-            if not nodes.isdecimal():
-                return PlainTextResponse("nodes: expected a number", 400)
+            if not nodes.isdecimal() or len(nodes) > MAX_DIGITS:
+                return PlainTextResponse("nodes: expected a number of nodes", 400)
             arguments["nodes"] = int(nodes)
         return await self._asked(
             request, verb, lambda reply: reply.detail or f"{verb} requested", **arguments
@@ -238,7 +245,7 @@ class Pages:
 
 async def fields(request: Request) -> dict[str, str]:
     """A form's fields."""
-    return dict(parse_qsl((await request.body()).decode()))
+    return dict(parse_qsl((await request.body()).decode(errors="replace")))
 
 
 def event(kind: str, data: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from holdfast.orchestrator.runtime.observe.view import JobView
 
 HOST = "127.0.0.1"
+COMMAND = "HOLDFAST_UI_COMMAND"
+"""Descriptor of a pipe that the command beside the page holds open."""
 FIX = "pip install '.[ui]' in a checkout of Holdfast"
 
 
@@ -29,20 +32,23 @@ def register(app: typer.Typer, panel: str) -> None:
 def ui(
     port: Annotated[
         int,
-        typer.Option("--port", min=0, max=65535, help="Port.", show_default="any free one"),
+        typer.Option(
+            "--port", min=0, max=65535, help="Port on 127.0.0.1.", show_default="any free one"
+        ),
     ] = 0,
     *,
     target: Target,
 ) -> None:
     """Open a page of all jobs: state, progress, where the time went, incidents, ranks, logs.
 
-    It is served by this process, on this machine's loopback, with a random token in its URL; a
-    cluster is read with your own credentials, and nothing is installed there. Ctrl-C ends the page.
+    This process serves the page on loopback only; its URL contains a random token. Clusters are
+    read with your own credentials, and nothing is installed there. Ctrl-C ends the page.
 
     Examples: `holdfast ui`, `holdfast ui --kubernetes -n team`, `holdfast ui --ray ray://HEAD:10001`
     """
     import secrets
     import socket
+    import threading
 
     try:
         import uvicorn
@@ -80,28 +86,40 @@ def ui(
         end(*received)
 
     server.handle_exit = leave  # type: ignore[assignment]
+    if command := os.environ.get(COMMAND):
+
+        def follow() -> None:
+            os.read(int(command), 1)  # nothing is ever written
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=follow, daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
 
 
 @contextlib.contextmanager
 def beside(target: Any) -> Iterator[None]:
-    """The page in a process of its own, which ends with the context."""
+    """The page in a process of its own. It ends with the context, and with the command however that
+    ends: a supervised command goes on in a child, which cannot wait for the page."""
     from holdfast.orchestrator.protocol import python_command
 
     environment = dict(os.environ)
     if home := getattr(target, "home", None):
         environment["HOLDFAST_HOME"] = str(home.path)
     options = target.command("ui").split()[1:]
+    reader, writer = os.pipe()
+    environment[COMMAND] = str(reader)
     page = subprocess.Popen(
         [*python_command.start("holdfast.orchestrator.cli.main"), *options],
-        stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
+        stdin=subprocess.DEVNULL, env=environment, start_new_session=True, pass_fds=(reader,),
     )  # fmt: skip
+    os.close(reader)
     try:
         yield
     finally:
-        page.terminate()
-        page.wait()
+        os.close(writer)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(page.pid, signal.SIGTERM)
 
 
 def write_report(view: JobView, file: str, command: str) -> None:
@@ -113,7 +131,11 @@ def write_report(view: JobView, file: str, command: str) -> None:
     except ModuleNotFoundError as error:
         raise _missing(error) from None
     try:
-        Path(file).write_text(report_html(view, command), encoding="utf-8")
+        text = report_html(view, command)
+        if file == "-":
+            sys.stdout.write(text)
+        else:
+            Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
         raise HoldfastError(f"--html: {file} cannot be written: {error.strerror}") from None
 

@@ -81,17 +81,25 @@ def jobs_section(views: Sequence[JobView], problems: Sequence[str], empty: str, 
 
 
 def _row(view: JobView) -> dict[str, Any]:
-    end_ns = view.finished_ns or view.now_ns
     return {
         "view": view,
         "state": state_of(view),
-        "age_s": (end_ns - view.submitted_ns) / 1e9 if view.submitted_ns and end_ns else None,
+        "age": _age(view),
         "steps": render.steps(view).replace(" steps", "") or "-",
         "left_s": left_s(view),
         "loss": "" if view.loss is None else f"{view.loss:.4f}",
         "nodes": sum(node.state == "member" for node in view.nodes),
         "goodput": render.goodput(view) if view.goodput else "",
     }
+
+
+def _age(view: JobView) -> str:
+    """How old a job is; of one that has ended, how long it took and when it was submitted."""
+    end_ns = view.finished_ns or view.now_ns
+    if not view.submitted_ns or not end_ns:
+        return ""
+    age = output.duration((end_ns - view.submitted_ns) / 1e9)
+    return f"took {age}, {output.date(view.submitted_ns)}" if view.state in TERMINAL else age
 
 
 def state_of(view: JobView) -> str:
@@ -118,6 +126,7 @@ def job_sections(
     }  # fmt: skip
     found = {
         "actions": render_page("actions.html", **_actions(view, rejections)),
+        "stacks": "" if view.state in TERMINAL else render_page("stacks.html", view=view),
         "head": render_page("head.html", **_head(view, remarks)),
     }
     for name, values_of in make.items():
@@ -135,8 +144,8 @@ def _actions(view: JobView, rejections: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _wanted(view: JobView) -> list[str]:
-    if view.state in TERMINAL:
-        return []
+    if view.state in TERMINAL or not view.controller_alive:
+        return []  # nothing answers
     wanted = ["suspend", "resize", "cancel"]
     if view.state == "running" and view.own_checkpoint is None:
         wanted.insert(0, "checkpoint")

@@ -40,6 +40,8 @@ OF_A_JOB = re.compile(r"[-a-z0-9/]+: \S")
 """A line about a job that cannot be read; libraries print other ones."""
 MAX_LINES = 2000
 BATCH_S = 0.2
+COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+"""A terminal's control sequence."""
 
 
 @dataclass
@@ -141,7 +143,7 @@ class Source:
                         text = await child.stdout.readline()
                     if not text:
                         break
-                    kept.append(text.decode(errors="replace").rstrip("\n"))
+                    kept.append(COLOUR.sub("", text.decode(errors="replace").rstrip("\n")))
                 except TimeoutError:
                     pass
                 except ValueError:

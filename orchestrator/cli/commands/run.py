@@ -57,7 +57,7 @@ LinesOption = Annotated[
 ]  # fmt: skip
 ReportOption = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 PageOption = Annotated[
-    bool, typer.Option("--ui", help="Open the page of your jobs beside it, see `holdfast ui`.")
+    bool, typer.Option("--ui", help="Also open the page of your jobs, see `holdfast ui`.")
 ]
 AGAIN_S = 120.0
 """A first step of the new code is waited for so long. The job does not depend on it."""

@@ -11,11 +11,12 @@ import asyncio
 import functools
 import json
 import logging
+import secrets
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -61,6 +62,8 @@ class JobMessage:
     command: str = ""
     more: int = 0
     """Messages of this cause that were not sent since the last one."""
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    """The same in each attempt: a slow server may get a message twice."""
 
     def body(self, form: str) -> bytes:
         if form == "json":
@@ -102,8 +105,6 @@ class Notifications:
         """Number of the last incident that is over."""
         self._phase = ""
         self._waiting: asyncio.TimerHandle | None = None
-        self._sent_s: dict[tuple[str, str], float] = {}
-        self._more: dict[tuple[str, str], int] = {}
 
     def begin(self, state: JobState) -> None:
         """A controller starts with this state."""
@@ -140,8 +141,8 @@ class Notifications:
         tasks = [one.task for one in self._servers if one.task is not None]
         if tasks and ended:
             await asyncio.wait(tasks, timeout=self._timing.end_s)
-        for task in tasks:
-            task.cancel()
+        for server in self._servers:
+            server.close(ended=ended)
 
     def _recovered(self, view: JobView) -> None:
         one = view.incidents[-1]
@@ -179,15 +180,10 @@ class Notifications:
 
     def _send(self, message: JobMessage, instead: JobMessage | None = None) -> None:
         """`instead`: for servers that want no message of this kind."""
-        key, now_s = (message.happening, message.cause), asyncio.get_running_loop().time()
-        if now_s - self._sent_s.get(key, -1e9) < self._timing.same_cause_s:
-            self._more[key] = self._more.get(key, 0) + 1
-            return
-        self._sent_s[key], more = now_s, self._more.pop(key, 0)
         for server in self._servers:
             for one in filter(None, (message, instead)):
                 if one.happening in server.wanted.when:
-                    server.send(replace(one, more=more))
+                    server.send(one)
                     break
 
 
@@ -207,20 +203,35 @@ class _Server:
         self._field, self._url, self._note, self._timing = field, url, note, timing
         self._queue: deque[JobMessage] = deque(maxlen=MAX_QUEUED)
         self._problem = ""
+        self._sent_s: dict[tuple[str, str], float] = {}
+        self._more: dict[tuple[str, str], int] = {}
 
     def send(self, message: JobMessage) -> None:
-        self._queue.append(message)
+        key, now_s = (message.happening, message.cause), asyncio.get_running_loop().time()
+        if now_s - self._sent_s.get(key, -1e9) < self._timing.same_cause_s:
+            self._more[key] = self._more.get(key, 0) + 1
+            return
+        self._sent_s[key] = now_s
+        self._queue.append(replace(message, more=self._more.pop(key, 0)))
         if self.task is None or self.task.done():
             self.task = asyncio.get_running_loop().create_task(self._deliver())
 
+    def close(self, *, ended: bool) -> None:
+        if self.task is not None and not self.task.done():
+            self.task.cancel()
+            if ended:
+                self._report(f"the job ended, and no answer came within {self._timing.end_s:g} s")
+
     async def _deliver(self) -> None:
         while self._queue:
-            body = self._queue.popleft().body(self.wanted.format)
-            problem = await self._attempts(body)
+            problem = await self._attempts(self._queue.popleft().body(self.wanted.format))
             if problem and problem != self._problem:
-                log.warning("%s: a message was not sent: %s", self._field, problem)
-                self._note(f"{self._field}: a message was not sent: {problem}")
+                self._report(problem)
             self._problem = problem
+
+    def _report(self, problem: str) -> None:
+        log.warning("%s: a message was not sent: %s", self._field, problem)
+        self._note(f"{self._field}: a message was not sent: {problem}")
 
     async def _attempts(self, body: bytes) -> str:
         """Why the message was not sent; empty: it was."""

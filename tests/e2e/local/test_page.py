@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.ray.browser import program
-from tests.unit.ui.views import HTML, FakeTarget, served, view
+from tests.unit.ui.views import HTML, FakeTarget, eventually, served, view
 
 from .local_rig import ENDLESS, Job, holdfast, spec
 
@@ -158,6 +159,19 @@ def test_the_keyboard_is_enough_to_ask_for_a_checkpoint(page: Any, url: str, job
     job.until(lambda view: view.commits > commits)
 
 
+def test_a_section_that_changes_keeps_focus_scroll_and_a_chosen_text(page: Any, url: str) -> None:
+    page.set_viewport_size({"width": 400, "height": 900})
+    opened(page, url)
+    page.locator("#nodes .scroll").focus()
+    page.evaluate("document.querySelector('#nodes .scroll').scrollLeft = 60")
+    page.wait_for_timeout(3500)  # sections are replaced every second
+    assert page.evaluate("document.activeElement.ariaLabel") == "nodes"
+    assert page.evaluate("document.querySelector('#nodes .scroll').scrollLeft") == 60
+    page.evaluate("getSelection().selectAllChildren(document.querySelector('#head h1'))")
+    page.wait_for_timeout(2500)
+    assert page.evaluate("String(getSelection())") == NAME
+
+
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 400)])
 def test_no_rule_of_accessibility_is_broken(
     browser: Any, url: str, scheme: Any, width: int, tmp_path: Path
@@ -212,6 +226,15 @@ def test_the_report_is_one_file_that_a_browser_shows_without_a_network(
     chart = page.locator("[data-chart]").first
     chart.locator("svg").hover()
     assert " at " in chart.locator("output").inner_text(), "its own script runs"
+
+
+def test_the_page_beside_a_run_ends_with_it(tmp_path: Path) -> None:
+    job = Job(tmp_path, spec("short", 3))
+    job.run(str(job.file), "--ui")
+    assert job.wait().state == "succeeded"
+    job.command.wait(60)
+    (port,) = re.findall(r"http://127\.0\.0\.1:(\d+)/", job.output())
+    eventually(lambda: socket.socket().connect_ex(("127.0.0.1", int(port))) != 0)
 
 
 def test_open_pages_do_not_disturb_a_job(job: Job, url: str, browser: Any) -> None:

@@ -125,7 +125,8 @@ def test_a_change_needs_a_post_from_this_page(page: Served, target: FakeTarget) 
     answer = page.ask("POST", "/jobs/llm/resize", "nodes=3", Origin=page.url)
     assert (answer.status, answer.read()) == (200, b"resize is under way")
     assert target.requests == [("llm", "resize", {"nodes": 3})]
-    for verb, body in (("resize", "nodes=-1"), ("profile", "rank=0&seconds=900")):
+    wrong = [("resize", "nodes=-1"), ("resize", f"nodes={10**30}")]
+    for verb, body in (*wrong, ("profile", "rank=0&seconds=900")):
         assert page.ask("POST", f"/jobs/llm/{verb}", body, Origin=page.url).status == 400
     assert page.ask("POST", "/jobs/llm/chaos", Origin=page.url).status == 404
     target.requests.clear()

@@ -175,6 +175,28 @@ def test_one_message_of_a_cause_in_a_minute_and_the_next_counts_the_rest() -> No
         assert [one["more"] for one in server.got] == [0, 1]
 
 
+def test_a_server_for_lost_steps_is_not_limited_by_recoveries_that_lose_none() -> None:
+    async def send(url: str) -> None:
+        servers = [(wanted(url, when=["lost-steps"]), url)]
+        some = Notifications("llm", servers, lambda _: None, timing=TIMING)
+        some._send(message(steps_lost=0))
+        some._send(message(steps_lost=500), message("lost-steps", steps_lost=500))
+        await some.close(ended=True)
+
+    with hook() as server:
+        asyncio.run(send(server.url()))
+        assert [one["steps_lost"] for one in server.got] == [500]
+
+
+def test_an_end_that_cannot_wait_for_a_message_says_that_it_was_not_sent() -> None:
+    timing = NotifyTiming(request_s=5.0, pauses_s=(60.0,), end_s=0.2)
+    with hook(500) as server:
+        notes, _ = sent(server.url(), message(), timing=timing)
+    assert notes == [
+        "spec.notify[0]: a message was not sent: the job ended, and no answer came within 0.2 s"
+    ]
+
+
 def test_slack_gets_text_in_which_a_jobs_texts_stay_texts() -> None:
     one = message(seconds=12.34, steps_lost=3, command="holdfast status llm --report", more=2)
     assert json.loads(one.body("slack")) == {

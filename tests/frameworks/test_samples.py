@@ -1,5 +1,6 @@
 """Each sample counts once in each epoch, also where a worker is killed in the middle of one and
-Lightning's Trainer goes on from its own checkpoint."""
+the Trainers of transformers and Lightning, or a loop with accelerate, go on from their own
+checkpoints."""
 
 from __future__ import annotations
 
@@ -53,6 +54,25 @@ def test_each_sample_counts_once_in_each_epoch(
     if loader not in ("stream", "own-state"):
         first, second, third = counts["orders"].tolist()
         assert first != second != third != first
+
+
+@pytest.mark.parametrize("loop", ["trainer", "loop"])
+def test_each_sample_counts_once_in_transformers_and_accelerate(
+    loop: str, start: Start, tmp_path: Path
+) -> None:
+    import torch
+
+    script = Framework("samples", "", "samples.py", "transformers", ("--loop", loop))
+    job, log = start(script, steps=0, nodes={"min": 1, "max": 1})
+    before = trained(log, job, 12 + 7)  # of 12 in each epoch
+    os.kill(job.worker_pids()[1], signal.SIGKILL)
+    after = log.recovery(before, before[-1].time, BOUND_S)
+    assert 12 < after.step < 24, "in the middle of an epoch"
+    finish(job)
+    counts = torch.load(tmp_path / "out" / "counts.pt")
+    assert (counts["seen"] == 1).all(), counts["seen"]
+    first, second, third = counts["order"].tolist()
+    assert first != second != third != first
 
 
 def test_each_sample_counts_once_at_another_number_of_ranks(start: Start, tmp_path: Path) -> None:
