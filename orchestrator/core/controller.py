@@ -54,7 +54,7 @@ class Controller:
         return self._state is not None
 
     def next_deadline_ns(self) -> int | None:
-        """When a Tick is due; None: only events can change anything."""
+        """Time of the next Tick; None: only events can change anything."""
         if self._state is None:
             return None
         # Timers that are due already were seen by the step that brought the time up to here.

@@ -46,7 +46,7 @@ class CopyScheduler:
         self.status = ""
         """How often all buddies get a copy, and why, as a sentence."""
         self._copied_ns = 0
-        """When a step was last copied by all nodes, or the generation began."""
+        """Time at which all nodes last had copied a step, or the generation began."""
         self._reported = False
         self._remarks: list[FromNode] = []
 

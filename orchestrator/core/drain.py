@@ -94,7 +94,7 @@ def persist_at_risk(ctx: StepContext) -> None:
 
 
 def check_at_risk(ctx: StepContext, drain: Drain) -> None:
-    """If it is lost, persist_at_risk looks for another state."""
+    """Follow a drain at risk. If its state is lost, persist_at_risk looks for another one."""
     outcome = progress(ctx.state, drain)
     if outcome == "committed":
         ctx.note(f"step {drain.step} is in storage; the leaving nodes can be released")

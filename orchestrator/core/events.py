@@ -33,8 +33,8 @@ class JobSubmitted(Event, frozen=True, kw_only=True, tag="job-submitted"):
     spec: dict[str, Any]
     spec_directory: str
     checkpoint_path: str = ""
-    """Where its checkpoints are, resolved: a default that it comes from (the operator's, for
-    example) may change later."""
+    """Directory or URL of its checkpoints, resolved: a default that it comes from (the operator's,
+    for example) may change later."""
 
 
 class ResizeRequested(Event, frozen=True, kw_only=True, tag="resize-requested"):
@@ -121,7 +121,7 @@ class StepCompleted(
     began_after: int | None = None
     """The step after which a script began that keeps its own checkpoints; None: not known."""
     began_estimated: bool = False
-    """It may have been another one."""
+    """Whether that step may have been another one."""
     first_ago_s: float = 0.0
     """How long ago the first step of the generation was finished, if a framework reports its
     progress later."""
@@ -184,7 +184,7 @@ class HeartbeatsLost(Event, frozen=True, kw_only=True, tag="heartbeats-lost"):
     seconds: float
     """Since the last heartbeat of any node."""
     patience_s: float
-    """After this much time without heartbeats all nodes are declared lost."""
+    """Seconds without any heartbeat; all nodes are declared lost."""
 
 
 class HeartbeatsRestored(Event, frozen=True, kw_only=True, tag="heartbeats-restored"):

@@ -97,7 +97,7 @@ def is_secondary(exit: Exit) -> bool:
 
 
 def is_failure(exit: Exit) -> bool:
-    """It ended other than with exit code 0, and Holdfast did not stop it."""
+    """Whether it ended other than with exit code 0, and Holdfast did not stop it."""
     return not exit.by_us and (exit.signal is not None or exit.code != 0)
 
 
@@ -113,7 +113,7 @@ on how many nodes: one node may be broken. Rules that are missing here judge the
 
 
 def place(failure: Failure, step: int) -> Place | None:
-    """Where a failure happened; None: not known. `step`: the last one that all ranks finished."""
+    """Place of a failure; None: not known. `step`: the last one that all ranks finished."""
     exit = failure.exit
     if failure.rule not in REPEATS:
         return None

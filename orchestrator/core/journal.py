@@ -70,7 +70,7 @@ class Journal(Protocol):
 
     @property
     def full(self) -> bool:
-        """It is so large that the next commit should be a `compact`."""
+        """Whether it is so large that the next commit should be a `compact`."""
 
     def append(self, now_ns: int, event: AnyEvent) -> None:
         """Add a record. It need not be durable yet, and must not block."""

@@ -30,19 +30,19 @@ class FailureDetector:
         self._observed: dict[str, int] = {}
         """Watched nodes -> when their last message was observed."""
         self._arrived: dict[str, int] = {}
-        """When a message came that may wait to be observed."""
+        """Time of a message that may wait to be observed."""
         self._starved: dict[str, int] = {}
         """Node -> when its machine was last short of CPU time."""
         self._any_ns = 0
-        """When the last message of any node came."""
+        """Time of the last message of any node."""
         self.ended_ns = 0
-        """When the last time without any heartbeat ended."""
+        """End of the last time without any heartbeat."""
         self._lost_since_ns: int | None = None
-        """When the time without any heartbeat began that was reported."""
+        """Begin of the reported time without any heartbeat."""
         self._quiet_until_ns = 0
-        """Before this no node can be lost, however many messages come."""
+        """Time before which no node can be lost, however many messages come."""
         self._judged_ns = 0
-        """When that was computed."""
+        """Time at which that was computed."""
 
     # -- in -----------------------------------------------------------------------------------
     def begin(self, now_ns: int) -> None:
@@ -77,7 +77,7 @@ class FailureDetector:
 
     # -- out ----------------------------------------------------------------------------------
     def last_ns(self, node: str) -> int:
-        """When the node's last message was observed; 0: it is not watched."""
+        """Time at which the node's last message was observed; 0: it is not watched."""
         return self._observed.get(node, 0)
 
     def current_at(self, at_ns: int, nodes: Iterable[str], recovery: Recovery) -> bool:
@@ -88,7 +88,7 @@ class FailureDetector:
     def next_ns(
         self, nodes: Iterable[str], recovery: Recovery, *, rough: bool = False
     ) -> int | None:
-        """When to judge again, if no message comes until then. `rough`: that may be too early, and
+        """Time to judge again, if no message comes until then. `rough`: that may be too early, and
         mostly needs no walk over all nodes."""
         if rough and self._lost_since_ns is None and self._judged_ns < self._quiet_until_ns:
             return self._quiet_until_ns if self._observed else None
@@ -135,7 +135,7 @@ class FailureDetector:
         return out
 
     def _all_lost_ns(self, watched: Iterable[str], recovery: Recovery) -> int:
-        """When the first node would be lost if others sent heartbeats."""
+        """Time at which the first node would be lost if others sent heartbeats."""
         first = min(self._at(node) for node in watched)
         at = first + seconds(recovery.heartbeat_timeout_s)
         return max(at, self._any_ns + _doubt_ns(recovery))
@@ -144,7 +144,7 @@ class FailureDetector:
         return max(self._observed[node], self._arrived.get(node, 0))
 
     def _lost_ns(self, node: str, recovery: Recovery) -> int:
-        """When the node is lost, if no message of any node comes until then."""
+        """Time at which the node is lost, if no message of any node comes until then."""
         at, doubt = self._at(node), _doubt_ns(recovery)
         latest = at + seconds(limits.ALL_SILENT_FACTOR * recovery.heartbeat_timeout_s)
         if self._starved.get(node, -1) >= at:

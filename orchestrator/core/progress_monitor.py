@@ -52,7 +52,7 @@ class Began:
     begun: int = 0
     """Collectives that every rank had begun by the last check."""
     at_ns: int = 0
-    """When these were seen first; 0: none yet."""
+    """Time at which these were seen first; 0: none yet."""
     pause_ns: int = 0
     """How long no rank had begun any before that."""
 
@@ -128,7 +128,7 @@ class ProgressMonitor:
         self._contended: dict[str, int] = {}
         """Node -> when threads of its machine last shared cores."""
         self._starved_ns: int | None = None
-        """When a machine of the job was last short of CPU time."""
+        """Time at which a machine of the job was last short of CPU time."""
         self._unchecked = False
         """Heartbeats of this generation have come since the last check."""
         self._waiting = False
@@ -225,7 +225,7 @@ class ProgressMonitor:
         return out
 
     def next_deadline_ns(self) -> int | None:
-        """When to observe a Tick at the latest."""
+        """Latest time to observe a Tick."""
         if not self._controller.submitted or self._state.terminal:
             return None
         pause_ns = self._pause_ns()

@@ -33,17 +33,17 @@ class NodeRecord(Struct, frozen=True):
     """What its memory tier held when it last joined or stopped its workers."""
     offered_port: int = 0
     confirmed: bool = True
-    """It has connected to this controller, not only to an earlier one."""
+    """Whether it has connected to this controller, not only to an earlier one."""
     preempting: bool = False
-    """It has a preemption notice; no new generation uses it."""
+    """Whether it has a preemption notice; no new generation uses it then."""
     leave_reason: str = ""
     """What its preemption notices said."""
     slow: bool = False
-    """It leaves because a spare replaces it, see recovery.replaceStragglers."""
+    """Whether it leaves because a spare replaces it, see recovery.replaceStragglers."""
     leaves_ns: int | None = None
-    """When it leaves, if a notice had the time."""
+    """Time at which it leaves, if a notice had it."""
     standbys_ready: bool = False
-    """They have imported what the script imports."""
+    """Whether they have imported what the script imports."""
     host_memory: HostMemory | None = None
     """What its memory can hold, as its agent last planned; None: not known yet."""
 

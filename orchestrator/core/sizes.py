@@ -46,7 +46,7 @@ class Sizes(Struct):
         return len(self.refused) < MAX_NEW_SIZES or world in self.worked
 
     def is_new(self, world: int) -> bool:
-        """It never worked, and another one did."""
+        """Whether it never worked, and another one did."""
         return bool(self.worked) and world not in self.worked
 
     def has_worked(self, world: int) -> None:

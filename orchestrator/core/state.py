@@ -79,7 +79,7 @@ class Quiesce(Struct):
     waiting: dict[str, int]
     """Node -> action id of its StageStep."""
     requested_ns: int
-    """When the interruption was last requested."""
+    """Time of the last request for the interruption."""
     again: bool = False
     """Another step was asked for before."""
     missed: bool = False
@@ -155,9 +155,9 @@ class PendingStop(Struct):
     leaving: list[tuple[str, str]] = field(default_factory=list)
     """(node, reason) of members that have a preemption notice."""
     ended_ns: int | None = None
-    """When the first worker failed by itself."""
+    """Time at which the first worker failed by itself."""
     last_seen_ns: int | None = None
-    """When the first lost member was last known to be there."""
+    """Time at which the first lost member was last known to be there."""
 
     def add(self, cause: Cause) -> None:
         """Another cause of the same interruption. Of launch failures the first one counts."""
@@ -175,9 +175,9 @@ class IncidentRecord(Struct):
 
     number: int
     at_ns: int
-    """When the fault happened, as far as is known."""
+    """Time of the fault, as far as is known."""
     noticed_ns: int
-    """When the controller noticed it."""
+    """Time at which the controller noticed it."""
     purpose: Purpose
     generation_before: int
     world_size_before: int
@@ -205,9 +205,9 @@ class IncidentRecord(Struct):
     stopped_ns: int | None = None
     launched_ns: int | None = None
     started_ns: int | None = None
-    """When all nodes had started their workers."""
+    """Time at which all nodes had started their workers."""
     first_step_ns: int | None = None
-    """When all ranks had finished a step, or had begun collectives if the script reports none."""
+    """Time at which all ranks had finished a step, or begun collectives if none is reported."""
     traceback: str = ""
     stacks: dict[int, str] = field(default_factory=dict)
 
@@ -304,7 +304,7 @@ class Supply(Struct):
     expected_start_ns: int | None = None
     """How long a node takes to start, as the backend last said."""
     start_limit_s: float = limits.NODE_WAIT_S
-    """After which a promised node is released, as the backend last said."""
+    """Seconds after which a promised node is released, as the backend last said."""
     failed_starts: dict[str, str] = {}
     """The last nodes that ended before they joined -> how; empty when one has joined since."""
     num_failed_starts: int = 0
@@ -352,7 +352,7 @@ class Ledger(Struct):
     restarts: dict[FailureClass, int] = {}
     """Restarts charged since the submission, by class."""
     failed_at: dict[Place, list[tuple[str, int]]] = {}
-    """Where failures happened -> (culprit node, when) of each."""
+    """Place of a failure -> (culprit node, time) of each."""
     strikes: dict[str, list[int]] = {}
     cordoned: dict[str, str] = {}
     injected_faults: dict[str, int] = {}
@@ -376,7 +376,7 @@ class Group(Struct):
     exits: dict[int, tuple[str, Exit]] = {}
     """Rank -> (node, how it ended), in the order of the events."""
     first_step_ns: int = 0
-    """When all ranks were reported to have finished a step; 0: they have not."""
+    """Time of the report that all ranks have finished a step; 0: they have not."""
 
     def launch(self, action_id: int, action: LaunchGroup) -> None:
         self.launches[action.node], self.launching[action.node] = action, action_id
@@ -402,7 +402,7 @@ class JobState(Struct):
     reason: Reason = field(default_factory=lambda: Reason("submitted", "submitted"))
     intent: Intent = "run"
     intent_reason: str = ""
-    """Who requested the intent, as a sentence."""
+    """Sentence that names who requested the intent."""
     last_controller_ns: int = 0
     """Time of the last record of the controller before this one; 0: this is the first."""
     step_s: float = 0.0
@@ -433,7 +433,7 @@ class JobState(Struct):
     step: int = -1
     """The last step known to be finished by all ranks."""
     counted_by: StepSource = ""
-    """Who reported the steps of the newest generation that had any."""
+    """Source of the steps of the newest generation that had any."""
     inspected: dict[int, Stack] = field(default_factory=dict)
     """Rank -> what it did when a hang was last suspected; empty while there is progress."""
     quiesce: Quiesce | None = None

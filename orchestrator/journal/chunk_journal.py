@@ -42,7 +42,7 @@ class Store(Protocol):
     """The chunks of one job. `list` and `get` raise JournalError for what cannot be read."""
 
     place: str
-    """Where the journal is, for messages."""
+    """Place of the journal, for messages."""
     prompt: bool
     """A chunk costs so little that no record has to wait for the next decision."""
     keeps_history: bool

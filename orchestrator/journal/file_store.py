@@ -262,7 +262,7 @@ class _File:
         raise self._damaged(0, "this is not the header of a journal")
 
     def _frame_end(self, data: bytes, at: int, base: int) -> int | None:
-        """Where the frame at `at` ends; None for an incomplete tail."""
+        """End of the frame at `at`; None for an incomplete tail."""
         if len(data) - at < FRAME.size:
             return None
         length, length_crc, body_crc = FRAME.unpack_from(data, at)

@@ -184,7 +184,7 @@ class WorkerBeat(StepReport, frozen=True, kw_only=True):
     began_after: int | None = None
     """The step after which the worker began, unless Holdfast counts its steps; None: not known."""
     began_estimated: bool = False
-    """It may have begun a few steps earlier or later."""
+    """Whether it may have begun a few steps earlier or later."""
     began_s: float | None = None
     """Seconds since a framework that posts its progress began to train; None: not known."""
     collectives: int = 0

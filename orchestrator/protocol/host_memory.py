@@ -63,7 +63,7 @@ class HostGrant(msgspec.Struct, frozen=True):
     buffers: int
     """Staging buffers per worker, at most."""
     buddy: bool = False
-    """It holds copies of another node's shards."""
+    """Whether it holds copies of another node's shards."""
     given_up: GivenUp = "nothing"
 
 

@@ -67,14 +67,14 @@ class Mesh(msgspec.Struct, frozen=True):
         return rank
 
     def shard_index(self, rank: int) -> int:
-        """Which part of the training state a rank holds: 0..num_shards-1."""
+        """Part of the training state that a rank holds: 0..num_shards-1."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank: got {rank}; expected 0 to {self.world_size - 1}")
         inner = self.shard * self.context * self.tensor  # the axes after replicate
         return rank // (self.replicate * inner) * inner + rank % inner
 
     def data_parallel_index(self, rank: int) -> int:
-        """Which slice of the global batch a rank reads: 0..data_parallel_size-1."""
+        """Slice of the global batch that a rank reads: 0..data_parallel_size-1."""
         at = self.coordinates(rank)
         return at["replicate"] * self.shard + at["shard"]
 

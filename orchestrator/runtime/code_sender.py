@@ -26,7 +26,7 @@ class CodeMissing(HoldfastError):
 
 
 class CodeStore(Protocol):
-    """Where the code of a job was uploaded."""
+    """Store to which the code of a job was uploaded."""
 
     async def part(self, code: str, number: int) -> StoredPart:
         """Raises CodeMissing, and HoldfastError where another attempt may succeed."""

@@ -155,7 +155,7 @@ class JobLoop:
 
     # -- out -----------------------------------------------------------------------------------
     def next_deadline_ns(self) -> int | None:
-        """When `ready` has something to do although no event comes; None: never."""
+        """Time at which `ready` has something to do although no event comes; None: never."""
         times = (self.controller.next_deadline_ns(), self._monitor.next_deadline_ns())
         return min((time for time in times if time is not None), default=None)
 

@@ -72,7 +72,7 @@ class TrainingState:
         self.given, self.extra, self.rank_state = optimizer, extra, rank_state
         self._say, self._positions = say, positions
         self._stored_positions: list[dict[str, Any]] | None = None
-        """Those of the checkpoint that was restored."""
+        """Positions in the checkpoint that was restored."""
         self._in_script = extra_state.settings_of(extra)
         # FSDP2 replaces a module's parameters while they are gathered; these objects are the
         # sharded ones.

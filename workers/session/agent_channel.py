@@ -84,7 +84,7 @@ class AgentChannel:
         self.halt: Callable[[], None] = lambda: None
         """Called in the pulse thread when the generation is over and this process may be kept."""
         self.is_over: Callable[[], bool] = lambda: False
-        """It was called."""
+        """Whether `halt` was called."""
         self.phase: WorkerPhase = "start"
 
     # -- reports ------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class BufferThread:
         threading.Thread(target=self._run, name="holdfast-buffers", daemon=True).start()
 
     def expect(self, num_buffers: int) -> None:
-        """So many buffers have been requested."""
+        """Number of buffers that have been requested."""
         self._num_awaited += num_buffers
         os.eventfd_write(self._work, 1)
 

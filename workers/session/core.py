@@ -128,7 +128,7 @@ class Session:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which slice of the global batch this rank reads: 0 to data_parallel_size - 1."""
+        """Slice of the global batch that this rank reads: 0 to data_parallel_size - 1."""
         self._read_within |= {"rank"} if self._attempts.is_open else set()
         return self.shape.data_parallel_index(self.rank)
 

@@ -38,7 +38,7 @@ class _Steps:
         self.step: int | None = None
         self.at_s = 0.0
         self.tick_s = 0.0
-        """When `progress` last sent anything."""
+        """Time at which `progress` last sent anything."""
         self.losses: dict[str, LossReport] = {}
 
 

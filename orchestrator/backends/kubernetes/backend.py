@@ -466,7 +466,7 @@ class KubernetesBackend:
         self._wake_at(decision.due_s, now_s)
 
     def _placement(self) -> Placement:
-        """Where the pods may run; anywhere, where the template is not valid."""
+        """Constraints on where the pods may run; none if the template is not valid."""
         try:
             pod = pod_document(self._job, self._owner, self._shared.settings, self._owner.name)
         except UserError:
@@ -480,7 +480,7 @@ class KubernetesBackend:
         return {name for name in stuck if name in pods and not pod_conditions.node_name(pods[name])}
 
     async def _look_for_autoscaler(self) -> None:
-        """While there are such pods."""
+        """Runs while there are such pods."""
         try:
             while pods := self._unscheduled():
                 found = await provisioning.provisioned_for(

@@ -35,7 +35,7 @@ class KnownNode(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the pods of a job may run."""
+    """Constraints on where the pods of a job may run."""
 
     pod_spec: Document = field(default_factory=dict)
 

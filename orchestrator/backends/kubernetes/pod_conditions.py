@@ -71,7 +71,7 @@ def is_running(pod: Document) -> bool:
 
 
 def is_terminating(pod: Document) -> bool:
-    """It is being deleted and may still run."""
+    """Whether it is being deleted and may still run."""
     return bool(pod["metadata"].get("deletionTimestamp"))
 
 

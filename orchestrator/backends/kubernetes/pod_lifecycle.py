@@ -40,7 +40,7 @@ class PodTiming:
     """After this an incomplete job releases its nodes to a job that comes first. Where there is
     capacity, the pods of one request are scheduled within a second or two of each other."""
     gang_hold_s: float = 60.0
-    """After this it releases them even if no other job is known to wait."""
+    """Seconds after which it releases them even if no other job is known to wait."""
     provisioning_s: float = 900.0
     """The same, while an autoscaler adds machines for its pods: GPU machines take ten minutes, and
     released nodes would be removed again."""
@@ -185,7 +185,7 @@ class StartupTimeouts:
         self.needed = needed
         """Pods without which the job cannot train; an edit of the spec may change it."""
         self.placement = Placement()
-        """Where the job's pods may run."""
+        """Constraints on where the job's pods may run."""
         self.stuck_since: dict[str, float] = {}
         """Pod that does not start -> time of its first problem."""
         self._incomplete_since: float | None = None

@@ -19,7 +19,7 @@ CHECKPOINTS = "checkpoints"
 """The name of the volume in a pod."""
 CACHE = "compile-cache"
 CACHE_DIRECTORY = "/var/cache/holdfast"
-"""Where a pod mounts it."""
+"""Path at which a pod mounts it."""
 TEMPLATE = "spec.kubernetes.podTemplate.spec"
 
 

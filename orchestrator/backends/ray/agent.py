@@ -98,11 +98,11 @@ class AgentActor:
 
     # -- called by the controller --------------------------------------------------------------
     async def facts(self) -> dict[str, Any]:
-        """Where the agent runs."""
+        """Ray node on which the agent runs."""
         return {"pid": self._process.pid, "actor_pid": os.getpid(), **ray_nodes.own_node()}
 
     async def set_endpoint(self, address: str, port: int) -> None:
-        """Where the controller listens now; the agent reads it whenever it connects."""
+        """Address of the controller now; the agent reads it whenever it connects."""
         if self._secrets.path.exists():
             endpoint = {"address": address, "port": port}
             self._secrets.write("controller.json", json.dumps(endpoint).encode())

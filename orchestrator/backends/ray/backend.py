@@ -179,7 +179,7 @@ class RayBackend:
         return msgspec.structs.replace(facts, topology=self._topology.get(node, ()))
 
     def set_endpoint(self, address: str, port: int) -> None:
-        """Where the controller listens from now on; running agents are notified."""
+        """Set the address of the controller; running agents are notified."""
         self._address, self._port = address, port
         for actor in self._actors.values():
             actor.set_endpoint.remote(address, port)

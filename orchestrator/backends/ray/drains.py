@@ -28,7 +28,7 @@ log = logging.getLogger("holdfast.ray")
 
 
 class RayNodeLookup(NamedTuple):
-    """Where the job's nodes run; the backend keeps it current."""
+    """Places of the job's nodes; the backend keeps it current."""
 
     ray_nodes: Mapping[str, str]
     """Node -> Ray node."""

@@ -129,7 +129,7 @@ class GroupApi(Protocol):
         """Ray nodes that could hold a bundle if they were empty."""
 
     async def answering(self, nodes: Iterable[str]) -> set[str]:
-        """Those of these Ray nodes that certainly exist."""
+        """The Ray nodes among these that certainly exist."""
 
 
 class RayGroups:

@@ -37,14 +37,14 @@ def detect(now_ns: int, facts: HangFacts) -> list[AnyEvent]:
 
 
 def next_ns(facts: HangFacts) -> int | None:
-    """When to look again, if no event comes until then."""
+    """Time of the next look, if no event comes until then."""
     limit = decide(facts)
     due = (limit.due_ns if limit is not None else None, _ask_ns(facts))
     return min((at for at in due if at is not None), default=None)
 
 
 def _ask_ns(facts: HangFacts) -> int | None:
-    """When to ask what the workers do; None: there is no need."""
+    """Time to ask what the workers do; None: there is no need."""
     generation, after_s = facts.generation, facts.ask_after_s
     if not facts.live or facts.moved_ns is None or after_s is None:
         return None

@@ -69,9 +69,9 @@ class RankProgress:
     moved_ns: int
     """Last sign of progress, by the controller's clock."""
     seen_ns: int = 0
-    """When the beat came."""
+    """Time at which the beat came."""
     ran_ns: int = 0
-    """When the process was last seen not stopped."""
+    """Time at which the process was last seen not stopped."""
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class WatchedGeneration:
     num_steps: int = 0
     hung: bool = False
     suspected_ns: int | None = None
-    """When a hang was last suspected; None: there is progress."""
+    """Time of the last suspicion of a hang; None: there is progress."""
     suspected_since_ns: int = 0
     """The last progress at that time."""
     inspected: dict[int, InspectedStack] = field(default_factory=dict)
@@ -182,7 +182,7 @@ class HangFacts:
     def _read_activity(self, starved_until_ns: int) -> None:
         ranks, every, stacks = self.generation.ranks, self.live.values(), self.generation.inspected
         self.stopped_ns = min((k.ran_ns for k in every if k.beat.stopped), default=None)
-        """When the rank that has been stopped for longest ran last."""
+        """Time at which the rank that has been stopped for longest ran last."""
         self.starved = starved_until_ns >= self.now_ns
         does = {r: doing(self.now_ns, k.beat, stacks.get(r)) for r, k in self.live.items()}
         self.condition = condition(does.values())
@@ -213,7 +213,7 @@ class HangFacts:
 
     @property
     def busy_limit_s(self) -> float:
-        """It may evaluate or save, which its framework does not say."""
+        """Whether it may evaluate or save, which its framework does not say."""
         unsaid_s = limits.SAVE_TIMEOUT_S if self.pace_s else 0.0
         gap_s = limits.WORST_GAP_FACTOR * self._worst_gap_s
         return max(self.hang_limit_s, self.recovery.busy_timeout_s, gap_s, unsaid_s)

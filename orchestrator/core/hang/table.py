@@ -31,7 +31,7 @@ class Limit(NamedTuple):
     due_ns: int
     limit_s: float
     moved_ns: int
-    """When there last was progress."""
+    """Time of the last progress."""
 
 
 TABLE: tuple[HangRow, ...] = (

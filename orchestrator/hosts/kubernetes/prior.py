@@ -30,7 +30,7 @@ class PriorStatus:
         self.started = False
         """A controller has run the job, in this operator or an earlier one."""
         self.checkpoint_path = ""
-        """Where the job's checkpoints are; empty: nowhere yet."""
+        """Directory or URL of the job's checkpoints; empty: none yet."""
         self.fields: Document = {}
         """What the last controller wrote, as fields of the status."""
         self.machines: dict[str, str] = {}

@@ -301,7 +301,7 @@ class JobReconciler:
             raise
 
     def _check_path(self, job: TrainingJob, path: str) -> None:
-        """Also of a path that a journal names, which users may edit. Raises SpecError."""
+        """Check a path, also one that a journal names, which users may edit. Raises SpecError."""
         if problems := storage_access.problems(job, self._context.shared.settings, path):
             raise SpecError(problems)
 
@@ -559,7 +559,7 @@ def is_finished(document: Document) -> bool:
 
 
 def ended_s(document: Document, final: JobView | None, now_ns: int) -> float:
-    """When the job ended, as Unix time; now, where it is unknown."""
+    """Unix time of the job's end; now, where it is unknown."""
     if final is not None and final.finished_ns is not None:
         return final.finished_ns / SECOND_NS
     text = (document.get("status") or {}).get("completionTime")

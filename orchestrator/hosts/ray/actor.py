@@ -20,7 +20,7 @@ stands still anyway. Any other Ray node may run a node of the job: losing it wou
 controller, too, just when it must decide, and Ray restarts an actor only after missed health
 checks."""
 RESTART_PAUSE_S = 1.0
-"""Before the actor exits after a failure, so that Ray does not restart it in a tight loop."""
+"""Seconds until the actor exits after a failure: Ray must not restart it in a tight loop."""
 
 log = logging.getLogger("holdfast.ray")
 

@@ -59,7 +59,7 @@ class RayHostTiming:
     trim_s: float = 1.0
     """Events come in bursts, and hardly any of them changes how many nodes are wanted."""
     trim_retry_s: float = 2.0
-    """After the head did not answer."""
+    """Seconds until another try after the head did not answer."""
     progress_s: float = 2.0
     """Between two answers to a watcher while only steps happen. A call and its answer wake many of
     Ray's threads in two processes; the local backend sends one message, and more often."""

@@ -53,7 +53,7 @@ from .view import (
 MAX_HISTORY = 240
 """Points of a chart. With more, every second one goes, and half as many come."""
 SKIPPED_LIMIT = 3
-"""So many checkpoints in a row, skipped because an older one was being written, are a problem."""
+"""Checkpoints skipped in a row, as an older one was being written, that are a problem."""
 
 
 class NodeBeat(NamedTuple):

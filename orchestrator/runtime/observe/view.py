@@ -77,7 +77,7 @@ class Incident(msgspec.Struct, kw_only=True):
     """The script reports no steps: the incident is over when all ranks begin collectives again. If
     they begin none, its end is unknown. So is the number of lost steps."""
     inferred: bool = False
-    """It reports no steps, and its ranks begin collectives again."""
+    """Whether it reports no steps, and its ranks begin collectives again."""
     traceback: str = ""
     stacks: dict[str, str] = {}
 
@@ -175,7 +175,7 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     """Empty: not known. A script that does not use the session chooses its parallelism itself."""
     strategy: str = ""
     restarts: dict[str, int] = {}
-    """Those that were charged to a budget, by failure class."""
+    """Restarts that were charged to a budget, by failure class."""
     relaunches: int = 0
     """How often all workers were started again: after failures, resizes and suspends."""
     step: int = -1
@@ -210,7 +210,7 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     copies: str = ""
     """How often all buddies get a copy, and why."""
     keeping: str = ""
-    """Which workers start again when one fails, and why; empty: not known."""
+    """Workers that start again when one fails, and why; empty: not known."""
     staging: str = ""
     """Every how many steps the memory tier stages, and why."""
     stage_every_steps: int = 0

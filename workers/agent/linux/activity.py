@@ -44,7 +44,7 @@ class _Process:
     known: deque[tuple[float, Counters]]
     """Measurements with their times, the oldest first: one that is WINDOW_S old, and all since."""
     active_s: float
-    """When it was last active."""
+    """Time at which it was last active."""
 
     def add(self, now_s: float, counters: Counters) -> None:
         self.known.append((now_s, counters))

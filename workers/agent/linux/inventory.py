@@ -52,7 +52,7 @@ def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str)
 
 
 def cache_directory() -> str:
-    """Where compilers keep what they produce; empty: where they do by themselves."""
+    """Directory of what compilers produce; empty: their own choice."""
     chosen = chosen_cache(os.environ)
     if not chosen:
         return ""

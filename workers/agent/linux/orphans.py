@@ -55,7 +55,7 @@ class Orphans:
         self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
 
     def due_in_s(self) -> float | None:
-        """When to call `reap` at the latest; None: no limit."""
+        """Latest time to call `reap`; None: no limit."""
         due_s = min(self._due_s.values(), default=math.inf)
         return None if due_s == math.inf else max(0.0, due_s - time.monotonic())
 

@@ -279,7 +279,7 @@ class CheckpointTiers:
         return out
 
     def _is_written(self, buffer: StagingBuffer) -> bool:
-        """It is being written, or a controller knows that it was."""
+        """Whether it is being written, or a controller knows that it was."""
         at = key(_content(buffer))
         is_known = at in self._written and at not in self.unacknowledged
         return at in self._writing.values() or is_known

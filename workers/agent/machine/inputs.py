@@ -71,7 +71,7 @@ class WorkerEnded(InputBase, frozen=True):
     crash: Failed | None = None
     """What its output shows of a crash in native code."""
     before_ours: bool = False
-    """It was ending when our first signal was sent."""
+    """Whether it was ending when our first signal was sent."""
 
 
 class JobConfigured(InputBase, frozen=True):

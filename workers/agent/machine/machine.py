@@ -90,7 +90,7 @@ class AgentMachine:
         return tuple(self._deliver([*out, *self._answer_stage_request()]))
 
     def next_deadline_ns(self) -> int | None:
-        """When to give ClockTick at the latest."""
+        """Latest time to give ClockTick."""
         group, due = self.group, [self._ending_ns, self._standbys.due_ns]
         if self._connected:
             due.append(self._heartbeat_ns)

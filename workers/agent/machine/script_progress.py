@@ -23,9 +23,9 @@ class ScriptProgress:
     began_after: int | None = None
     """The step after which the script began; None: not known (yet)."""
     began_estimated: bool = False
-    """It may be another one: the steps before the first report are not reported."""
+    """Whether it may be another one: the steps before the first report are not reported."""
     _began_ns: int | None = None
-    """When a program that posts began to train."""
+    """Time at which a program that posts began to train."""
     _said_after: int | None = None
     """Step before the framework's first one, from its hook; None: not reported."""
     _first: tuple[int, int] | None = None

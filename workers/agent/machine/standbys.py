@@ -39,7 +39,7 @@ class Standbys:
         self.leaving, self.due_ns = True, None
 
     def fork(self, now_ns: int, count: int) -> list[Command]:
-        """Those that are lacking of `count`, if it is time."""
+        """Fork the standbys that `count` lacks, if it is time."""
         if self.due_ns is None or now_ns < self.due_ns:
             return []
         self.due_ns = None
@@ -64,7 +64,7 @@ class Standbys:
         return self._report(ready=True) if self.due_ns is None else []
 
     def repeat(self) -> list[Command]:
-        """After a Welcome: the controller may be a new one."""
+        """Repeat the reports after a Welcome: the controller may be a new one."""
         learned = m.ImportsLearned(modules=self.modules)
         return [*([commands.Send(learned)] if self.modules else []), *self._current()]
 

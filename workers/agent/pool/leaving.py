@@ -76,7 +76,7 @@ def _threads() -> list[threading.Thread]:
 
 
 def tell_if_it_lingers(tell: Callable[[str], None]) -> None:
-    """After LINGER_S, call `tell` with what the process waits for."""
+    """Call `tell` after LINGER_S with what the process waits for."""
     timer = threading.Timer(LINGER_S, lambda: tell(waits_for()))
     timer.name, timer.daemon = "holdfast-leaving", True
     try:

@@ -33,7 +33,7 @@ class ConnectTiming:
     timeout_s: float = limits.CONNECT_TIMEOUT_S
     """Limit for all addresses, with name resolution and TLS handshake."""
     resolve_timeout_s: float = 2.0
-    """After it, the previous addresses of a name are used."""
+    """Seconds after which the previous addresses of a name are used."""
     stagger_s: float = 0.25
     """Time from the start of one attempt to the next (RFC 8305)."""
 

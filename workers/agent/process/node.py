@@ -87,13 +87,13 @@ class NodeOptions:
     bind_address: str = ""
     """Address of the data port; empty: the one at which other nodes reach this one."""
     address: str = ""
-    """Where other nodes reach this one; empty: the local address of the controller connection."""
+    """Address for other nodes; empty: the local address of the controller connection."""
     failure_domain: str = ""
     """Nodes with the same value may be lost together; empty: this node alone."""
     grace_s: float | None = None
     """Time from SIGTERM to SIGKILL; None: spec.recovery.terminationGraceSeconds."""
     log_file: Path | None = None
-    """Where the output of this process goes, opened for appending: the agent bounds it."""
+    """File of the output of this process, opened for appending: the agent bounds it."""
 
 
 class ThreadPools:

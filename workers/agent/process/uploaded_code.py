@@ -42,7 +42,7 @@ class UploadedCode:
         self._arrived: asyncio.Future[m.CodePart] | None = None
 
     async def directory(self, code: str) -> str:
-        """Where the files of an archive are, once they are there. Raises CodeUnavailable."""
+        """Directory of the files of an archive, once they are there. Raises CodeUnavailable."""
         async with self._fetching:
             if code not in self._ready:
                 try:

@@ -297,7 +297,7 @@ class _Look:
                 return
 
     def _written_ns(self, directory: Path) -> int:
-        """When the newest of a checkpoint's files, or its folder, was last changed."""
+        """Time of the last change of a checkpoint's files or folder."""
         times = [directory.stat().st_mtime_ns]
         for name in self._share.of(script_checkpoints.names_in(directory)):
             self._expect_time()

@@ -33,7 +33,7 @@ class Written(NamedTuple):
     checksum: str
     """xxh3_128 of the file, hex."""
     coverage: CoverageSum
-    """Which values the file holds."""
+    """Sums of the values that the file holds."""
 
 
 def write_shard(

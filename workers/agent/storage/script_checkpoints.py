@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 Kind = Literal["transformers", "accelerate", "dcp", ""]
-"""Who wrote a directory; empty: unknown."""
+"""Framework that wrote a directory; empty: unknown."""
 
 SENTINEL = "checkpoint-is-incomplete.txt"
 MAX_HEADER_BYTES = 16 * 2**20
