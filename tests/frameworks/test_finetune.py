@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast.orchestrator.api.v1alpha1.recipe import Finetune
+from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.session.order import sample_ids
 from holdfast.workers.training.initial_values import fill
+from holdfast.workers.training.recipes.finetune import with_adapters
 from tests.e2e.local.local_rig import Job
 from tests.strategies.rig import (
     Numbers,
@@ -27,6 +34,7 @@ NEEDS = ("transformers", "peft", "torchao")
 STEPS, BATCH, LENGTH, RATE, SEED = 4, 4, 64, 2e-3, 3
 RATES = {"learningRate": RATE, "warmupSteps": 0, "learningRateSchedule": {"constant": {}}}
 DIGITS = 2e-3
+FILES = {"model": "m", "data": "d", "output": "o", "method": "lora"}
 RANKS = {"1": (1, {"shard": 1}), "FSDP 2": (2, {"shard": 2}), "HSDP 2 x 2": (4, {"shard": 2}),
          "DDP 2": (2, {"shard": 1})}  # fmt: skip
 CASES = [("llama", "full"), ("qwen2", "full"), ("qwen3", "lora"), ("mistral", "lora"),
@@ -230,3 +238,59 @@ def test_faults_change_no_loss(place: Path, tmp_path: Path) -> None:
         one.end()
     assert [*losses] == [*range(len(expected))]
     assert [*losses.values()] == pytest.approx([loss for loss, _ in expected], rel=DIGITS)
+
+
+def changed(model: Path, copy: Path, **settings: Any) -> Path:
+    """A copy of a model's directory with other settings in config.json."""
+    shutil.copytree(model, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, **settings}))
+    return copy
+
+
+def test_models_that_do_not_fit_are_rejected(place: Path, tmp_path: Path) -> None:
+    import torch
+
+    from holdfast.workers.training import pretrained
+
+    def load(directory: Path) -> None:
+        model = pretrained.build(directory, torch.float32)
+        model._apply(lambda one: torch.empty_like(one, device="cpu") if one.is_meta else one)
+        pretrained.load(dict(model.named_parameters()), directory)
+
+    qwen = place / "qwen2"
+    with pytest.raises(UserError, match=r"got the architecture qwen22; .*near ones are .*qwen2"):
+        load(changed(qwen, tmp_path / "other", model_type="qwen22"))
+    with pytest.raises(UserError, match=r"that transformers rejects \((.|\n)*must be equal to"):
+        load(changed(qwen, tmp_path / "deep", num_hidden_layers=3))
+    layers = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    with pytest.raises(UserError, match=r"got no model.layers.2\.\S+ in .*; download the dire"):
+        load(changed(qwen, tmp_path / "deeper", **layers))
+    with pytest.raises(UserError, match=r"got the shape \(272, 64\) of .*\(280, 64\), as con"):
+        load(changed(qwen, tmp_path / "larger", vocab_size=280))
+    (tmp_path / "larger/tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"larger without tokenizer.json; expected the token"):
+        pretrained.tokenizer_of(tmp_path / "larger")
+    model = pretrained.build(qwen, torch.float32)
+    with pytest.raises(UserError, match=r"got q_prj, which is no layer .*some of .*o_proj, q_proj"):
+        with_adapters(model, Finetune.model_validate(FILES | {"adapter": {"targets": ["q_prj"]}}))
+    frozen = model.requires_grad_(False)
+    with pytest.raises(UserError, match=r"got qlora with a matrix of 64 x 64 over 2 ranks; expec"):
+        pretrained.expect_whole_groups(pretrained.blocks_of(frozen), Mesh(1, 2))
+
+
+def test_an_export_without_room_names_the_directory(place: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(small)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("needs root to mount a small file system")
+    job = document("full", place, "llama", 1, {}, steps=1, output=str(small / "out"))
+    try:
+        with pytest.raises(AssertionError, match="failed"):
+            several(tmp_path, [job], 1)
+        said = (tmp_path / "rank-0.log").read_text()
+        assert re.search(r"config\.output: got \S+/out, which cannot be written \(.*space", said)
+        assert not (small / "out").exists()
+    finally:
+        subprocess.run(["umount", "--lazy", str(small)], check=True)

@@ -112,8 +112,7 @@ class Conversations:
         if config.validation is not None:
             self.validation = packed("validation", config.validation)
         self.num_evaluated = len(self.validation)
-        self._seed = config.seed
-        self.end = len(self.train) * config.epochs
+        self._seed, self.end = config.seed, len(self.train) * config.epochs
         if config.steps is not None:
             self.end = config.steps * config.global_batch
         self.steps = -(-self.end // config.global_batch)

@@ -52,9 +52,15 @@ def build(directory: Path, dtype: torch.dtype) -> Any:
             f"{FIELD}: got the architecture {kind or 'without a model_type'}; expected one that "
             f"transformers trains as a causal language model; near ones are {near}"
         )
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="sdpa"
+            )
+    except Exception as error:  # each model has checks of its own
+        why = f"{FIELD}: got a config.json of {directory} that transformers rejects ({error})"
+        raise UserError(f"{why}; expected a valid one; download it again") from None
     model.tie_weights()
     model.config.dtype = config.dtype or dtype  # of the directory, also of what is written
     return model
@@ -63,14 +69,12 @@ def build(directory: Path, dtype: torch.dtype) -> Any:
 def tokenizer_of(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        why = str(error).partition("\n")[0]
+    if not (directory / "tokenizer.json").is_file():  # transformers makes one without tokens
         raise UserError(
-            f"{FIELD}: got {directory} without a tokenizer ({why}); expected tokenizer.json; copy "
-            "it from where the model was published"
-        ) from None
+            f"{FIELD}: got {directory} without tokenizer.json; expected the tokenizer of the "
+            "model; copy it from where the model was published"
+        )
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -357,6 +357,8 @@ class Finetune(RecipeConfig):
                 f"evaluateEverySteps: got {self.evaluate_every_steps} without validation data; "
                 f"expected validation: FILE.jsonl"
             )
+        if self.steps is not None and self.epochs > 1:
+            raise ValueError(f"epochs: got {self.epochs} with steps; expected one; remove epochs")
         if self.method == "full" and self.adapter != Adapter():
             raise ValueError(
                 "adapter: got settings with method full; expected them with lora or qlora; remove "

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -20,7 +20,6 @@ from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol import files
 from holdfast.workers.checkpoint.state import plain_name
 from holdfast.workers.training import loop, pretrained
-from holdfast.workers.training.data import MicroBatch
 from holdfast.workers.training.documents import CONFIG, Conversations
 from holdfast.workers.training.initial_values import fill
 from holdfast.workers.training.optimizers import make_optimizer
@@ -38,18 +37,16 @@ class Tuner(loop.BaseTrainer):
 
     def conclude(self) -> None:
         """Rank 0 writes the result, complete or not at all."""
-        directory, model = self.session.directory, self.parallel.model
+        directory, model = self.session.directory, cast(Any, self.parallel.model)
         target = files.resolve(directory, self.config.output)
         partial = target.with_name(f"{target.name}.partial")
         adapter = self.config.method != "full" and not self.config.merge
         values = dict(_adapter(model) if adapter else _whole_model(model, self.session.rank == 0))
         if self.session.rank:
             return
-        written: Any = model
-        if self.config.merge:
-            written = written.get_base_model()
         try:
             shutil.rmtree(partial, ignore_errors=True)
+            written = model.get_base_model() if self.config.merge else model
             written.save_pretrained(partial, state_dict=values)
             source = files.resolve(directory, self.config.model)
             pretrained.tokenizer_of(source).save_pretrained(partial)
@@ -97,7 +94,7 @@ def build(job: TrainingJob, config: Finetune, s: session.Session) -> Tuner:
     )  # fmt: skip
     tied = embedding.weight is head.weight
     if config.method != "full":
-        model = _with_adapters(model, config)
+        model = with_adapters(model, config)
     quantize = config.method == "qlora"
     if quantize:
         pretrained.expect_whole_groups(blocks, s.shape)
@@ -110,7 +107,10 @@ def build(job: TrainingJob, config: Finetune, s: session.Session) -> Tuner:
         config.compile,
         prepare=partial(pretrained.quantize, model, directory, s.device) if quantize else None,
     )
-    parallel.call = _call
+    # Positions that begin again keep attention inside documents.
+    parallel.call = lambda module, batch: (
+        module(batch.inputs_bt, position_ids=batch.positions_t).logits
+    )
 
     def initialise(module: nn.Module) -> None:
         if tied:  # each module has got memory of its own
@@ -149,14 +149,7 @@ def build(job: TrainingJob, config: Finetune, s: session.Session) -> Tuner:
     )
 
 
-def _call(module: nn.Module, batch: MicroBatch) -> Tensor:
-    """Logits (B, T, V). Positions that begin again keep attention inside documents."""
-    output = module(input_ids=batch.inputs_bt, position_ids=batch.positions_t, use_cache=False)
-    logits: Tensor = output.logits
-    return logits
-
-
-def _with_adapters(model: Any, config: Finetune) -> Any:
+def with_adapters(model: Any, config: Finetune) -> Any:
     from peft import LoraConfig, get_peft_model
 
     settings, names = config.adapter, [name for name, _ in model.named_modules()]
@@ -175,11 +168,7 @@ def _with_adapters(model: Any, config: Finetune) -> Any:
         target_modules=list(settings.targets) or "all-linear",
         task_type="CAUSAL_LM",
     )
-    wrapped = get_peft_model(model, lora, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
-    for one in wrapped.parameters():
-        if one.requires_grad:
-            one.data = one.data.float()
-    return wrapped
+    return get_peft_model(model, lora, low_cpu_mem_usage=True)
 
 
 def _adapter(model: nn.Module) -> dict[str, Tensor]:

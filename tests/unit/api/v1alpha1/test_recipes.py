@@ -48,6 +48,7 @@ def test_a_package_adds_a_recipe_by_an_entry_point(monkeypatch: pytest.MonkeyPat
         (with_recipe("finetune", {**FILES, "merge": True}), "merge: got true with method full"),
         (with_recipe("finetune", {**FILES, "adapter": {"rank": 4}}), "adapter: got settings with"),
         (with_recipe("finetune", {**FILES, "evaluateEverySteps": 2}), "expected validation: FILE"),
+        (with_recipe("finetune", {**FILES, "steps": 9, "epochs": 2}), "epochs: got 2 with steps"),
         (with_recipe("finetune", {**FILES, "optimizer": {"muon": {}}}), "muon: got it with recipe"),
         (
             with_recipe("finetune", FILES, workersPerNode=2, parallelism={"tensor": 2}),
