@@ -562,7 +562,7 @@ def run_node(options: NodeOptions) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     code = 0
     try:
-        detail = asyncio.run(AgentProcess(options, server).run())
+        detail = asyncio.run(_main(options, server))
         print(f"node {options.node} ends: {detail}", file=sys.stderr)
     except BaseException:
         traceback.print_exc()
@@ -579,3 +579,8 @@ def _wait_for(child: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         pidfd = os.pidfd_open(child)
         select.select([pidfd], [], [], 1.0 + CLEAN_UP_S)
+
+
+async def _main(options: NodeOptions, server: socket.socket) -> str:
+    """Make the agent where its event loop runs, which it needs from the start."""
+    return await AgentProcess(options, server).run()
