@@ -67,8 +67,8 @@ class Session:
         self._channel = agent_channel.of_process()
         self._attempts = Attempts(None, "")
         self._loops = False
-        self._read_within: set[str] = set()
-        """What attempts read of the mesh, and of the part of the batch that is this rank's."""
+        self._read_within, self._read_outside = set[str](), set[str]()
+        """What is read of the sizes and of this rank's place, in attempts and outside them."""
         self._num_compared = CHECKED_STEPS
         """Steps since processes were kept whose parameters were compared between replicas."""
         self._shards_given: list[Shards] = []
@@ -101,7 +101,7 @@ class Session:
         self, at: RankEnv, shape: Mesh, attached: worker_transport.Attached | None
     ) -> None:
         """What changes when a kept process goes on in the next generation."""
-        self.rank, self.local_rank, self.world_size = at.rank, at.local_rank, at.world_size
+        self.rank, self.local_rank = at.rank, at.local_rank
         self.restart_count = at.restart_count
         self.shape = shape
         """Sizes of the mesh's axes, and the coordinates of each rank."""
@@ -111,11 +111,19 @@ class Session:
         self._restore = attached.assign.membership.restore if attached else None
 
     # -- ranks and mesh -------------------------------------------------------------------------
+    def _reads(self, what: Literal["rank", "size", "mesh"]) -> None:
+        (self._read_within if self._attempts.is_open else self._read_outside).add(what)
+
+    @property
+    def world_size(self) -> int:
+        self._reads("size")
+        return self.shape.world_size
+
     @property
     def mesh(self) -> DeviceMesh:
         """The device mesh with named axes: `replicate`, `shard`, and those of `tensor`, `context`
         and `pipeline` that are larger than 1. Made on first use, which is collective."""
-        self._read_within |= {"mesh"} if self._attempts.is_open else set()
+        self._reads("mesh")
         return self.meshes.all_axes
 
     @property
@@ -123,19 +131,19 @@ class Session:
         """The mesh for fully_shard: (`shard`,) for FSDP, (`replicate`, `shard`) for HSDP. With a
         context axis `shard_context`, which has the ranks of both, takes the place of `shard`. Made
         on first use, which is collective."""
-        self._read_within |= {"mesh"} if self._attempts.is_open else set()
+        self._reads("mesh")
         return self.meshes.data_parallel
 
     @property
     def data_parallel_rank(self) -> int:
         """Slice of the global batch that this rank reads: 0 to data_parallel_size - 1."""
-        self._read_within |= {"rank"} if self._attempts.is_open else set()
+        self._reads("rank")
         return self.shape.data_parallel_index(self.rank)
 
     @property
     def data_parallel_size(self) -> int:
         """Number of slices of the global batch: replicate x shard."""
-        self._read_within |= {"size"} if self._attempts.is_open else set()
+        self._reads("size")
         return self.shape.data_parallel_size
 
     @property
@@ -202,7 +210,7 @@ class Session:
         partial sums.
         """
         _expect_memory("session.shards", model)
-        made = Shards(model, self.device, self.world_size, self.shape.pipeline)
+        made = Shards(model, self.device, self.shape.world_size, self.shape.pipeline)
         self._shards_given.append(made)
         return made
 
@@ -410,32 +418,39 @@ class Session:
             channel.send(worker_protocol.KeepReported(why_not=why))
             time.sleep(2 * limits.HALT_S)  # the agent kills this process
             raise NotKept(why)
-        before = self.world_size
+        before = self.shape.world_size
         attached = channel.next_seat(self._last_step)
         attempts.resumed()
         self._take_seat(rank_env(), attached.assign.membership.mesh, attached)
-        if self.world_size != before:
-            if not self._read_within >= {"rank", "size"}:
-                raise NotKept("attempts do not read both data_parallel_rank and data_parallel_size")
-            if "mesh" in self._read_within:
-                raise NotKept("attempts read s.mesh or s.fsdp_mesh, whose sizes stay")
+        if self.shape.world_size != before:
+            if why := self._why_not_resized():
+                raise NotKept(why)
             self.meshes.resized(self.shape)
         self._enter("build")
         self._connect(groups)
         reset(state.model, groups, self._modes)
         for shards in self._shards_given:
-            shards.resized(self.world_size)
+            shards.resized(self.shape.world_size)
             for parameter in shards.parameters():
                 parameter.grad = None
         for one in state.optimizers:
             one.optimizer.state.clear()
         self._begin_at(state, 0)
 
+    def _why_not_resized(self) -> str:
+        """Why the script would go on with what it has computed from another size; empty: it reads
+        the size in each step, and nowhere else."""
+        if "size" in self._read_outside:
+            return "the script reads data_parallel_size or world_size outside its attempts"
+        if not self._read_within >= {"rank", "size"}:
+            return "attempts do not read both data_parallel_rank and data_parallel_size"
+        return "attempts read a mesh, whose sizes stay" if "mesh" in self._read_within else ""
+
     def _connect(self, groups: Groups) -> None:
         attached = worker_transport.attached
         assert attached is not None
         store = own_store(rank_env(), one_machine=attached.assign.membership.num_nodes == 1)
-        at = (self.rank, self.world_size, self.generation)
+        at = (self.rank, self.shape.world_size, self.generation)
         groups.connect(store, *at, lambda: self._attempts.halting)
 
     def _compare_replicas(self, state: TrainingState) -> None:
@@ -763,7 +778,7 @@ def _why_not_kept(session: Session, attached: worker_transport.Attached | None) 
         return "the script runs in an interpreter of its own"
     if session.device.type != "cpu":
         return "this is not proved with NCCL yet"
-    return "it is the only rank" if session.world_size == 1 else why_not_formed()
+    return "it is the only rank" if session.shape.world_size == 1 else why_not_formed()
 
 
 def _mesh_without_agent(

@@ -140,7 +140,7 @@ def train_step(trainer: BaseTrainer, step: int) -> tuple[float, float]:
 
 
 def _samples_per_pass(config: RecipeConfig, s: session.Session) -> int:
-    part = share(0, config.global_batch, 0, s.data_parallel_size)
+    part = share(0, config.global_batch, 0, s.shape.data_parallel_size)
     attached = worker_transport.attached
     chosen = attached.assign.membership.micro_batch if attached else 0
     return config.samples_per_pass(len(part.indices), s.shape.pipeline, chosen)
@@ -189,12 +189,12 @@ def main_without_agent(main: Callable[[TrainingJob], None]) -> None:
 
 def _first_line(trainer: BaseTrainer, start: int) -> str:
     config, s, data = trainer.config, trainer.session, trainer.data
-    part = share(0, config.global_batch, 0, s.data_parallel_size)
+    part = share(0, config.global_batch, 0, s.shape.data_parallel_size)
     passes = micro_batches(part, _samples_per_pass(config, s))
     tokens = f"{config.global_batch} x {trainer.sequence_length} tokens"
     return (
         f"{trainer.title}, {s.shape.strategy} {s.shape.describe()}, "
-        f"{s.device.type}, global batch {tokens} in {s.data_parallel_size} slices of "
+        f"{s.device.type}, global batch {tokens} in {s.shape.data_parallel_size} slices of "
         f"{len(passes)} x {len(passes[0].indices)}; {len(data.train)} samples an epoch, "
         f"{len(data.validation)} for validation; "
         f"steps {start} to {trainer.steps - 1}, generation {s.generation}"

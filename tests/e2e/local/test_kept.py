@@ -246,7 +246,8 @@ size, rank = s.data_parallel_size, s.data_parallel_rank
 for name, until in (("A", 15), ("B", 30)):
     for step in s.steps(until):
         with s.attempt():
-            part = torch.ones(8, 16)[rank::size] * step
+            part = torch.ones(8, 16)[rank::size] * step  # of the size at the start
+            assert s.data_parallel_size > s.data_parallel_rank
             model(part).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -260,7 +261,8 @@ session.leave()
 
 
 @pytest.mark.parametrize(
-    ("shrinks", "why"), [(False, "before the first one of this loop"), (True, "do not read both")]
+    ("shrinks", "why"),
+    [(False, "before the first one of this loop"), (True, "outside its")],
 )
 def test_a_loop_whose_attempts_cannot_go_on_as_they_are_is_forked_instead(
     tmp_path: Path, started: list[Job], shrinks: bool, why: str

@@ -28,7 +28,6 @@ from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.session import attempts as attempts_module
 from holdfast.workers.session import groups
 from holdfast.workers.session.attempts import AttemptHalted, Attempts, versions, why_not
-from holdfast.workers.session.core import Session
 from holdfast.workers.session.distributed import Meshes
 from holdfast.workers.session.groups import ReplicasDiverged
 
@@ -289,17 +288,34 @@ def test_a_mesh_that_is_first_used_after_a_shrink_has_the_new_sizes() -> None:
     s = session.init()
     s.meshes = Meshes(Mesh(2, 1), "cpu")
     s.meshes.resized(Mesh(1, 1))
-    assert s.mesh.size() == 1 and not s._read_within
-    loop = restored(s).steps(1)
-    next(loop)
-    with pytest.raises(ZeroDivisionError), s.attempt():
-        assert s.fsdp_mesh.size() == 1
-        _ = 1 / 0
-    assert s._read_within == {"mesh"}
+    assert s.mesh.size() == 1
     session.leave()
 
 
-def restored(s: Session) -> Session:
+@pytest.mark.parametrize(
+    ("outside", "within", "why"),
+    [
+        ("rank mesh", "data_parallel_rank data_parallel_size", ""),
+        ("", "data_parallel_size", "do not read both"),
+        ("data_parallel_rank data_parallel_size", "", "outside"),
+        ("data_parallel_size", "data_parallel_rank data_parallel_size", "outside"),
+        ("world_size", "data_parallel_rank data_parallel_size", "outside"),
+        ("", "data_parallel_rank data_parallel_size fsdp_mesh", "a mesh"),
+    ],
+)
+def test_another_size_keeps_processes_only_of_scripts_that_read_it_in_each_step_alone(
+    outside: str, within: str, why: str
+) -> None:
+    s = session.init()
     model = nn.Linear(2, 1)
     s.restore(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return s
+    for name in outside.split():
+        getattr(s, name)
+    for step in s.steps(1):
+        with s.attempt():
+            for name in within.split():
+                getattr(s, name)
+            s.step(step)
+    said = s._why_not_resized()
+    assert why in said if why else not said
+    session.leave()
