@@ -29,7 +29,7 @@ MAX_WORDS = 40000
 BUDGETS = {
     "orchestrator": 53312,
     "workers": 25544,
-    "tests": 88269,
+    "tests": 88271,
     "orchestrator/api": 4365,
     "orchestrator/backends": 6326,
     "orchestrator/catalogue": 990,

@@ -13,7 +13,7 @@ import steplog
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -67,7 +67,9 @@ def by_trainer(model: Counts, out: Path, save_every: int) -> None:
 
 
 def by_loop(model: Counts, out: Path, save_every: int) -> None:
-    accelerator = Accelerator(cpu=True)
+    # Otherwise accelerate draws another order for the rest of the epoch than for its beginning.
+    seeded = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=seeded)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(Numbers(), BATCH, shuffle=True)
     wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
