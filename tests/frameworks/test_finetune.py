@@ -287,7 +287,7 @@ def test_an_export_without_room_names_the_directory(place: Path, tmp_path: Path)
         pytest.skip("needs root to mount a small file system")
     job = document("full", place, "llama", 1, {}, steps=1, output=str(small / "out"))
     try:
-        with pytest.raises(AssertionError, match="failed"):
+        with pytest.raises(AssertionError):
             several(tmp_path, [job], 1)
         said = (tmp_path / "rank-0.log").read_text()
         assert re.search(r"config\.output: got \S+/out, which cannot be written \(.*space", said)
