@@ -76,6 +76,9 @@ def test_an_example_applies_unchanged_with_the_same_defaults(jobs: Kubectl, path
     theirs = job_from_resource(stored)
     assert theirs.spec == ours.spec
     written = ours.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    if recipe := written["entrypoint"].get("recipe"):
+        # The server does not know the settings of recipes: packages bring them.
+        recipe["config"] = stored["spec"]["entrypoint"]["recipe"]["config"]
     assert without_empty(written) == without_empty(stored["spec"])
 
 
