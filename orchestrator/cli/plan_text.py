@@ -70,7 +70,7 @@ def _job_parts(plan: Plan, explain: bool, environment: bool) -> Iterator[Rendera
     yield from _sizes(plan)
     if figures is None:
         yield from _section("Memory")
-        yield "unknown: the script defines the model; plan one like it with --model"
+        yield "unknown: the spec does not have the model's sizes; plan one like it with --model"
     else:
         yield from _figures(figures, plan.device_memory_bytes, explain)
         yield from _host(plan, explain)

@@ -16,7 +16,7 @@ from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.session.order import sample_ids
 from holdfast.workers.training.initial_values import fill
-from holdfast.workers.training.recipes.finetune import with_adapters
+from holdfast.workers.training.recipes.finetune import MARKER, expect_free, with_adapters
 from tests.e2e.local.local_rig import Job
 from tests.strategies.rig import (
     Numbers,
@@ -26,7 +26,7 @@ from tests.strategies.rig import (
     several,
 )
 
-from .tiny_models import KINDS, make_lines, make_model, make_tokenizer
+from .tiny_models import KINDS, SIZES, make_lines, make_model, make_tokenizer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -272,11 +272,58 @@ def test_models_that_do_not_fit_are_rejected(place: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"larger without tokenizer.json; expected the token"):
         pretrained.tokenizer_of(tmp_path / "larger")
     model = pretrained.build(qwen, torch.float32)
-    with pytest.raises(UserError, match=r"got q_prj, which is no layer .*some of .*o_proj, q_proj"):
-        with_adapters(model, Finetune.model_validate(FILES | {"adapter": {"targets": ["q_prj"]}}))
+    for target in ("q_prj", "embed_tokens", "self_attn"):
+        config = Finetune.model_validate(FILES | {"adapter": {"targets": [target]}})
+        with pytest.raises(UserError, match=f"got {target}; the model has .*o_proj, q_proj"):
+            with_adapters(model, config)
+    tied = pretrained.build(place / "qwen3", torch.float32)
+    with pytest.raises(UserError, match=r"got lm_head; the model has no such linear layer"):
+        with_adapters(tied, Finetune.model_validate(FILES | {"adapter": {"targets": ["lm_head"]}}))
+    with pytest.raises(UserError, match=r"whose weights are quantized; expected float32"):
+        load(changed(qwen, tmp_path / "fp8", quantization_config={"quant_method": "fp8"}))
+    cut = changed(qwen, tmp_path / "cut")
+    (shard := next(cut.glob("*.safetensors"))).write_bytes(b"version https://git-lfs")
+    with pytest.raises(UserError, match=rf"got \S+{shard.name}, which is cut or another file \("):
+        load(cut)
+    (cut / "config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"got \S+; expected a JSON object"):
+        pretrained._read_json(cut / "config.json")
     frozen = model.requires_grad_(False)
     with pytest.raises(UserError, match=r"got qlora with a matrix of 64 x 64 over 2 ranks; expec"):
         pretrained.expect_whole_groups(pretrained.blocks_of(frozen), Mesh(1, 2))
+
+
+def test_documents_of_one_sample_do_not_see_each_other(tmp_path: Path) -> None:
+    """Each architecture that is accepted, beside the same documents one by one."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from holdfast.workers.training import pretrained
+
+    for kind in pretrained.TRIED:
+        torch.manual_seed(2)
+        config = AutoConfig.for_model(kind, **{**SIZES, **KINDS.get(kind, {})})
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        documents = [torch.randint(2, 272, (1, length)) for length in (9, 30, 5)]
+        positions = torch.cat([torch.arange(one.shape[1]) for one in documents])[None]
+        with torch.no_grad():
+            packed = model(torch.cat(documents, 1), position_ids=positions, use_cache=False).logits
+            alone = torch.cat([model(one, use_cache=False).logits for one in documents], 1)
+        assert torch.allclose(packed, alone, atol=1e-5), kind
+
+
+@pytest.mark.parametrize("output", [".", "..", "m", "m/tuned", "notes", "d"])
+def test_an_output_replaces_nothing_but_an_earlier_result(output: str, tmp_path: Path) -> None:
+    for name in ("m", "notes", "result"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "notes/thesis.txt").touch()
+    (tmp_path / "d").touch()
+    config = Finetune.model_construct(**FILES | {"output": output, "validation": None})
+    with pytest.raises(UserError, match=r"config\.output: got .*expected a (directory|new)"):
+        expect_free(config, str(tmp_path))
+    (tmp_path / "result" / MARKER).touch()
+    for free in ("result", "new", str(tmp_path / "far" / "away")):
+        expect_free(Finetune.model_validate(FILES | {"output": free}), str(tmp_path))
 
 
 def test_an_export_without_room_names_the_directory(place: Path, tmp_path: Path) -> None:

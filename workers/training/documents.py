@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +28,12 @@ EXPECTED = "a JSON object with prompt and completion, with messages, or with tex
 Numbers = npt.NDArray[np.int64]
 
 
-Document = tuple[list[int], list[bool]]
-"""Tokens, and which of them have a loss."""
+class Document(NamedTuple):
+    tokens: list[int]
+    trained: list[bool]
+    """Which of them have a loss."""
+    num_silent: int = 0
+    """Answers of the assistant that have none, as the chat template changes them."""
 
 
 class Packed:
@@ -40,10 +45,11 @@ class Packed:
         self.length = length
         self._samples: list[tuple[int, int]] = []
         """Documents of each sample: the first, and the one after the last."""
-        self.num_cut = first = room = 0
+        self.num_cut = self.num_silent = first = room = 0
         documents = _documents(path, field, tokenizer)
         tokens, targets, begins = [], [], [0]
-        for number, (ids, trained) in enumerate(documents):
+        for number, (ids, trained, num_silent) in enumerate(documents):
+            self.num_silent += num_silent
             self.num_cut += len(ids) > length
             ids, trained = ids[:length], trained[:length]
             if max(ids, default=0) >= vocab_size:
@@ -144,29 +150,40 @@ def _document(line: str, got: str, tokenizer: Any) -> Document:
     shown = line.strip() if len(line) < 60 else f"{line[:57]}..."
     try:
         value = json.loads(line)
-    except ValueError as error:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f"{got}: {shown} ({error}); expected {EXPECTED}; correct the line"
         ) from None
     match value:
         case {"messages": [_, *_] as messages}:
-            return _conversation(messages, f"{got}: {shown}", tokenizer)
+            return _conversation(messages, value.get("tools"), f"{got}: {shown}", tokenizer)
         case {"prompt": str(prompt), "completion": str(completion)}:
-            before = tokenizer(prompt)["input_ids"]
-            after = tokenizer(completion, add_special_tokens=False)["input_ids"]
-            return _ended([*before, *after], [False] * len(before) + [True] * len(after), tokenizer)
-        case {"text": str(text)}:
-            tokens = tokenizer(text)["input_ids"]
-            return _ended(tokens, [True] * len(tokens), tokenizer)
+            before, after = (
+                _tokens(prompt, tokenizer),
+                _tokens(completion, tokenizer, special=False),
+            )
+            return _ended(before, after, tokenizer)
+        case {"text": str(text)} if text:
+            return _ended([], _tokens(text, tokenizer), tokenizer)
     raise UserError(f"{got}: {shown}; expected {EXPECTED}; correct the line")
 
 
-def _ended(tokens: list[int], trained: list[bool], tokenizer: Any) -> Document:
-    end = tokenizer.eos_token_id
-    return (tokens, trained) if end is None else ([*tokens, end], [*trained, True])
+def _tokens(text: str, tokenizer: Any, *, special: bool = True) -> list[int]:
+    """Tokens without an end, which some tokenizers append."""
+    found: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
+    while special and found and found[-1] == tokenizer.eos_token_id:
+        found.pop()
+    return found
 
 
-def _conversation(messages: list[Any], got: str, tokenizer: Any) -> Document:
+def _ended(before: list[int], after: list[int], tokenizer: Any) -> Document:
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    trained = [False] * len(before) + [True] * len([*after, *end])
+    return Document([*before, *after, *end], trained)
+
+
+def _conversation(messages: list[Any], tools: Any, got: str, tokenizer: Any) -> Document:
     """Tokens by the chat template; what the assistant says has a loss."""
     if tokenizer.chat_template is None:
         raise UserError(
@@ -174,14 +191,13 @@ def _conversation(messages: list[Any], got: str, tokenizer: Any) -> Document:
             "chat_template.jinja in the model's directory; add it, or write prompt and completion"
         )
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        template = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
+        text = template(messages)
         spans = []
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = tokenizer.apply_chat_template(
-                    messages[:number], tokenize=False, add_generation_prompt=True
-                )
-                after = tokenizer.apply_chat_template(messages[: number + 1], tokenize=False)
+                before = template(messages[:number], add_generation_prompt=True)
+                after = template(messages[: number + 1])
                 if text.startswith(before) and text.startswith(after):
                     spans.append((len(before), len(after)))
     except Exception as error:  # jinja2 and the templates raise their own
@@ -189,13 +205,15 @@ def _conversation(messages: list[Any], got: str, tokenizer: Any) -> Document:
             f"{got} ({error}); expected messages with role and content that the chat template "
             "takes; correct the line"
         ) from None
+    num_answers = sum(message["role"] == "assistant" for message in messages)
     if not spans:
+        what = "the chat template changes every answer" if num_answers else "no assistant answers"
         raise UserError(
-            f"{got}: no answer of the assistant that the chat template leaves as it is; expected "
-            "one; add it, or write prompt and completion"
+            f"{got}: {what}; expected an answer of the assistant; add it, or write prompt and "
+            "completion"
         )
     whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     trained = [
         any(low <= begin < high for low, high in spans) for begin, _ in whole["offset_mapping"]
     ]
-    return whole["input_ids"], trained
+    return Document(whole["input_ids"], trained, num_answers - len(spans))

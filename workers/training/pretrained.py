@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -19,6 +20,22 @@ from .documents import CONFIG
 
 FIELD = f"{CONFIG}.model"
 INDEX = "model.safetensors.index.json"
+TRIED = ("granite", "llama", "mistral", "olmo2", "qwen2", "qwen3")
+"""Architectures whose packed documents do not see each other, by a test. Others of transformers
+ignore positions that begin again, have convolutions, or store their weights by other names."""
+
+
+def _read_json(path: Path) -> Any:
+    """Raises UserError for a file that is not a JSON object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{FIELD}: got {path} ({error}); expected JSON; download it again"
+        ) from None
+    if not isinstance(value, dict):
+        raise UserError(f"{FIELD}: got {path}; expected a JSON object; download it again")
+    return value
 
 
 def expect_weights(directory: Path) -> None:
@@ -28,29 +45,42 @@ def expect_weights(directory: Path) -> None:
         raise UserError(f"{FIELD}: got {directory}, which has no config.json; {expected}")
     index = directory / INDEX
     if index.is_file():
-        needed = {*json.loads(index.read_text())["weight_map"].values()}
+        needed = {*_read_json(index).get("weight_map", {}).values()} or {"model.safetensors"}
     else:
         needed = {path.name for path in directory.glob("*.safetensors")} or {"model.safetensors"}
+    fix = "download it again"
     if missing := sorted(name for name in needed if not (directory / name).is_file()):
-        fix = "download it again"
         if [*directory.glob("*.bin")]:
             fix = "convert the .bin files: load the model and call save_pretrained"
         raise UserError(f"{FIELD}: got {directory} without {', '.join(missing)}; {expected}; {fix}")
+    for name in sorted(needed):
+        try:
+            with safe_open(directory / name, "pt"):
+                pass
+        except SafetensorError as error:
+            got = f"{directory / name}, which is cut or another file ({error})"
+            raise UserError(f"{FIELD}: got {got}; expected safetensors; {fix}") from None
 
 
 def build(directory: Path, dtype: torch.dtype) -> Any:
     """The model without values. Raises UserError for what transformers cannot build."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
     expect_weights(directory)
-    kind = json.loads((directory / "config.json").read_text()).get("model_type", "")
-    if kind not in KNOWN:
-        near = ", ".join(difflib.get_close_matches(str(kind), KNOWN)) or "llama, mistral, qwen3"
+    written = _read_json(directory / "config.json")
+    kind = str(written.get("model_type", ""))
+    if kind not in TRIED:
+        near = ", ".join(difflib.get_close_matches(kind, TRIED))
         raise UserError(
-            f"{FIELD}: got the architecture {kind or 'without a model_type'}; expected one that "
-            f"transformers trains as a causal language model; near ones are {near}"
+            f"{FIELD}: got the architecture {kind or 'without a model_type'}; expected one of "
+            f"{', '.join(TRIED)}, which are tried with packed documents"
+            + (f"; near ones are {near}" if near else "")
+        )
+    if written.get("quantization_config"):
+        raise UserError(
+            f"{FIELD}: got {directory}, whose weights are quantized; expected float32, bfloat16 or "
+            "float16; use the directory that it was made from, with method qlora if memory is short"
         )
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
@@ -62,6 +92,14 @@ def build(directory: Path, dtype: torch.dtype) -> Any:
         why = f"{FIELD}: got a config.json of {directory} that transformers rejects ({error})"
         raise UserError(f"{why}; expected a valid one; download it again") from None
     model.tie_weights()
+    kept = model.state_dict().keys() - {
+        name for name, _ in model.named_parameters(remove_duplicate=False)
+    }
+    if kept:
+        raise UserError(
+            f"{FIELD}: got a model with buffers ({', '.join(sorted(kept))}); expected parameters "
+            "alone, as only they are read and written"
+        )
     model.config.dtype = config.dtype or dtype  # of the directory, also of what is written
     return model
 

@@ -237,8 +237,9 @@ def read_yaml(text: str, loader: type[yaml.SafeLoader] = _Loader) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the text"
-        why = getattr(error, "problem", None)  # "expected ',' or ']', but got '<stream end>'"
-        got = f"text that is no YAML ({why})" if why else "text that is no YAML"
+        got = getattr(error, "problem", None) or "text that is no YAML"
+        if got.startswith("expected"):  # "expected ',' or ']', but got '<stream end>'"
+            got = f"text that is no YAML ({got})"
         problem = Problem(where, got, "valid YAML")
     except RecursionError:
         problem = _too_deep()

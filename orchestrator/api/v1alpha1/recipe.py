@@ -6,6 +6,7 @@ where CLASS extends RecipeConfig and names the function that trains.
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal
@@ -245,6 +246,16 @@ class RecipeConfig(Part):
         """(field, file or directory) that the workers read."""
         return iter(())
 
+    def _check_decay(self) -> None:
+        """Raises ValueError."""
+        warmup, wsd = self.optimizer.warmup_steps, self.optimizer.learning_rate_schedule.wsd
+        steps = self.total_steps
+        if wsd and wsd.decay_steps and steps and warmup + wsd.decay_steps > steps:
+            raise ValueError(
+                f"optimizer.learningRateSchedule.wsd.decaySteps: got {wsd.decay_steps} after "
+                f"{warmup} warmupSteps; expected both within steps ({steps})"
+            )
+
     def samples_per_pass(self, share: int, pipeline: int, chosen: int = 0) -> int:
         """Samples of one forward pass, of a rank that has `share` of them in a step. `chosen`: what
         auto is by the memory of the devices; 0: that is not known."""
@@ -278,12 +289,7 @@ class Pretrain(RecipeConfig):
                 f"evaluateEverySteps: got {self.evaluate_every_steps} without validation data; "
                 f"expected data.validation.source, or a share above 0"
             )
-        warmup, wsd = self.optimizer.warmup_steps, self.optimizer.learning_rate_schedule.wsd
-        if wsd and wsd.decay_steps and warmup + wsd.decay_steps > self.steps:
-            raise ValueError(
-                f"optimizer.learningRateSchedule.wsd.decaySteps: got {wsd.decay_steps} after "
-                f"{warmup} warmupSteps; expected both within steps ({self.steps})"
-            )
+        self._check_decay()
         return self
 
     @property
@@ -373,6 +379,13 @@ class Finetune(RecipeConfig):
             raise ValueError(
                 f"optimizer.{self.optimizer.chosen}: got it with recipe finetune; expected adamw "
                 f"without inBackward; remove it"
+            )
+        self._check_decay()
+        paths = {posixpath.normpath(path) for _, path in self.sources()}
+        if posixpath.normpath(self.output) in paths | {".", ".."}:
+            raise ValueError(
+                f"output: got {self.output}, which is another directory of the job; expected one "
+                f"of its own, which is replaced"
             )
         return self
 

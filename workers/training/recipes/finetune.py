@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,9 @@ from holdfast.workers.training.initial_values import fill
 from holdfast.workers.training.optimizers import make_optimizer
 from holdfast.workers.training.parallel import Parallel
 from holdfast.workers.training.parallel.precision import parameter_dtype
+
+MARKER = ".holdfast"
+"""An empty file in each result: a directory without it is not replaced."""
 
 
 @dataclass
@@ -50,8 +54,13 @@ class Tuner(loop.BaseTrainer):
             written.save_pretrained(partial, state_dict=values)
             source = files.resolve(directory, self.config.model)
             pretrained.tokenizer_of(source).save_pretrained(partial)
-            shutil.rmtree(target, ignore_errors=True)
+            (partial / MARKER).touch()
+            old = target.with_name(f"{target.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            if target.exists():  # an earlier result; `build` has checked
+                target.rename(old)
             partial.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
             print(f"wrote {target}", flush=True)
         except (OSError, SafetensorError) as error:
             raise UserError(
@@ -67,7 +76,7 @@ def main(job: TrainingJob) -> None:
     recipe = job.spec.entrypoint.recipe
     config = recipe.config if recipe is not None else None
     if not isinstance(config, Finetune):
-        raise UserError("spec.entrypoint.recipe: got another; expected the recipe finetune")
+        raise UserError("spec.entrypoint.recipe: got another recipe; expected finetune")
     needed = ("transformers", "accelerate", "peft", *["torchao"] * (config.method == "qlora"))
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise UserError(
@@ -80,6 +89,7 @@ def main(job: TrainingJob) -> None:
 def build(job: TrainingJob, config: Finetune, s: session.Session) -> Tuner:
     """Model, optimizer and data, before restore."""
     mesh = job.spec.parallelism
+    expect_free(config, s.directory)
     directory = files.resolve(s.directory, config.model)
     # What is trained is float32; frozen weights have the format of forward and backward.
     frozen = parameter_dtype(mesh.precision, s.device)
@@ -135,6 +145,8 @@ def build(job: TrainingJob, config: Finetune, s: session.Session) -> Tuner:
         for every in (True, False)
     )
     cut = f", {data.train.num_cut} documents cut" if data.train.num_cut else ""
+    if data.train.num_silent:
+        cut += f", {data.train.num_silent} answers without a loss: the chat template changes them"
     return Tuner(
         config,
         s,
@@ -149,17 +161,39 @@ def build(job: TrainingJob, config: Finetune, s: session.Session) -> Tuner:
     )
 
 
+def expect_free(config: Finetune, directory: str) -> None:
+    """Raises UserError for an output that would replace something else than an earlier result."""
+    target = files.resolve(directory, config.output).resolve()
+    used = [files.resolve(directory, path).resolve() for _, path in config.sources()]
+    got = f"{CONFIG}.output: got {target}"
+    for path in (*used, Path(directory).resolve()):
+        if path.is_relative_to(target) or (path in used and target.is_relative_to(path)):
+            raise UserError(
+                f"{got}, which is, has or is in {path}; expected a directory of its own, as it is "
+                "replaced"
+            )
+    if target.exists() and not (target / MARKER).is_file():
+        raise UserError(
+            f"{got}, which exists and is not an earlier result; expected a new directory; "
+            "move it away, or choose another"
+        )
+
+
 def with_adapters(model: Any, config: Finetune) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    settings, names = config.adapter, [name for name, _ in model.named_modules()]
-    ends = {name.rpartition(".")[2] for name, one in model.named_modules()
-            if isinstance(one, nn.Linear)}  # fmt: skip
+    settings, head = config.adapter, model.get_output_embeddings()
+    tied = head.weight is model.get_input_embeddings().weight
+    layers = [name for name, one in model.named_modules()
+              if isinstance(one, nn.Linear) and not (tied and one is head)]  # fmt: skip
+    ends = {name.rpartition(".")[2] for name in layers}
     for target in settings.targets:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
+        meant = [name for name, _ in model.named_modules()
+                 if name == target or name.endswith(f".{target}")]  # fmt: skip
+        if not meant or {*meant} - {*layers}:
             raise UserError(
-                f"{CONFIG}.adapter.targets: got {target}, which is no layer of the model; expected "
-                f"some of {', '.join(sorted(ends))}; correct it, or remove targets"
+                f"{CONFIG}.adapter.targets: got {target}; the model has no such linear layer; "
+                f"expected some of {', '.join(sorted(ends))}; correct it, or remove targets"
             )
     lora = LoraConfig(
         r=settings.rank,

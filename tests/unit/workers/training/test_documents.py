@@ -24,12 +24,46 @@ class Letters:
         return {"input_ids": [ord(letter) for letter in text]}
 
 
-def packed(tmp_path: Path, *lines: Any, length: int = 8, vocabulary: int = 400) -> Packed:
+class Ending(Letters):
+    """One that appends its end, with a template that shortens earlier answers."""
+
+    chat_template = "any"
+
+    def __call__(
+        self, text: str, add_special_tokens: bool = True, return_offsets_mapping: bool = False
+    ) -> dict[str, Any]:
+        ids = [ord(letter) for letter in text] + [END] * add_special_tokens
+        return {"input_ids": ids, "offset_mapping": [(n, n + 1) for n in range(len(text))]}
+
+    def apply_chat_template(self, messages: list[Any], tools: Any = None, **_: Any) -> str:
+        texts = [one["content"] for one in messages]
+        return (tools or "") + "".join([text[:1] for text in texts[:-1]] + texts[-1:])
+
+
+def packed(
+    tmp_path: Path, *lines: Any, length: int = 8, vocabulary: int = 400,
+    tokenizer: Letters | None = None,
+) -> Packed:  # fmt: skip
     path = tmp_path / "data.jsonl"
     path.write_text(
         "".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in lines)
     )
-    return Packed(str(path), "data", Letters(), vocabulary, length)
+    return Packed(str(path), "data", tokenizer or Letters(), vocabulary, length)
+
+
+def test_the_end_that_a_tokenizer_appends_is_there_once(tmp_path: Path) -> None:
+    line = {"prompt": "ab", "completion": "c"}
+    made = packed(tmp_path, line, {"text": "de"}, tokenizer=Ending())
+    assert made.read([0])[0][0].tolist() == [97, 98, 99, END, 100, 101, END, 0]
+
+
+def test_answers_that_a_template_changes_are_counted_and_tools_are_passed(tmp_path: Path) -> None:
+    said = [{"role": role, "content": text} for role, text in
+            (("user", "a"), ("assistant", "bb"), ("user", "c"), ("assistant", "dd"))]  # fmt: skip
+    made = packed(tmp_path, {"messages": said, "tools": "T"}, tokenizer=Ending())
+    assert made.num_silent == 1
+    assert made.read([0])[0][0, :6].tolist() == [ord(one) for one in "Tabcdd"]
+    assert made.num_targets == [2]
 
 
 def test_documents_are_packed_whole_and_only_completions_have_a_loss(tmp_path: Path) -> None:
