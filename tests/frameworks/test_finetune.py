@@ -214,7 +214,7 @@ def test_losses_and_exports_are_those_of_transformers_and_peft(
 
 
 def test_faults_change_no_loss(place: Path, tmp_path: Path) -> None:
-    """A worker and a node are lost within an epoch, and the job shrinks: each sample once."""
+    """A worker and a node are lost within an epoch: each sample once."""
     more = {"steps": None, "epochs": 3, "method": "lora", "minStepSeconds": 0.3}
     calm = document(
         "calm",
@@ -238,6 +238,58 @@ def test_faults_change_no_loss(place: Path, tmp_path: Path) -> None:
         one.end()
     assert [*losses] == [*range(len(expected))]
     assert [*losses.values()] == pytest.approx([loss for loss, _ in expected], rel=DIGITS)
+
+
+def test_resizes_and_a_kill_in_a_save_change_no_loss(place: Path, tmp_path: Path) -> None:
+    """The job shrinks and grows in the middle of epochs: each sample once at any size."""
+    more = {"steps": None, "epochs": 9, "method": "lora"}
+    calm = document("still", place, "qwen3", 1, {"shard": 1}, **more)
+    expected = several(tmp_path, [calm], 1)["still"]
+    job = document("resized", place, "qwen3", 1, {"shard": "world"}, **more, minStepSeconds=0.4)
+    job["spec"] |= {"nodes": {"min": 1, "max": 2}}
+    job["spec"]["checkpoint"] = {"memory": {"everySteps": 1}, "storage": {"everySteps": 3}}
+    one = Job(tmp_path, job)
+    try:
+        one.run()
+        one.until(lambda view: view.step >= 4)
+        assert one.request("resize", nodes=1).ok
+        one.until(lambda view: view.world_size == 1 and view.step >= 10)
+        assert one.request("resize", nodes=2).ok
+        view = one.until(lambda view: view.world_size == 2 and view.step >= 12)
+        one.until(lambda now: now.commits > view.commits)
+        one.kill(one.worker_pids()[1])
+        assert one.wait().state == "succeeded", one.output()
+        losses = losses_of(one)
+    finally:
+        one.end()
+    assert [*losses] == [*range(len(expected))]
+    assert [*losses.values()] == pytest.approx([loss for loss, _ in expected], rel=DIGITS)
+
+
+def test_kills_change_no_bit_of_an_adapter(place: Path, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    more = {"steps": 12, "method": "lora"}
+    several(tmp_path, [document("calm-bits", place, "qwen3", 2, {"shard": 2}, **more)], 2)
+    job = document("shaken-bits", place, "qwen3", 2, {"shard": 2}, **more, minStepSeconds=0.4)
+    job["spec"]["checkpoint"] = {"memory": {"everySteps": 1}}
+    one = Job(tmp_path, job)
+    try:
+        one.run()
+        for number, rank in enumerate((1, 0)):
+            one.until(lambda view, least=3 + 4 * number: view.step >= least)
+            one.kill(one.worker_pids()[rank])
+            one.running(incidents=number + 1)
+        assert one.wait().state == "succeeded", one.output()
+    finally:
+        one.end()
+    calm, shaken = (
+        load_file(place / name / "adapter_model.safetensors")
+        for name in ("calm-bits", "shaken-bits")
+    )
+    assert calm.keys() == shaken.keys()
+    assert all(torch.equal(calm[name], shaken[name]) for name in calm)
 
 
 def changed(model: Path, copy: Path, **settings: Any) -> Path:
@@ -279,7 +331,7 @@ def test_models_that_do_not_fit_are_rejected(place: Path, tmp_path: Path) -> Non
     tied = pretrained.build(place / "qwen3", torch.float32)
     with pytest.raises(UserError, match=r"got lm_head; the model has no such linear layer"):
         with_adapters(tied, Finetune.model_validate(FILES | {"adapter": {"targets": ["lm_head"]}}))
-    with pytest.raises(UserError, match=r"whose weights are quantized; expected float32"):
+    with pytest.raises(UserError, match=r"are quantized \(fp8\); expected float32"):
         load(changed(qwen, tmp_path / "fp8", quantization_config={"quant_method": "fp8"}))
     cut = changed(qwen, tmp_path / "cut")
     (shard := next(cut.glob("*.safetensors"))).write_bytes(b"version https://git-lfs")

@@ -86,6 +86,12 @@ class Packed:
     def __len__(self) -> int:
         return len(self._samples)
 
+    def losses(self) -> str:
+        """What was left out, for the first line of the log."""
+        cut = f", {self.num_cut} documents cut" if self.num_cut else ""
+        silent = f"{self.num_silent} answers without a loss: the chat template changes them"
+        return f"{cut}, {silent}" if self.num_silent else cut
+
     def read(self, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs, next tokens and positions (B, T) of these samples. Padding is a document."""
         shape = len(ids), self.length

@@ -77,9 +77,10 @@ def build(directory: Path, dtype: torch.dtype) -> Any:
             f"{', '.join(TRIED)}, which are tried with packed documents"
             + (f"; near ones are {near}" if near else "")
         )
-    if written.get("quantization_config"):
+    if quantized := written.get("quantization_config"):
         raise UserError(
-            f"{FIELD}: got {directory}, whose weights are quantized; expected float32, bfloat16 or "
+            f"{FIELD}: got {directory}, whose weights are quantized "
+            f"({dict(quantized).get('quant_method', 'unknown')}); expected float32, bfloat16 or "
             "float16; use the directory that it was made from, with method qlora if memory is short"
         )
     try:

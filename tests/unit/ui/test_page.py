@@ -40,7 +40,7 @@ def test_each_section_shows_its_part_of_the_view() -> None:
         assert phase in shown["incidents"]
     assert "3 running, 1 hung" in shown["nodes"] and "3 hung" in shown["nodes"]
     assert "rank 3: hung, step 490, 3.0 GiB" in sections["nodes"]
-    assert "step 499" in shown["checkpoints"] and sections["plan"] == ""
+    assert "step 499, 1 step old" in shown["checkpoints"] and sections["plan"] == ""
 
 
 def test_nodes_with_trouble_come_first_in_a_large_job() -> None:

@@ -125,18 +125,8 @@ def build(job: TrainingJob, config: Finetune, s: session.Session) -> Tuner:
     def initialise(module: nn.Module) -> None:
         if tied:  # each module has got memory of its own
             head.weight = embedding.weight
-        named = {plain_name(name): one for name, one in module.named_parameters()}
-        adapters = {name: one for name, one in named.items() if ".lora_" in name}
-        if not s.restoring or config.method != "full":
-            others = {
-                pretrained.stored_name(name): one
-                for name, one in named.items()
-                if name not in adapters and not pretrained.is_quantized(one)
-            }
-            pretrained.load(others, directory)
-        for name, parameter in adapters.items():
-            deviation = 0.0 if ".lora_B." in name else (3.0 * parameter.shape[1]) ** -0.5
-            fill(parameter, config.seed, name, deviation)
+        restored = s.restoring and config.method == "full"
+        _fill(module, None if restored else directory, config.seed)
 
     parallel.materialize(initialise)
     trained = {n: p for n, p in parallel.named_shards().items() if p.requires_grad}
@@ -144,9 +134,6 @@ def build(job: TrainingJob, config: Finetune, s: session.Session) -> Tuner:
         sum(one.numel() for one in model.parameters() if one.requires_grad or every)
         for every in (True, False)
     )
-    cut = f", {data.train.num_cut} documents cut" if data.train.num_cut else ""
-    if data.train.num_silent:
-        cut += f", {data.train.num_silent} answers without a loss: the chat template changes them"
     return Tuner(
         config,
         s,
@@ -157,8 +144,24 @@ def build(job: TrainingJob, config: Finetune, s: session.Session) -> Tuner:
         sequence_length=config.sequence_length,
         flops_per_token=4.0 * total + 2.0 * ours,  # a frozen parameter has no gradient
         title=f"finetune {config.method}: {total / 1e6:.1f} M parameters, "
-        f"{ours / 1e6:.2f} M trained{cut}",
+        f"{ours / 1e6:.2f} M trained{data.train.losses()}",
     )
+
+
+def _fill(module: nn.Module, directory: Path | None, seed: int) -> None:
+    """Give adapters their first values, and all others those of the directory, if one is given."""
+    named = {plain_name(name): one for name, one in module.named_parameters()}
+    adapters = {name: one for name, one in named.items() if ".lora_" in name}
+    if directory is not None:
+        others = {
+            pretrained.stored_name(name): one
+            for name, one in named.items()
+            if name not in adapters and not pretrained.is_quantized(one)
+        }
+        pretrained.load(others, directory)
+    for name, parameter in adapters.items():
+        deviation = 0.0 if ".lora_B." in name else (3.0 * parameter.shape[1]) ** -0.5
+        fill(parameter, seed, name, deviation)
 
 
 def expect_free(config: Finetune, directory: str) -> None:
