@@ -112,7 +112,7 @@ def _threads(job: TrainingJob, workers: int) -> int:
 def _config(job: TrainingJob) -> Pretrain:
     config = pretraining(job.spec.entrypoint.recipe)
     if config is None:
-        raise UserError("spec.entrypoint.recipe: got another; expected the recipe pretrain")
+        raise UserError("spec.entrypoint.recipe: got another recipe; expected pretrain")
     return config
 
 

@@ -147,7 +147,11 @@ def _documents(path: str, field: str, tokenizer: Any) -> Iterator[Document]:
         with open(path, encoding="utf-8") as lines:  # noqa: PTH123
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield _document(line, f"{field}: got line {number} of {path}", tokenizer)
+                    got = f"{field}: got line {number} of {path}"
+                    document = _document(line, got, tokenizer)
+                    if not document.tokens:
+                        raise UserError(f"{got} without a token; expected some; remove the line")
+                    yield document
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{field}: got {path} ({error}); expected a JSONL file in UTF-8") from None
 

@@ -317,8 +317,8 @@ class Adapter(Part):
 
 
 class Finetune(RecipeConfig):
-    """Training of a model in a directory as transformers writes it. Without one in optimizer,
-    learningRate is 1e-5 for method full and 2e-4 for adapters; weightDecay is 0."""
+    """Training of a model in a directory as transformers writes it. The default learningRate is
+    1e-5 for method full and 2e-4 for adapters, that of weightDecay is 0."""
 
     main = PARTS["recipe finetune"]
     preload = ("transformers", "peft")

@@ -38,6 +38,7 @@ def test_each_section_shows_its_part_of_the_view() -> None:
     assert "next step after 7.20 s, 3 steps lost" in shown["incidents"]
     for phase in ("detect  1.00 s", "place  0.20 s", "launch  1.50 s", "first-step  4.00 s"):
         assert phase in shown["incidents"]
+    assert "generation 1, 4 ranks, until" in shown["nodes"]
     assert "3 running, 1 hung" in shown["nodes"] and "3 hung" in shown["nodes"]
     assert "rank 3: hung, step 490, 3.0 GiB" in sections["nodes"]
     assert "step 499, 1 step old" in shown["checkpoints"] and sections["plan"] == ""

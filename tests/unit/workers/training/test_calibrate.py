@@ -137,7 +137,7 @@ def test_a_job_without_the_recipe_is_refused(
     document["spec"]["entrypoint"] = {"module": "train"}
     path.write_text(yaml.safe_dump(document))
     assert calibrate.main([str(path)]) == 2
-    assert "expected the recipe pretrain" in capsys.readouterr().err
+    assert "got another recipe; expected pretrain" in capsys.readouterr().err
 
 
 def test_json_on_standard_output_is_one_line(

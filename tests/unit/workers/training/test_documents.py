@@ -57,6 +57,15 @@ def test_the_end_that_a_tokenizer_appends_is_there_once(tmp_path: Path) -> None:
     assert made.read([0])[0][0].tolist() == [97, 98, 99, END, 100, 101, END, 0]
 
 
+def test_a_line_without_a_token_is_rejected(tmp_path: Path) -> None:
+    """Its targets would be those of the next document."""
+    tokenizer = Letters()
+    tokenizer.eos_token_id = None  # type: ignore[assignment]
+    empty = {"prompt": "", "completion": ""}
+    with pytest.raises(UserError, match=r"got line 2 of .* without a token; expected some"):
+        packed(tmp_path, {"text": "ab"}, empty, tokenizer=tokenizer)
+
+
 def test_answers_that_a_template_changes_are_counted_and_tools_are_passed(tmp_path: Path) -> None:
     said = [{"role": role, "content": text} for role, text in
             (("user", "a"), ("assistant", "bb"), ("user", "c"), ("assistant", "dd"))]  # fmt: skip
