@@ -47,9 +47,9 @@ class Result:
     step_s: float | None = None
     note: str = ""
     phases: dict[str, float] = field(default_factory=dict)
-    """Where the time went, as the contestant itself reports it."""
+    """Seconds of each phase, as the contestant itself reports them."""
     parts: dict[str, float] = field(default_factory=dict)
-    """And as the ranks measured their start."""
+    """Seconds of each part of the start, as the ranks measured them."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -55,7 +55,7 @@ class OtherWork:
         self._at_s, self._busy_s, self._own = time.monotonic(), _busy_s(), self._cpu_s()
 
     def cores(self) -> float:
-        """On average since the beginning."""
+        """Mean number of busy cores since the beginning."""
         elapsed_s = max(time.monotonic() - self._at_s, 1e-9)
         own_s = sum(
             max(0.0, cpu_s - self._own.get(pid, 0.0)) for pid, cpu_s in self._cpu_s().items()

@@ -160,7 +160,7 @@ class Case:
     name: str
     write: Callable[[str, Layout, Report], None]
     prepare: Callable[[str, Layout], None] = lambda path, layout: None
-    """After the committed checkpoints, before the writer."""
+    """Function called after the committed checkpoints, before the writer."""
     adopts: bool = False
     """The next controller commits what agents have written without one."""
     damaged: bool = False

@@ -44,7 +44,7 @@ class Moment(enum.Enum):
 
 
 class Stopped(Exception):
-    """There are no more requests."""
+    """End of the requests."""
 
 
 class Requests:

@@ -1,4 +1,4 @@
-"""How many jobs and pods one operator can handle, on a real control plane with fake nodes.
+"""Number of jobs and pods that one operator can handle, on a real control plane with fake nodes.
 
     python -m bench.kubernetes_scale                         # both shapes, five minutes
     python -m bench.kubernetes_scale --only "1000 jobs"
@@ -58,7 +58,7 @@ class Result:
     num_jobs: int
     num_pods: int
     seconds: dict[str, float] = field(default_factory=dict)
-    """Since the first apply, or since the request to delete."""
+    """Seconds since the first apply, or since the request to delete."""
     rates: dict[str, float] = field(default_factory=dict)
     cpu_s: dict[str, dict[str, float]] = field(default_factory=dict)
     """Phase -> process -> CPU-seconds."""

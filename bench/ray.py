@@ -46,7 +46,7 @@ TARGETS = {
     "node lost, room": 10.0,
     "node lost, shrink": 30.0,
 }
-"""How many times faster Holdfast should be than Ray Train."""
+"""Holdfast's wanted advantage over Ray Train, as a factor."""
 
 
 @dataclass(frozen=True)

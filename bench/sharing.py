@@ -39,7 +39,7 @@ from .contestants.holdfast import NUM_RANKS
 
 RESULTS = Path(__file__).parent / "results"
 IMPORTS = (1, 2, NUM_RANKS)
-"""How many processes import torch for the four ranks."""
+"""Number of processes that import torch for the four ranks."""
 TURN_S = 1.0
 WARM_STEPS = 5
 

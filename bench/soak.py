@@ -57,7 +57,7 @@ class Fault:
     delay_s: float
     """Delay from the begin of the phase."""
     lasts_s: float
-    """How long a disk is full, or storage is away or slow."""
+    """Seconds that a disk is full, or storage is away or slow."""
 
 
 @dataclass

@@ -25,7 +25,7 @@ HOME_BYTES, STORE_BYTES = 96 * 2**20, 64 * 2**20
 EVERY_STEPS = 10
 """Steps between two checkpoints in storage."""
 PAUSE_S = 0.02
-"""After each step, so that a fault does not need hundreds of them."""
+"""Pause after each step, so that a fault does not need hundreds of them."""
 MANY = 1_000_000
 """Restarts within a window: a thousand faults in an hour are more than any user allows."""
 WORLD_SIZE = 4
@@ -38,11 +38,11 @@ class NotRecovered(Exception):
 
 
 class Victim(Exception):
-    """There is no such process now."""
+    """Signal that no such process exists now."""
 
 
 def can_mount() -> bool:
-    """Whether this user may mount small file systems, for full and slow disks."""
+    """True if this user may mount small file systems, for full and slow disks."""
     return os.geteuid() == 0 and all(map(shutil.which, ("mkfs.ext4", "fsfreeze", "losetup")))
 
 
@@ -159,7 +159,7 @@ class SoakJob:
         return ", ".join(names)
 
     def kill_host(self, chance: random.Random) -> str:
-        """It is started when a node is needed; then it is killed as it starts one."""
+        """Kill the node launcher while it starts a node; a need for a node starts it."""
         victim = "node launcher"
         if not self._hosts():
             victim = f"{self.kill_nodes(chance, 1)}, then the node launcher of the next one"

@@ -65,7 +65,7 @@ class Incarnation:
         return min(step for steps in self.steps.values() for _, step in steps)
 
     def finished_by_all(self, step: int) -> float | None:
-        """When the last rank finished `step`; None while one has not."""
+        """Time at which the last rank finished `step`; None while one has not."""
         times = [next((t for t, s in steps if s == step), None) for steps in self.steps.values()]
         known = [t for t in times if t is not None]
         return max(known) if len(known) == self.world_size else None

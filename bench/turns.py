@@ -43,7 +43,7 @@ Processes = dict[int, psutil.Process]
 
 @dataclass(frozen=True)
 class Turn:
-    """When one side alone was awake, and what its processes had taken of the CPU by then."""
+    """Period in which one side alone was awake, and the CPU time of its processes by then."""
 
     woken: float
     settled: float

@@ -371,7 +371,7 @@ def write_layout(
 
 
 def config(role: str) -> dict[str, Any]:
-    """How a container of the image starts."""
+    """Start of a container of the image."""
     facts = FACTS["images"][role]
     return {
         "User": str(FACTS["user"]),

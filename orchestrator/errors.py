@@ -11,7 +11,7 @@ from typing import Self
 
 
 def installation(extra: str) -> str:
-    """How to install Holdfast with an extra, until a package index has it as holdfast-train."""
+    """Command that installs Holdfast with an extra, from source until an index has it."""
     return f"pip install '.[{extra}]' in a checkout of Holdfast"
 
 

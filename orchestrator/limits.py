@@ -100,7 +100,7 @@ CONNECT_TIMEOUT_S = 5.0
 """One attempt of an agent to connect: DNS (2 s), TCP and TLS."""
 
 REJOIN_ALLOWANCE_S = 2 * CONNECT_TIMEOUT_S + RECONNECT_MAX_S
-"""On top of the heartbeat timeout: how long agents may take to find a new controller. An attempt
+"""Seconds beside the heartbeat timeout that agents may take to find a new controller. An attempt
 that began before the controller listened may use all its time, then comes a pause and another."""
 
 LINK_TIMEOUT_S = 5.0
@@ -134,7 +134,7 @@ PULSE_INTERVAL_S = 0.5
 """Seconds between two signals of a worker's pulse thread that the interpreter still runs."""
 
 FIRST_PULSES_S = 0.1
-"""Between those of a script that has not begun to train: they show when its recovery is over."""
+"""Seconds between pulses of a script before it trains: they show the end of its recovery."""
 
 BEGUN_COLLECTIVES = 8
 """A rank of a script that reports nothing trains when it has begun so many: DDP begins about five
@@ -213,25 +213,25 @@ TERMINATION_GRACE_S = 30.0
 """SIGTERM to SIGKILL on planned stops of scripts, as with torchrun and Kubernetes."""
 
 SAVE_GRACE_S = 10.0
-"""How long a rank in a declared save may go on in an unplanned stop, if it needs no peer: a few GB
-to a local disk. A torn checkpoint costs more: all steps since the one before it."""
+"""Seconds for a rank to end a declared save in an unplanned stop, if it needs no peer: a few GB to
+a local disk. A torn checkpoint costs more: all steps since the one before it."""
 
 HALT_S = 1.0
-"""How long a worker that may be kept gets to leave its step when a peer has died: ending a
-collective takes milliseconds. Then it is killed, and all are forked again."""
+"""Seconds for a worker that may be kept to leave its step when a peer has died: ending a collective
+takes milliseconds. Then it is killed, and all are forked again."""
 
 KEPT_S = 120.0
-"""How long a kept process may wait for its next seat, with all its memory."""
+"""Seconds that a kept process may wait for its next seat, with all its memory."""
 
 HALT_WAIT_S = 5.0
-"""How long a rank whose peer is gone waits for the controller's decision, before it fails."""
+"""Seconds that a rank whose peer is gone waits for the controller's decision, before it fails."""
 
 HOLD_S = 3.0
-"""How long a worker that has staged a requested step waits for the planned stop. The stop comes
+"""Seconds that a worker that has staged a requested step waits for the planned stop. The stop comes
 within a round trip, unless it was cancelled or the controller died; then training continues."""
 
 REPLACEMENT_WAIT_S = 2.0
-"""How long the job waits for a replacement before it shrinks: one restart is cheaper than two."""
+"""Seconds to wait for a replacement before a shrink: one restart is cheaper than two."""
 
 NODE_WAIT_S = 300.0
 """A node that has not joined after this is released, and another one is requested."""
@@ -245,7 +245,7 @@ STANDBYS_WAIT_S = 60.0
 large libraries take 10 to 20 s, several of them on a slow disk a minute."""
 
 IMPORT_WAIT_S = 20.0
-"""How long a worker that has a rank waits for an import of the script's libraries that serves all
+"""Seconds that a worker with a rank waits for an import of the script's libraries that serves all
 workers of its node: on few cores that is quicker than one in each, and it may have begun before."""
 
 LAUNCH_TIMEOUT_S = 15.0
@@ -298,7 +298,7 @@ KEEP_LAST = 2
 """Never fewer than two committed checkpoints while a third is being written."""
 
 PERSIST_TIMEOUT_S = 600.0
-"""How long a finishing or suspending job waits for its last checkpoint to be durable."""
+"""Seconds that a finishing or suspending job waits for its last checkpoint to be durable."""
 
 MAX_MANIFEST_BYTES = 64 * 2**20
 """A manifest or a note in a directory; a manifest of 100,000 shards has half of it."""

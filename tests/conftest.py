@@ -44,7 +44,7 @@ IN_ONE_PROCESS = {
     "tests/e2e/": "agents",
     "tests/strategies/": "agents",
 }
-"""Where tests lie -> what they share: clusters that take long to start. The first one counts."""
+"""Directories of tests -> shared clusters, which take long to start. The first one counts."""
 LONGEST_FIRST = ("ray", "agents", "local", "nodes", "kubernetes", "heads")
 """The groups in the order in which they begin. One that began last would run alone in the end."""
 
@@ -78,8 +78,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `--all`, long tests run only if the command names their file. With `-n`, groups come
-    before the other tests, longest first; within them nothing changes."""
+    """Select and order tests. Without `--all`, long tests run only if the command names their file.
+    With `-n`, groups come before the other tests, longest first; within them nothing changes."""
     named = [argument for argument in config.args if ".py" in argument]
     if not config.getoption("--all") and not named:
         left_out = [item for item in items if item.nodeid.startswith(LONG)]

@@ -1,6 +1,5 @@
 """Packets with file descriptors over a SOCK_SEQPACKET socket. A message of any size is one packet:
-above MAX_PACKET_BYTES it travels as a memory file (memfd), the last of the packet's descriptors.
-"""
+above MAX_PACKET_BYTES it travels as a memory file (memfd), the last of the packet's descriptors."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from holdfast.orchestrator.protocol.facts import (
 )
 
 ASK_STACK = b"?"
-"""On the second socket; no message in msgpack is this byte."""
+"""Byte that asks for a stack on the second socket; no message in msgpack is this byte."""
 HALT = b"!"
 """The same."""
 
@@ -98,8 +98,8 @@ class BufferRequest(WorkerMessage, frozen=True, kw_only=True, tag="buffer-reques
     shared: bool = False
     """True for a worker with twins: it will write a part of each buffer."""
     step: int = -1
-    """If shared: the step that it will stage; -1: it asks for the descriptors of the buffers that
-    it will need."""
+    """Step that a sharing worker will stage; -1: it asks for the descriptors of the buffers that it
+    will need."""
     layout: int = 0
     """Equal for files in which all data have the same position."""
 
@@ -146,7 +146,7 @@ class Leaving(WorkerMessage, frozen=True, kw_only=True, tag="leaving"):
     """The script has run to its end; threads and exit functions are left."""
 
     waits_for: str = ""
-    """Why the process has not ended since its first Leaving; empty in that one."""
+    """Reason why the process has not ended since its first Leaving; empty in that one."""
 
 
 class CheckpointWritten(WorkerMessage, frozen=True, kw_only=True, tag="checkpoint-written"):
@@ -193,7 +193,7 @@ class KeepReported(WorkerMessage, frozen=True, kw_only=True, tag="keep"):
     """The worker is in a loop of attempts, so its process can be kept when a peer dies."""
 
     why_not: str
-    """Why it cannot; empty: it can."""
+    """Reason why the process cannot be kept; empty: it can."""
 
 
 class Halted(WorkerMessage, frozen=True, kw_only=True, tag="halted"):
@@ -245,7 +245,7 @@ class StageAt(WorkerMessage, frozen=True, kw_only=True, tag="stage-at"):
 
     step: int
     hold: bool = False
-    """After it, wait up to limits.HOLD_S for the stop that follows."""
+    """True: wait up to limits.HOLD_S afterwards for the stop that follows."""
 
 
 class SetStagingInterval(WorkerMessage, frozen=True, kw_only=True, tag="stage-every"):

@@ -79,8 +79,8 @@ def receive(link: socket.socket) -> tuple[FromWorker | ToWorker | None, int | No
 
 
 def hand_over(inspection_fd: int) -> None:
-    """Before an exec of a program in this process: its first process that uses the session attaches
-    itself."""
+    """Hand the worker to a program that is executed in this process: its first process that uses
+    the session attaches itself."""
     assert attached is not None
     state = os.memfd_create("holdfast-worker", 0)  # inherited
     os.write(

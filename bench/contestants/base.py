@@ -65,7 +65,7 @@ class Contestant(ABC):
         """SIGKILL everything of the node that the worker belongs to, at once."""
 
     def begun(self) -> float | None:
-        """When the launch began; None: when start() was called."""
+        """Time of the launch; None: when start() was called."""
         return None
 
     def store_host(self) -> int | None:

@@ -69,9 +69,9 @@ class Result(msgspec.Struct, kw_only=True):
     settled_s: float = 0.0
     """The least time from the first step of a launch to the fault."""
     at: str = ""
-    """When the fault was caused, in UTC."""
+    """Time of the fault, in UTC."""
     bound_s: float = 0.0
-    """How long the next step was waited for."""
+    """Longest wait for the next step, in seconds."""
     commit: str = ""
 
 

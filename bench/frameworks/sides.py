@@ -35,7 +35,7 @@ ANSWER_S = 30.0
 PATIENT = {"budgets": {"infrastructure": {"restarts": 1000}}, "badNodeStrikes": 1000}
 """The same as --max-restarts: many faults follow each other in one job."""
 HOLD_S = 30.0
-"""How long a lost node of Holdfast is not replaced in the case of shrink and grow."""
+"""Seconds that a lost node of Holdfast is not replaced in the case of shrink and grow."""
 
 
 class Side(ABC):
@@ -67,7 +67,7 @@ class Side(ABC):
 
     @abstractmethod
     def over(self) -> str:
-        """Why the job has ended; empty: it runs."""
+        """Reason why the job has ended; empty: it runs."""
 
     @abstractmethod
     def workers(self) -> dict[int, int]:
@@ -134,7 +134,7 @@ class UnderHoldfast(Side):
         return self.job.until(lambda view: True)
 
     def named_ns(self, rank: int, since_ns: int) -> int | None:
-        """When an event first said that this rank does nothing that its peers wait for."""
+        """Time of the first event that said that this rank does nothing that its peers wait for."""
         printed = holdfast(self.job, "debug", "events", self.job.name, "--json").stdout
         for line in printed.splitlines():
             one = msgspec.json.decode(line)

@@ -51,7 +51,7 @@ class Machine:
     capability: tuple[int, int] = (0, 0)
     driver: str = ""
     why: str = ""
-    """Why torch can use no GPU."""
+    """Reason why torch can use no GPU."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Kit:
     """What a measurement is given."""
 
     rehearse: bool
-    """On CPUs, with gloo and tiny sizes."""
+    """Rehearsal on CPUs, with gloo and tiny sizes."""
     scratch: Path
     folder: Path = Path()
     """Records so far."""
@@ -80,13 +80,14 @@ class Measurement:
     name: str
     run: Callable[[Kit], Figures]
     seconds: float
-    """On an H100. It is not started with less time, and ended after three times that."""
+    """Seconds on an H100. With less time left the measurement does not start, and it ends after
+    three times as long."""
     value: int = 5
     device_gb: float = 1.0
     capability: tuple[int, int] = (7, 0)
     packages: tuple[str, ...] = ()
     on_cpu: bool = True
-    """Whether --rehearse has it."""
+    """True if --rehearse has it."""
 
     @property
     def file(self) -> str:
@@ -143,7 +144,7 @@ def describe_here() -> Machine:
 
 
 def unmet(one: Measurement, machine: Machine, rehearse: bool) -> str:
-    """Why it is not possible here; empty: it is."""
+    """Condition that is not met here; empty: none."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", machine.torch)[:2])
     if numbers < OLDEST_TORCH:
         return f"torch {machine.torch}; Holdfast needs 2.11 or newer"

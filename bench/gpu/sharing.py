@@ -15,7 +15,7 @@ import torch
 ASKED = "BENCH_SHARE_GPU"
 """nccl or gloo: what the ranks of a script talk with. Not set: each rank has a GPU."""
 JOB_WORDS = (sys.executable, "-m", "bench.gpu.sharing")
-"""Before a job's file: one rank of its recipe, without Holdfast."""
+"""Command before a job's file: one rank of its recipe, without Holdfast."""
 
 
 def share_one_gpu() -> None:

@@ -1,1 +1,1 @@
-"""How exact the planner is: its figures beside those of the recipe's own training step."""
+"""Exactness of the planner: its figures beside those of the recipe's own training step."""

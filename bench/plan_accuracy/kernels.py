@@ -148,8 +148,8 @@ def ddp_futures() -> Iterator[None]:
 
 
 class _Reducer:
-    """After its first step DDP puts the parameters into its buckets in another order, which it
-    reads from a tensor. The buckets are as large without it."""
+    """Reducer that keeps the order of the parameters: after its first step, DDP reads another order
+    from a tensor. The buckets are as large without it."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer

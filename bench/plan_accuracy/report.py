@@ -54,7 +54,7 @@ def compare(case: Case) -> Comparison:
 
 
 def is_of(entry: dict[str, Any], case: Case) -> bool:
-    """Whether as_json gave the entry of a case with the same settings."""
+    """True if as_json gave the entry of a case with the same settings."""
     settings = json.loads(json.dumps(_settings(case)))
     return all(entry[name] == value for name, value in settings.items())
 
@@ -147,7 +147,7 @@ _REASONS = {
     "seed 2, number 3": "the peak is in the second block of backward, where the reduction of a "
     "block is beside the activations of all others; the planner has the first and the last block",
 }
-"""Why a prediction is further away than 10 %, by the categories of `--json`."""
+"""Reason why a prediction is further away than 10 %, by the categories of `--json`."""
 
 
 def _misses(comparisons: Sequence[Comparison]) -> Iterator[str]:

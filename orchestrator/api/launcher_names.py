@@ -50,7 +50,7 @@ def launched(words: list[str]) -> tuple[str, list[str]]:
 
 
 def program_name(word: str) -> str:
-    """Without its directory, and without the name of an implementation: mpirun.openmpi."""
+    """Program's name without directory and implementation: mpirun.openmpi."""
     name = posixpath.basename(word)
     first = name.partition(".")[0]
     return first if first in ("mpirun", "mpiexec", "orterun") else name

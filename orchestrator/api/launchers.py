@@ -94,7 +94,7 @@ class Program:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether another program than the forked worker runs: no warm start."""
+        """True if another program than the forked worker runs: no warm start."""
         return bool(self.words or self.python or self.runner)
 
     def with_arguments(self, words: Iterable[str]) -> Program:

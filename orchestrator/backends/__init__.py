@@ -1,1 +1,1 @@
-"""Where nodes come from. Backends obey, they never decide."""
+"""Sources of nodes. Backends obey, they never decide."""

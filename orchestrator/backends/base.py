@@ -28,10 +28,10 @@ class NodeGone(msgspec.Struct, frozen=True):
 
 
 class Starts(NamedTuple):
-    """How long the backend expects pending nodes to take."""
+    """Expected start times of pending nodes."""
 
     usual_s: float | None = None
-    """How long a node takes to start now; None when unknown."""
+    """Seconds that a node takes to start now; None when unknown."""
     limit_s: float = limits.NODE_WAIT_S
     """A node that has not connected after this is released, and another one is requested."""
 

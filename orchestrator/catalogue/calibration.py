@@ -22,7 +22,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     date: str = ""
     """The day of the measurement, as 2026-11-25."""
     link: Link | None = None
-    """Between the workers of the machine, as measured; None: not measured, the catalogue's."""
+    """Measured link between the workers of the machine; None: use the catalogue's."""
 
     def describe(self) -> str:
         text = f"blocks x {self.block:.2f}, head x {self.head:.2f}"

@@ -24,7 +24,7 @@ Reader = Callable[[str, object, list[Problem]], Any]
 
 class Field(NamedTuple):
     attribute: str
-    """Its name in the type."""
+    """Field's name in the type."""
     read: Reader
     required: bool = True
 

@@ -47,7 +47,7 @@ def read(home: Path, report: Callable[[str], object]) -> tuple[CalibrationEntry,
 
 
 def is_sane(one: Calibration) -> bool:
-    """Whether a measurement can be one."""
+    """True if a measurement can be one."""
     factors = all(
         SMALLEST_FACTOR <= value <= LARGEST_FACTOR for value in (one.block, one.head, one.optimizer)
     )

@@ -19,7 +19,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of accelerator."""
 
     name: str
-    """Such as H100-80."""
+    """Name such as H100-80."""
     aliases: tuple[str, ...] = ()
     """Other names that people write, and names that drivers report."""
     memory_bytes: int
@@ -51,7 +51,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     """What connects devices: time of a message is latency + bytes / bandwidth."""
 
     name: str
-    """Such as nvlink4 or infiniband-400."""
+    """Name such as nvlink4 or infiniband-400."""
     aliases: tuple[str, ...] = ()
     bandwidth: float
     """Bytes/s that one device sends in one direction in a collective, as measured, not the sum of

@@ -1,4 +1,4 @@
-"""Which files of a directory go to a cluster as a job's code: those that git would keep, without
+"""Files of a directory that go to a cluster as a job's code: those that git would keep, without
 secrets.
 
 Git itself says which files are ignored; in a directory that is in no repository, the names in
@@ -61,7 +61,7 @@ CACHES = (
 )  # fmt: skip
 """Files and directories that are not code, where git does not know."""
 NAMED = 5
-"""So many files are named in a message."""
+"""Files named in a message, at most."""
 RAY_IGNORE = ".rayignore"
 """Ray's own file of that kind. It is read for every cluster: the first code of a job on Ray and an
 edited one have the same files."""
@@ -164,7 +164,7 @@ def _few(names: list[str]) -> str:
 
 # -- what is left out ---------------------------------------------------------------------------
 def _refused(directory: Path, name: str) -> str:
-    """Why a file is not taken along; empty: it is."""
+    """Reason why a file is not uploaded; empty: it is."""
     if is_secret(name):
         return "because the name is one of secrets"
     path = directory / name
@@ -179,7 +179,7 @@ def _refused(directory: Path, name: str) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a relative path has the name of a file or a directory that usually holds secrets."""
+    """True if a relative path has the name of a file or a directory that usually holds secrets."""
     *parents, last = name.lower().split("/")
     if any(part in SECRET_DIRECTORIES for part in (*parents, last)):
         return True

@@ -27,7 +27,7 @@ HISTORY = 2000
 
 class Display(Protocol):
     wants_lines: bool | None
-    """Whether `line` shall be called; None: where Holdfast does not know the progress itself, that
+    """True if `line` shall be called; None: where Holdfast does not know the progress itself, that
     is of a script."""
 
     def show(self, view: JobView) -> None: ...
@@ -106,7 +106,7 @@ class LiveDisplay:
         self._live.console.print(text)
 
     def line(self, text: str) -> None:
-        """Above the live display; colours stay."""
+        """Print a line above the live display; colours stay."""
         shown = Text.assemble(("[rank 0] ", "dim"), Text.from_ansi(text))
         self._live.console.print(shown, soft_wrap=True)
 

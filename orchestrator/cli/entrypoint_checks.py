@@ -1,6 +1,5 @@
 """Checks of an entrypoint against the files of this machine, before a job starts: whether the
-script is there and is Python that compiles, and what its interpreter or program is.
-"""
+script is there and is Python that compiles, and what its interpreter or program is."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def source(event: e.AnyEvent) -> str:
 
 
 def exit_text(exit: Exit) -> str:
-    """How a worker ended."""
+    """Text about a worker's end."""
     if exit.signal is not None:
         import signal
 

@@ -93,7 +93,7 @@ def _code(job: TrainingJob) -> Iterator[Problem]:
 
 
 def _is_same_everywhere(path: str) -> bool:
-    """Whether the path does not depend on the directory of the spec file."""
+    """True if the path does not depend on the directory of the spec file."""
     scheme, is_url, rest = path.partition("://")
     if is_url and scheme not in LOCAL_SCHEMES:
         return True
@@ -137,7 +137,7 @@ def _data(work: Path, written: str, field: str) -> Iterator[Problem]:
 
 
 def _missing(path: Path) -> list[Path]:
-    """Which of a path and its parents do not exist, deepest first."""
+    """Missing ones of a path and its parents, deepest first."""
     return [p for p in (path, *path.parents) if not p.exists()]
 
 

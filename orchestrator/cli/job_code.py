@@ -80,7 +80,7 @@ def print_remarks(remarks: Iterable[str]) -> None:
 
 
 def _is_here(job: TrainingJob, directory: Path) -> bool:
-    """Whether what the job runs is in the spec's directory here."""
+    """True if what the job runs is in the spec's directory here."""
     written = PurePath(job.spec.working_directory)
     if job.spec.entrypoint.recipe is not None or _is_of_nodes(written):
         return False

@@ -1,6 +1,5 @@
 """Number of workers where a launcher's line has none: the launcher would count the GPUs of the
-machine, or read accelerate's configuration file.
-"""
+machine, or read accelerate's configuration file."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class LogMissing(UserError):
 
 
 def older_part(path: Path) -> Path:
-    """Where the content of a log goes when it is large."""
+    """File for the older content of a large log."""
     return path.with_name(f"{path.name}.1")
 
 

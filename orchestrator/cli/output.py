@@ -52,7 +52,7 @@ def stderr() -> Console:
 
 
 def console(file: IO[str]) -> Console:
-    """Without markup, since texts of jobs may contain brackets."""
+    """Console without markup, since texts of jobs may contain brackets."""
     width = None if file.isatty() or os.environ.get("COLUMNS") else WIDE
     return Console(file=file, highlight=False, markup=False, emoji=False, width=width)
 
@@ -149,7 +149,7 @@ def duration(seconds: float) -> str:
 
 
 def without_controller(job: TrainingJob) -> str:
-    """How long the agents of a job outside of Kubernetes train without a controller."""
+    """Time that agents train without a controller, outside of Kubernetes."""
     limit_s = job.spec.recovery.controller_absence_s
     if limit_s == "never":
         return "without limit"

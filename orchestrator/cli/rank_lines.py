@@ -13,7 +13,7 @@ from .output import plural
 
 INTERVAL_S = 0.25
 BAR_INTERVAL_S = 10.0
-"""Between two states of a progress bar that has not ended its line."""
+"""Seconds between two states of a progress bar that has not ended its line."""
 LAST_S = 5.0
 """Limit for the last lines, where a cluster does not answer."""
 MAX_LINES = 200

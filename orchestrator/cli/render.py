@@ -55,7 +55,7 @@ def header(view: JobView) -> Text:
 
 
 def steps(view: JobView) -> str:
-    """How many steps are done. In checkpoints' names and JSON the last one counts from 0."""
+    """Number of finished steps. Checkpoints' names and JSON count from 0."""
     if view.total_steps:
         return f"{view.step + 1} of {view.total_steps} steps"
     return plural(view.step + 1, "step") if view.step >= 0 else ""
@@ -99,7 +99,7 @@ def planned(view: JobView) -> Iterator[str]:
 
 
 def _where(view: JobView) -> str:
-    """On CPUs the memory is that of the worker's process."""
+    """Device of the memory; on CPUs that is the worker's process."""
     return "device" if view.gpus_per_worker else "worker"
 
 
@@ -203,7 +203,7 @@ def copies(view: JobView) -> str:
 
 
 def storage_problem(view: JobView) -> str:
-    """Which path failed and why, and that the next checkpoint tries again."""
+    """Message with the path that failed, the cause, and the next attempt."""
     end = "" if view.state in TERMINAL else "; the next checkpoint tries again"
     return f"{view.checkpoint_path}: {view.storage_problem}{end}"
 
@@ -242,7 +242,7 @@ def incident_title(incident: Incident) -> str:
 
 
 def is_open(incident: Incident) -> bool:
-    """Whether the job has not finished a step of all ranks since then."""
+    """True if the job has not finished a step of all ranks since then."""
     return "total" not in incident.seconds
 
 
@@ -278,7 +278,7 @@ class _Bar(Bar):
 
 
 def ledger(view: JobView) -> Table:
-    """Where the time went: one labelled bar per cause, readable without colours."""
+    """Time by cause: one labelled bar each, readable without colours."""
     total = sum(view.ledger.values()) - view.ledger.get("queued", 0.0) or 1.0
     grid = Table.grid(padding=(0, 2))
     for name, (colour, meaning) in TIME_CAUSES.items():

@@ -1,6 +1,5 @@
 """Makes the job of `holdfast run train.py --nodes 2 -- ARGS`: a script, or the line of a launcher,
-without a spec. The options are few; everything else is written in a spec, which `--save` begins.
-"""
+without a spec. The options are few; everything else is written in a spec, which `--save` begins."""
 
 from __future__ import annotations
 
@@ -86,7 +85,7 @@ WordsArgument = Annotated[
 _SPEC_SUFFIXES = (".yaml", ".yml", ".json")
 _SCRIPT_SUFFIXES = (".py", ".pyz", ".ipynb", ".sh")
 _MAX_NAME = 40
-"""Below the 52 characters of a name: a number may follow."""
+"""Characters; fewer than the 52 of a name, since a number may follow."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class ScriptRun:
     resume_args: tuple[str, ...] = ()
     """Arguments of each start that finds a checkpoint."""
     is_local: bool = False
-    """Whether it runs on this machine, whose GPUs a launcher would count."""
+    """True if the job runs on this machine, whose GPUs a launcher would count."""
 
     def title(self) -> str:
         """A name for the job, from the script's."""
@@ -132,7 +131,7 @@ class ScriptRun:
 
     @property
     def is_script(self) -> bool:
-        """Whether FILE is a script; otherwise the words are a command."""
+        """True if FILE is a script; otherwise the words are a command."""
         return self.file.suffix in _SCRIPT_SUFFIXES
 
     def _entrypoint(self) -> dict[str, Any]:

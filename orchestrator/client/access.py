@@ -1,4 +1,4 @@
-"""How the client reaches the jobs of one target.
+"""Client's access to the jobs of one target.
 
 Jobs of this machine are read in this process, as their files and their controller's socket are
 here. Everything else is a command in a child process.

@@ -30,9 +30,9 @@ class Commands:
         self.options = tuple(options)
 
     def run(self, *words: str, timeout_s: float | None = None) -> str:
-        """Its stdout. Raises UserError for exit code 2 and HoldfastError for others; with JSON on
-        stdout, 1 is the exit code of a job that failed. Raises TimeoutError; the command has then
-        ended."""
+        """Command's stdout. Raises UserError for exit code 2 and HoldfastError for others; with
+        JSON on stdout, 1 is the exit code of a job that failed. Raises TimeoutError; the command
+        has then ended."""
         child = self.begin(words, subprocess.PIPE, subprocess.PIPE)
         try:
             out, err = child.communicate(timeout=timeout_s)

@@ -92,7 +92,7 @@ def _local_modules_by_value() -> Iterator[None]:
 
 
 def _is_local(module: object) -> bool:
-    """Whether the top-level module belongs to the user and is not installed for the workers."""
+    """True if the top-level module belongs to the user and is not installed for the workers."""
     paths = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
     folders = {part for path in paths if path for part in Path(path).parts}
     is_installed = bool({"site-packages", "dist-packages"} & folders)

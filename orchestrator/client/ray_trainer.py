@@ -30,7 +30,7 @@ from .function_script import function_title, write_script
 
 @dataclass(kw_only=True)
 class ScalingConfig:
-    """How many workers, and what each needs. Raises UserError for what is not supported."""
+    """Number of workers, and what each needs. Raises UserError for what is not supported."""
 
     num_workers: int | tuple[int, int] = 1
     """A number, or the least and the most: then the job goes on with fewer while nodes are lost."""
@@ -88,7 +88,7 @@ class ScalingConfig:
 
 @dataclass
 class FailureConfig:
-    """After how many failures a run fails."""
+    """Number of failures after which a run fails."""
 
     max_failures: int | None = None
     """Failures within an hour of each class: errors of the function, and lost workers or nodes.
@@ -108,7 +108,7 @@ class FailureConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Which checkpoints are kept."""
+    """Rules that keep checkpoints."""
 
     num_to_keep: int | None = None
     """The newest ones; None: all."""
@@ -194,7 +194,7 @@ class Result:
     view: JobView
     """The report of the job: incidents, goodput."""
     best_checkpoints: list[tuple[TrainCheckpoint, dict[str, Any]]]
-    """Those that were kept, oldest first, each with the metrics of its report."""
+    """Kept checkpoints, oldest first, each with the metrics of its report."""
     _returned: Mapping[str, str]
     error: TrainingFailedError | None = None
 

@@ -27,7 +27,7 @@ Outcome = Literal["succeeded", "failed", "cancelled"]
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """Why: a code that labels metrics, and a sentence with the numbers for people."""
+    """Reason: a code that labels metrics, and a sentence with the numbers for people."""
 
     code: ReasonCode
     text: str
@@ -127,7 +127,7 @@ class Retained(msgspec.Struct, frozen=True):
     """The newest good checkpoint. Older ones that are not kept are deleted, newer ones with a
     manifest stay."""
     abandoned: tuple[int, int]
-    """Up to this one, what has no manifest gets none, and is deleted."""
+    """Newest version up to which files without a manifest get none and are deleted."""
     generation: int
     """What later generations write is not touched."""
 

@@ -1,6 +1,5 @@
 """The checkpoint catalog: committing complete sets of shards, retention, and the choice of what to
-restore. What the memory tier holds is not in the catalog but in the inventories of the nodes.
-"""
+restore. What the memory tier holds is not in the catalog but in the inventories of the nodes."""
 
 from __future__ import annotations
 
@@ -77,7 +76,7 @@ def choose_restore(state: JobState) -> Restore | None:
 
 # -- a job that has nothing to restore ----------------------------------------------------------
 def must_not_begin(state: JobState) -> bool:
-    """There were checkpoints, so only a user may decide that the job begins at step 0."""
+    """True if there were checkpoints: only a user may decide that the job begins at step 0."""
     return bool(state.catalog.committed) and not state.catalog.start_over
 
 

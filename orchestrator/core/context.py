@@ -22,7 +22,7 @@ A = TypeVar("A", bound=Action)
 
 
 def stop_timeout_s(job: TrainingJob) -> float:
-    """How long a node may take to confirm that its workers have ended."""
+    """Seconds that a node may take to confirm that its workers have ended."""
     return limits.STOP_TIMEOUT_GPU_S if job.spec.resources.num_gpus else limits.STOP_TIMEOUT_S
 
 
@@ -74,7 +74,7 @@ class StepContext:
         return self.emit(LaunchGroup, reason, action.generation, **same)
 
     def move(self, phase: JobPhase, code: ReasonCode, text: str) -> None:
-        """To another phase, or to the same one with a new reason. Raises IllegalTransition."""
+        """Enter another phase, or the same one with a new reason. Raises IllegalTransition."""
         if phase != self.state.phase:
             check_transition(self.state.phase, phase)
         self.state.phase = phase
@@ -93,7 +93,7 @@ class StepContext:
         self.want("suspend", reason or text)
 
     def place(self, wanted: bool = True) -> None:
-        """Whether a new generation is wanted; no workers run."""
+        """Begin a new generation if one is wanted; no workers run."""
         self.state.needs_placement = wanted
 
     def fence(self, generation: int) -> None:

@@ -104,7 +104,7 @@ class Controller:
 
 
 def _after_the_end(ctx: StepContext, event: e.AnyEvent) -> None:
-    """Only FinishJob is still of interest."""
+    """Handle an event after the end: only FinishJob is still of interest."""
     state = ctx.state
     match event:
         case e.ControllerStarted():

@@ -44,7 +44,7 @@ class CopyScheduler:
         """Nodes that have copied the step of this round. Reports come from each node in each
         round, so one must not look at those of all others."""
         self.status = ""
-        """How often all buddies get a copy, and why, as a sentence."""
+        """Sentence on how often all buddies get a copy, and why."""
         self._copied_ns = 0
         """Time at which all nodes last had copied a step, or the generation began."""
         self._reported = False

@@ -121,12 +121,12 @@ class StepCompleted(
     began_after: int | None = None
     """The step after which a script began that keeps its own checkpoints; None: not known."""
     began_estimated: bool = False
-    """Whether that step may have been another one."""
+    """True if that step may have been another one."""
     first_ago_s: float = 0.0
-    """How long ago the first step of the generation was finished, if a framework reports its
+    """Seconds since the first step of the generation was finished, if a framework reports its
     progress later."""
     ago_s: float = 0.0
-    """How long no rank has made progress since."""
+    """Seconds without progress of any rank since then."""
 
 
 class HangDetected(Event, frozen=True, kw_only=True, tag="hang-detected"):
@@ -138,8 +138,8 @@ class HangDetected(Event, frozen=True, kw_only=True, tag="hang-detected"):
     evidence: str
     basis: SuspectBasis = ""
     quiet_s: float = 0.0
-    """How long there was no progress; of a script that reports no step: how long no rank had begun
-    a collective, or the stopped rank did not run. 0: not known."""
+    """Seconds without progress; without step reports: seconds in which no rank had begun a
+    collective, or the stopped rank did not run. 0: not known."""
 
 
 class HangSuspected(Event, frozen=True, kw_only=True, tag="hang-suspected"):
@@ -155,7 +155,7 @@ class HangSuspicionEnded(Event, frozen=True, kw_only=True, tag="hang-suspicion-e
 
     generation: int
     seconds: float
-    """How long there was none."""
+    """Seconds without progress."""
 
 
 class CollectivesBegun(Event, frozen=True, kw_only=True, tag="collectives-begun"):
@@ -164,7 +164,7 @@ class CollectivesBegun(Event, frozen=True, kw_only=True, tag="collectives-begun"
 
     generation: int
     ago_s: float = 0.0
-    """How long ago the training began."""
+    """Seconds since the training began."""
 
 
 class StragglerDetected(Event, frozen=True, kw_only=True, tag="straggler-detected"):
@@ -182,7 +182,7 @@ class HeartbeatsLost(Event, frozen=True, kw_only=True, tag="heartbeats-lost"):
 
     nodes: int
     seconds: float
-    """Since the last heartbeat of any node."""
+    """Seconds since the last heartbeat of any node."""
     patience_s: float
     """Seconds without any heartbeat; all nodes are declared lost."""
 
@@ -191,7 +191,7 @@ class HeartbeatsRestored(Event, frozen=True, kw_only=True, tag="heartbeats-resto
     """The progress monitor observed that heartbeats arrive again."""
 
     seconds: float
-    """How long there was none."""
+    """Seconds without heartbeats."""
 
 
 # -- results of actions -----------------------------------------------------------------------

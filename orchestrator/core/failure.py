@@ -1,6 +1,5 @@
 """Failure attribution: the facts of one interruption give its class, culprit and evidence, by a
-first-match table. Pure functions over plain values; recovery.py decides what follows.
-"""
+first-match table. Pure functions over plain values; recovery.py decides what follows."""
 
 from __future__ import annotations
 
@@ -97,7 +96,7 @@ def is_secondary(exit: Exit) -> bool:
 
 
 def is_failure(exit: Exit) -> bool:
-    """Whether it ended other than with exit code 0, and Holdfast did not stop it."""
+    """True if the worker ended other than with exit code 0, and Holdfast did not stop it."""
     return not exit.by_us and (exit.signal is not None or exit.code != 0)
 
 
@@ -143,7 +142,7 @@ def _where(exit: Exit, node: str) -> str:
 
 
 def when(exit: Exit) -> str:
-    """At which point of its work it ended. A script need not report steps."""
+    """Point of the work at which a worker ended. A script need not report steps."""
     return f"after step {exit.step}" if exit.step >= 0 else "before it reported a step"
 
 

@@ -65,12 +65,12 @@ class Journal(Protocol):
     records: list[Record]
 
     problem: str
-    """Why appended records are only in the controller's memory; empty: they are not. Each `commit`
-    tries to write them again."""
+    """Reason why appended records are only in the controller's memory; empty: they are not. Each
+    `commit` tries to write them again."""
 
     @property
     def full(self) -> bool:
-        """Whether it is so large that the next commit should be a `compact`."""
+        """True if the journal is so large that the next commit should be a `compact`."""
 
     def append(self, now_ns: int, event: AnyEvent) -> None:
         """Add a record. It need not be durable yet, and must not block."""

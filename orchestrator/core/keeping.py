@@ -27,7 +27,7 @@ NOT_KEPT = "not-kept"
 
 
 def may_keep(state: JobState, cause: Cause) -> bool:
-    """Whether workers may keep their processes in a stop with this cause. A generation that has not
+    """True if workers may keep their processes in a stop with this cause. A generation that has not
     trained shows that something else is wrong."""
     spec = state.job.spec
     wanted = spec.recovery.keep_processes == "auto" and not spec.resources.num_gpus
@@ -70,8 +70,8 @@ def kept_from(
 
 
 def describe(state: JobState, said: bool | str) -> str:
-    """Which workers start again after a failure, where rank 0 has `said` whether it keeps its
-    process."""
+    """Sentence on the workers that start again after a failure, where rank 0 has `said` whether it
+    keeps its process."""
     why = state.keeping.why_never or (said if isinstance(said, str) else "")
     if said is True and not why:
         return "survivors keep their process"

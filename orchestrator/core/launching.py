@@ -165,7 +165,7 @@ def _launch(ctx: StepContext, size: int) -> None:
 
 
 def _same_shards(state: JobState, restore: Restore, mesh: Mesh) -> bool:
-    """Whether the state was written on this mesh, the number of replicas aside."""
+    """True if the state was written on this mesh, the number of replicas aside."""
     written = state.meshes.get(restore.generation)
     return written is not None and replace(written, replicate=1) == replace(mesh, replicate=1)
 
@@ -277,8 +277,8 @@ def launched(ctx: StepContext, action: LaunchGroup) -> None:
 
 
 def check_launched(ctx: StepContext) -> None:
-    """Once every node has started its workers, a script of which no progress was ever seen counts
-    as running: whether it ever shows any is unknown."""
+    """Count a script without any progress as running once every node has started its workers: it
+    may never show any."""
     state = ctx.state
     if state.group.launching or not state.group.active or state.stop is not None:
         return
@@ -294,7 +294,7 @@ def check_launched(ctx: StepContext) -> None:
 
 
 def _launch_timeout_s(state: JobState) -> float:
-    """How long a node may take to answer: it may have to import what a script needs."""
+    """Seconds that a node may take to answer: it may have to import what a script needs."""
     recipe = state.job.spec.entrypoint.recipe
     imports = recipe is None or recipe.config.preload or state.job.spec.preload
     return limits.LAUNCH_TIMEOUT_S + (limits.IMPORT_WAIT_S if imports else 0.0)
@@ -326,8 +326,8 @@ def collectives_begun(ctx: StepContext, event: CollectivesBegun) -> None:
 
 
 def _note_resumption(state: JobState, event: StepCompleted) -> None:
-    """After which step a script with checkpoints of its own went on, as soon as it is known: that
-    may be later than the end of the incident."""
+    """Note the step after which a script with its own checkpoints resumed. It may become known
+    after the end of the incident."""
     incident = state.led_to(event.generation)
     if incident is not None and event.began_after is not None:
         incident.resumed_after_step = event.began_after

@@ -1,6 +1,5 @@
 """Nodes that join, rejoin, are lost, or will be preempted; provisioning.py requests and releases
-them. Nothing here stops a generation: `joined` and `lost` return why it must be.
-"""
+them. Nothing here stops a generation: `joined` and `lost` return why it must be."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def usable(state: JobState) -> list[NodeRecord]:
 
 
 def num_usable(state: JobState) -> int:
-    """How many there are, without a walk over all nodes."""
+    """Number of usable nodes, without a walk over all nodes."""
     slots = state.job.spec.workers_per_node
     generations = (0, state.generation) if state.group.active else (0,)
     cordoned = sum(

@@ -87,7 +87,7 @@ def _ignored(ctx: StepContext, fact: OwnCheckpointSeen) -> None:
 
 
 def training_began(ctx: StepContext) -> None:
-    """Only a remark: a script may still read it."""
+    """Remark on the beginning; a script may still read a checkpoint."""
     state = ctx.state
     restarted = state.group.membership is not None and state.group.membership.restart_count > 0
     seen_to_read = not state.job.spec.entrypoint.program.words

@@ -45,7 +45,7 @@ LOADING_PAUSE_S = 1.0
 
 @dataclass(slots=True)
 class Began:
-    """Since when the ranks of a script that reports nothing train. They begin some collectives
+    """Time since which the ranks of a script without reports train. They begin some collectives
     while they load, such as a barrier before the model is built: a pause before the last ones that
     is twice as long as the next one was loading."""
 
@@ -54,15 +54,15 @@ class Began:
     at_ns: int = 0
     """Time at which these were seen first; 0: none yet."""
     pause_ns: int = 0
-    """How long no rank had begun any before that."""
+    """Nanoseconds before that in which no rank had begun any."""
 
     @property
     def known(self) -> bool:
         return self.begun >= PACE_COLLECTIVES
 
     def observe(self, begun: int, now_ns: int) -> float | None:
-        """How many seconds ago the training began, if these collectives show it better than the
-        last ones; else None."""
+        """Seconds since the training began, if these collectives show it better than the last ones;
+        else None."""
         if begun <= self.begun:
             return None
         last_ns, pause_ns, now_pause_ns = self.at_ns, self.pause_ns, now_ns - self.at_ns
@@ -76,7 +76,7 @@ class Began:
 
 
 class Beginning(NamedTuple):
-    """After which step a script began; `began_after` None: not known, or Holdfast restored it."""
+    """Step after which a script began; `began_after` None: not known, or Holdfast restored it."""
 
     began_after: int | None = None
     began_estimated: bool = False

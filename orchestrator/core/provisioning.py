@@ -43,7 +43,7 @@ def awaiting_rejoin(state: JobState) -> bool:
 
 
 def rejoin_s(state: JobState) -> float:
-    """How long nodes may take to reconnect to a new controller."""
+    """Seconds that nodes may take to reconnect to a new controller."""
     return recovery_of(state.job).heartbeat_timeout_s + limits.REJOIN_ALLOWANCE_S
 
 
@@ -223,7 +223,7 @@ def why_no_wait(ctx: StepContext) -> str:
 
 
 def _start_times(state: JobState) -> list[int]:
-    """How long nodes take to start, in nanoseconds."""
+    """Start times of nodes, in nanoseconds."""
     expected = state.supply.expected_start_ns
     return state.supply.start_durations_ns if expected is None else [expected]
 

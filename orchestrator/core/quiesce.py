@@ -15,8 +15,8 @@ from .nodes import leaving_members
 from .state import Cause, JobState, Purpose, Quiesce
 
 MARGIN_S = 4.0
-"""How far ahead of the slowest rank the step lies. Progress is reported every second, later on a
-busy machine, and the next steps may be twice as quick as the last ones."""
+"""Seconds from the slowest rank to the step. Progress is reported every second, later on a busy
+machine, and the next steps may be twice as quick as the last ones."""
 PACE_S = 2.0
 """Time from the first step of a generation to the second progress report. The first report's step
 time includes the start-up; a step computed from it would lie far ahead of the ranks."""
@@ -115,8 +115,8 @@ def _request(ctx: StepContext, reason: Reason, margin_s: float = MARGIN_S) -> No
 
 
 def _room_s(ctx: StepContext) -> float | None:
-    """How long the interruption may wait for the member that leaves first; None: none leaves at a
-    known time."""
+    """Seconds that the interruption may wait for the member that leaves first; None: none leaves at
+    a known time."""
     leaving = leaving_members(ctx.state)
     known = [node.leaves_ns for node in leaving if node.leaves_ns is not None]
     return SHARE * (min(known) - ctx.now_ns) / SECOND_NS if known else None

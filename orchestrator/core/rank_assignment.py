@@ -1,6 +1,5 @@
-"""Which node gets which ranks, in whole replica groups; seats, buddies, and the mesh for a number
-of nodes. Pure functions over plain values.
-"""
+"""Assignment of ranks to nodes, in whole replica groups; seats, buddies, and the mesh for a number
+of nodes. Pure functions over plain values."""
 
 from __future__ import annotations
 

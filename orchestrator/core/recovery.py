@@ -139,8 +139,8 @@ def interrupt(ctx: StepContext, cause: Cause) -> None:
 
 
 def _grace_s(ctx: StepContext, purpose: Purpose) -> float:
-    """How long workers may take to end by themselves: at a planned interruption a script may save
-    its own state."""
+    """Seconds that workers may take to end by themselves: at a planned interruption a script may
+    save its own state."""
     spec = ctx.state.job.spec
     if purpose in ("failure", "finish") or spec.entrypoint.recipe is not None:
         return 0.0
@@ -157,8 +157,8 @@ def _grace_s(ctx: StepContext, purpose: Purpose) -> float:
 
 
 def _save_grace_s(ctx: StepContext, cause: Cause) -> float:
-    """How long survivors of a failure may end a save that their script has declared. Not in a hang:
-    its ranks wait for each other."""
+    """Seconds for survivors of a failure to end a save that their script has declared; 0 in a hang,
+    as its ranks wait for each other."""
     is_script = ctx.state.job.spec.entrypoint.recipe is None
     failed = cause.purpose == "failure" and cause.hang is None
     return limits.SAVE_GRACE_S if is_script and failed else 0.0
@@ -217,7 +217,7 @@ def member_lost(ctx: StepContext, event: NodeLost, cause: str) -> None:
 
 
 def heartbeats_lost(ctx: StepContext, event: HeartbeatsLost) -> None:
-    """Only shown as the job's reason: the cause is probably on the controller's side."""
+    """Show the silence as the job's reason only: the cause is probably on the controller's side."""
     whom = f"any of {event.nodes} nodes" if event.nodes != 1 else "the only node"
     then = "they are" if event.nodes != 1 else "it is"
     _show(
@@ -336,8 +336,8 @@ def conclude(ctx: StepContext) -> Reason | None:
 
 
 def _fault_ns(state: JobState, stop: PendingStop, incident: IncidentRecord) -> int:
-    """When the first worker failed by itself or, if none did, when a lost node was last seen. The
-    controller may have been away since. A fault that was noticed within a heartbeat counts from
+    """Time at which the first worker failed by itself or, if none did, a lost node was last seen.
+    The controller may have been away since. A fault that was noticed within a heartbeat counts from
     then, and none counts from before the generation trained."""
     known_ns = stop.ended_ns if stop.ended_ns is not None else stop.last_seen_ns
     if known_ns is None or stop.purpose != "failure":
@@ -464,7 +464,7 @@ def _doubt_the_state(ctx: StepContext, failure: Failure) -> bool:
 
 
 def _waits_for_store(ctx: StepContext, failure: Failure) -> bool:
-    """Whether the generation could not read the store. That charges no restart: the store is tried
+    """True if the generation could not read the store. That charges no restart: the store is tried
     again after a pause, which grows."""
     state = ctx.state
     assert state.group.membership is not None
@@ -511,7 +511,7 @@ def _learn_size(ctx: StepContext, incident: IncidentRecord) -> None:
 
 
 def _not_this_size(ctx: StepContext, failure: Failure, incident: IncidentRecord) -> bool:
-    """Whether the script failed early, at a size at which it never worked, while it worked at
+    """True if the script failed early, at a size at which it never worked, while it worked at
     another. Such failures are not charged: there are few, see sizes.py."""
     state, exit, world = ctx.state, failure.exit, incident.world_size_before
     early_s = state.sizes.early_s(state.job.spec.recovery.startup_timeout_s)
@@ -544,8 +544,8 @@ def _not_this_size(ctx: StepContext, failure: Failure, incident: IncidentRecord)
 
 
 def _same_mistake(ctx: StepContext, failure: Failure) -> Reason | None:
-    """Why a restart is no use: failures at one place again and again are the training program's,
-    not bad luck and not the machine's."""
+    """Reason why a restart is no use: failures at one place again and again are the training
+    program's, not bad luck and not the machine's."""
     state, exit = ctx.state, failure.exit
     if exit is not None and exit.error_type in HOPELESS_TYPES:
         return Reason("user-error", f"{exit.error_type} {when(exit)}: {exit.error_message}")

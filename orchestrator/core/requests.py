@@ -1,6 +1,5 @@
 """What users request of a running job (resize, adjust, again, suspend, resume, cancel), and the
-planned interruptions that follow from it or from a preemption notice.
-"""
+planned interruptions that follow from it or from a preemption notice."""
 
 from __future__ import annotations
 

@@ -33,17 +33,17 @@ class NodeRecord(Struct, frozen=True):
     """What its memory tier held when it last joined or stopped its workers."""
     offered_port: int = 0
     confirmed: bool = True
-    """Whether it has connected to this controller, not only to an earlier one."""
+    """True if the node has connected to this controller, not only to an earlier one."""
     preempting: bool = False
-    """Whether it has a preemption notice; no new generation uses it then."""
+    """True if the node has a preemption notice; no new generation uses it then."""
     leave_reason: str = ""
     """What its preemption notices said."""
     slow: bool = False
-    """Whether it leaves because a spare replaces it, see recovery.replaceStragglers."""
+    """True if the node leaves because a spare replaces it, see recovery.replaceStragglers."""
     leaves_ns: int | None = None
     """Time at which it leaves, if a notice had it."""
     standbys_ready: bool = False
-    """Whether they have imported what the script imports."""
+    """True if the standbys have imported what the script imports."""
     host_memory: HostMemory | None = None
     """What its memory can hold, as its agent last planned; None: not known yet."""
 
@@ -151,7 +151,7 @@ class Roster(dict[str, NodeRecord]):
         return sorted(found, reverse=True)
 
     def index_is_right(self) -> bool:
-        """Whether a new index of the same records is equal."""
+        """True if a new index of the same records is equal."""
         return self._indexes() == Roster(dict(self))._indexes()
 
     def _indexes(self) -> tuple[object, ...]:

@@ -20,7 +20,7 @@ TRIES = 2
 """Failures at a new size after which it is not tried again, if the old size has to be waited for.
 The first one may have been bad luck."""
 MAX_NEW_SIZES = 2
-"""After so many sizes at which the script failed, only those at which it worked are tried."""
+"""Sizes with a failed script, after which only sizes that worked are tried."""
 RULES = ("user-exception", "exit-code", "out-of-memory")
 """Failures that may be a matter of the size."""
 
@@ -46,7 +46,7 @@ class Sizes(Struct):
         return len(self.refused) < MAX_NEW_SIZES or world in self.worked
 
     def is_new(self, world: int) -> bool:
-        """Whether it never worked, and another one did."""
+        """True if this size never worked, and another one did."""
         return bool(self.worked) and world not in self.worked
 
     def has_worked(self, world: int) -> None:
@@ -55,7 +55,7 @@ class Sizes(Struct):
         self.failed.pop(world, None)
 
     def early_s(self, startup_timeout_s: float) -> float:
-        """How long after its launch the running generation, without a step, may still begin."""
+        """Seconds after its launch in which a generation without a step may still begin."""
         loads = self.visible and not self.began
         return max(EARLY_S, startup_timeout_s) if loads else EARLY_S
 
@@ -69,7 +69,7 @@ class Sizes(Struct):
 
 
 def is_elastic(job: TrainingJob, num_nodes: int) -> bool:
-    """Whether spec.elasticity allows this many nodes."""
+    """True if spec.elasticity allows this many nodes."""
     allowed = job.spec.elasticity
     if isinstance(allowed, str):
         return allowed == "any" or num_nodes == job.spec.nodes.max

@@ -1,4 +1,4 @@
-"""Which steps the memory tier stages: every k-th, chosen so that staging stays within a budget.
+"""Interval k at which the memory tier stages steps, chosen so that staging keeps to a budget.
 
 A staging costs the time that it blocks the training loop, and the part of the copy from the device
 that does not fit beside the next forward and backward. k is the smallest number with which that
@@ -168,7 +168,7 @@ def _sentence(every: int, costs: Costs, checkpoint: Checkpoint) -> str:
 
 
 def begin_generation(state: JobState) -> None:
-    """Its workers begin with the interval of the last one, which is judged again."""
+    """Begin with the last generation's interval, which is judged again."""
     state.staging.samples = []
     if state.stages_for_storage_only:
         _stage_for_storage(state, state.now_ns, 0)

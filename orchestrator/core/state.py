@@ -56,12 +56,12 @@ LAUNCH: tuple[TimerName, ...] = ("launch", "launch-again")
 DRAIN: tuple[TimerName, ...] = ("persist", "drain")
 
 Refusal = Literal["", "damaged", "missing"]
-"""Why a committed checkpoint is not used: its bytes are not those that were written, or the store,
-which can be read, does not have it."""
+"""Reason why a committed checkpoint is not used: its bytes are not those that were written, or the
+store, which can be read, does not have it."""
 
 
 class DrainKind(StrEnum):
-    """Why the newest state in memory is written to storage."""
+    """Reason why the newest state in memory is written to storage."""
 
     FINISH = "finish"
     """All workers are done."""
@@ -111,7 +111,7 @@ class StagingSample(Struct, frozen=True):
 
 
 class Cause(Struct, frozen=True):
-    """Why a generation is interrupted."""
+    """Reason why a generation is interrupted."""
 
     purpose: Purpose
     reason: Reason
@@ -263,7 +263,7 @@ class Drain(Struct):
     num_shards: int
     attempts: int = 0
     problem: str = ""
-    """Why the last attempt failed."""
+    """Reason why the last attempt failed."""
     hopeless: bool = False
     """Another attempt cannot succeed."""
 
@@ -284,11 +284,11 @@ class Keeping(Struct):
     workers: dict[str, int] = {}
     """Node -> processes that it has kept of the newest generation."""
     replicas: int = 1
-    """Those in the last generation whose workers all were new."""
+    """Replicas in the last generation whose workers all were new."""
     num_failures: int = 0
     """Generations with kept processes that failed before their first step."""
     why_never: str = ""
-    """Why this job keeps none any more; empty: it may."""
+    """Reason why this job keeps none any more; empty: it may."""
 
 
 class Supply(Struct):
@@ -302,17 +302,17 @@ class Supply(Struct):
     start_durations_ns: list[int] = []
     """Times from promise to join of the last nodes that joined."""
     expected_start_ns: int | None = None
-    """How long a node takes to start, as the backend last said."""
+    """Time that a node takes to start, as the backend last reported."""
     start_limit_s: float = limits.NODE_WAIT_S
     """Seconds after which a promised node is released, as the backend last said."""
     failed_starts: dict[str, str] = {}
     """The last nodes that ended before they joined -> how; empty when one has joined since."""
     num_failed_starts: int = 0
-    """How often in a row."""
+    """Failed starts in a row."""
     denied: bool = False
     """The last request for nodes was refused."""
     denial: str = ""
-    """Why, as the backend said; may be empty."""
+    """Reason, as the backend said; may be empty."""
 
 
 class Staging(Struct):
@@ -416,7 +416,7 @@ class JobState(Struct):
     outcome: Outcome | None = None
     """Set when the end is certain; the phase changes when it has come."""
     termination_reason: Reason | None = None
-    """Why the job ends before its last step; its newest state goes to storage first."""
+    """Reason why the job ends before its last step; its newest state goes to storage first."""
     incarnation: int = 0
     next_action_id: int = 1
     inflight: Inflight = field(default_factory=Inflight)
@@ -446,7 +446,7 @@ class JobState(Struct):
     suspended."""
     drain: Drain | None = None
     hold: Hold | None = None
-    """Its intent is then "suspend"."""
+    """Hold for a user's decision; the intent is then "suspend"."""
     staging: Staging = field(default_factory=Staging)
     given_up: GivenUp = field(default_factory=GivenUp)
 

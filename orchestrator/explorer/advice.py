@@ -66,7 +66,7 @@ class _Change(NamedTuple):
     fields: dict[str, Any]
     """Field below spec -> value."""
     weight: float
-    """How far it is from what the user wrote; ways are ordered by their sum."""
+    """Distance from what the user wrote; ways are ordered by their sum."""
 
 
 def ways_to_fit(
@@ -214,7 +214,7 @@ def _way(
 
 
 def is_valid(job: TrainingJob) -> bool:
-    """Whether a user could have written it. Asked last, as it takes longer than an estimate."""
+    """True if the spec is valid. Asked last, as this takes longer than an estimate."""
     try:
         job_from_mapping(job_to_mapping(job))
     except SpecError:

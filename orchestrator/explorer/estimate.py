@@ -43,7 +43,7 @@ class TrafficRow(msgspec.Struct, frozen=True):
     link: str = ""
     """The slowest that it crosses; empty: the hardware is not known."""
     seconds: float | None = None
-    """If nothing else used the link; None: the hardware is not known."""
+    """Seconds if nothing else used the link; None: the hardware is not known."""
 
 
 class TimeRow(msgspec.Struct, frozen=True):
@@ -168,5 +168,5 @@ def _time(work: Workload, layout: ParallelLayout, hardware: Hardware) -> TimePla
 
 
 def fits(num_bytes: float, memory_bytes: int) -> bool:
-    """Whether an estimate leaves the share of a device free that keeps it from running out."""
+    """True if an estimate leaves the share of a device free that keeps it from running out."""
     return num_bytes <= USABLE * memory_bytes

@@ -192,7 +192,7 @@ def spec_of(work: Workload, layout: ParallelLayout) -> dict[str, Any] | None:
 
 
 def recipe_has(model: Architecture) -> bool:
-    """Whether the recipe can train it; others need a loop of their own."""
+    """True if the recipe can train it; others need a loop of their own."""
     plain = not (model.biases or model.qkv_bias or model.layer_norm or model.learned_positions)
     untied = not model.tied_embeddings
     return plain and untied and model.gated_ffn and model.num_heads * model.head_dim == model.dim

@@ -71,12 +71,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Main memory of a node, and storage."""
     device_memory_bytes: int | None = None
     micro_batch_why: str = ""
-    """Why microBatch auto is less than a rank's share; empty: it is not."""
+    """Reason why microBatch auto is less than a rank's share; empty: it is not."""
     offload_memory: str = ""
     """The main memory that a worker's offloaded states may take; empty: neither the job nor a way
     to fit offloads."""
     fits: bool | None = None
-    """Whether the estimate leaves enough of the device free; None: model or device is not known."""
+    """True if the estimate leaves enough of the device free; None: model or device is not known."""
     ways: tuple[Way, ...] = ()
     """What makes it fit, the nearest first; empty if it fits or it is not known."""
     strategies: Strategies | None = None

@@ -31,7 +31,7 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     mfu: float | None = None
     dollars_per_billion_tokens: float | None = None
     why: str = ""
-    """Why it lost; empty for the one that is chosen."""
+    """Reason why the strategy lost; empty for the chosen one."""
 
 
 class Ranked(NamedTuple):

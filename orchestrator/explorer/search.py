@@ -1,4 +1,4 @@
-"""Which way of dividing a model over devices trains most tokens a second, and why the others lost.
+"""Search for the fastest division of a model over devices, and why the others lost.
 
 Every combination of replicate, shard, tensor, context, pipeline, schedule, activation
 checkpointing, resharding, offload, micro-batch and accumulation that the recipe can run is

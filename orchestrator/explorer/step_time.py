@@ -35,7 +35,7 @@ class Hardware(NamedTuple):
 
     device: Device
     node_link: Link
-    """Between the devices of a node."""
+    """Link between the devices of a node."""
     network: Link
     """Link of one device to the devices of other nodes."""
     calibration: Calibration | None = None
@@ -355,7 +355,7 @@ def span(row: Collective, layout: ParallelLayout) -> tuple[int, int]:
 
 
 def crosses_nodes(row: Collective, layout: ParallelLayout) -> bool:
-    """Whether any of its groups does."""
+    """True if any group of the collective crosses nodes."""
     _stride, size = span(row, layout)
     return layout.workers_per_node % size != 0
 

@@ -41,8 +41,8 @@ def strategies_of(
     memory: WorkerMemory,
     hardware: Hardware | None,
 ) -> Strategies | None:
-    """Beside `layout`, the job's own, on as many devices. None: model, hardware or memory is not
-    known. A job on CPUs has its share of the node's main memory."""
+    """Strategies beside `layout`, the job's own, on as many devices. None: model, hardware or
+    memory is not known. A job on CPUs has its share of the node's main memory."""
     work = workload_of(job)
     room = memory.device if job.spec.resources.num_gpus else memory.device or memory.host
     if work is None or hardware is None or not room:

@@ -36,8 +36,8 @@ COMPACT_AT_BYTES = 64 * 1024
 MAX_BYTES = 1000 * 1024
 """A ConfigMap may hold 1 MiB."""
 RETRY_TIMEOUT_S = 3600.0
-"""While the API server does not answer, no other controller can do more, and the agents stay
-connected to this one. It stands down at once when another one leads (leader_election.py)."""
+"""Patience with an API server that does not answer: no other controller can do more, and the agents
+stay connected. A controller stands down as soon as another one leads (leader_election.py)."""
 
 log = logging.getLogger("holdfast.kubernetes")
 
@@ -76,7 +76,7 @@ class ConfigMapStore:
         return self._compact_at_bytes
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: the store holds nothing."""
 
     # -- writing --------------------------------------------------------------------------------
     async def claim(self) -> builtins.list[Chunk]:

@@ -181,7 +181,7 @@ class FileStore:
             old.unlink(missing_ok=True)
 
     def full_at(self, snapshot_bytes: int) -> int:
-        """At least the size of the snapshot, so that compacting never costs more than appending."""
+        """Bytes at which to compact: at least the snapshot's, so that appending costs more."""
         return max(self._bound_bytes, snapshot_bytes)
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ class GcsStore:
         return max(limits.JOURNAL_BYTES, snapshot_bytes)
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: the store holds nothing."""
 
     # -- writing --------------------------------------------------------------------------------
     async def claim(self) -> builtins.list[Chunk]:
@@ -136,7 +136,7 @@ class GcsStore:
 
 
 def exists(keys: JobKeyValueStore) -> bool:
-    """Whether a controller has ever opened it."""
+    """True if a controller has ever opened it."""
     return bool(keys.list(EPOCH))
 
 

@@ -43,7 +43,7 @@ class Credentials:
         """Clients with an earlier certificate; a watch may still use one."""
 
     async def reload(self, refused: AuthHeaders) -> bool:
-        """Whether `api` now has other credentials than those that were refused."""
+        """True if `api` now has other credentials than those that were refused."""
         async with self._lock:
             if self.auth != refused:
                 return True  # another request was refused too and has reloaded them

@@ -26,7 +26,7 @@ MAX_COUNTED = 64
 """Distinct events whose repetitions are counted."""
 BURST = 30
 REFILL_S = 10.0
-"""After a burst, one event of a job per this time; further ones are only logged."""
+"""Seconds per event of a job after a burst; further ones are only logged."""
 SOURCE = "holdfast-operator"
 TERMINATING = "because it is being terminated"
 """Part of the API server's message for a namespace that is being deleted."""

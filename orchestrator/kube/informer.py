@@ -38,7 +38,7 @@ class Backoff:
         self._next_s = self._shortest_s
 
     def next_s(self) -> float:
-        """Between half of the pause and all of it."""
+        """Seconds to pause: between half of the pause and all of it."""
         pause_s = self._next_s * (0.5 + random.random() / 2)
         self._next_s = min(2 * self._next_s, self._longest_s)
         return pause_s
@@ -64,7 +64,7 @@ class Informer:
         self.objects: dict[Key, Document] = {}
         self.synced = asyncio.Event()
         self.problem = ""
-        """Why `objects` is not current; empty while the watch works."""
+        """Reason why `objects` is not current; empty while the watch works."""
 
     async def run(self) -> None:
         """Run until cancelled."""

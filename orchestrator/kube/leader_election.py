@@ -5,9 +5,8 @@ not answer, does not release the lease when it stops (each upgrade would wait un
 writes local time as if it were UTC.
 
 As in client-go, clocks of two machines are never compared: a lease has expired when it has not
-changed for its duration on the local clock. Journals are fenced
-(journal/configmap_store.py), so a second leader does no harm; the Lease only keeps two operators
-from working against each other.
+changed for its duration on the local clock. Journals are fenced (journal/configmap_store.py), so a
+second leader does no harm; the Lease only keeps two operators from working against each other.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class LeaseName:
 
 
 class LeaseHealth:
-    """Whether the API server answers a standby replica. Pure: times are arguments, in seconds."""
+    """Health of the API server, seen by a standby. Pure: times are arguments, in seconds."""
 
     def __init__(self, outage_s: float) -> None:
         """`outage_s`: shorter outages are not reported."""
@@ -54,7 +53,7 @@ class LeaseHealth:
         self._error = error
 
     def problem(self, now_s: float) -> str:
-        """Why the lease could not be taken over; empty while it could."""
+        """Reason why the lease could not be taken over; empty while it could."""
         if self._answered_s is None:
             what = self._error or "not requested yet"
         elif now_s - self._answered_s < self._outage_s:
@@ -85,7 +84,7 @@ class LeaderElection:
 
     @property
     def problem(self) -> str:
-        """Why this candidate could not lead; empty when it could, also while another one leads."""
+        """Reason why this candidate could not lead; empty if it could, even beside a leader."""
         return "" if self.leading else self._health.problem(asyncio.get_running_loop().time())
 
     @property

@@ -20,7 +20,7 @@ RESEMBLES = 0.75
 
 class UnknownField(NamedTuple):
     path: str
-    """Below the pod, such as spec.tolerationz."""
+    """Path below the pod, such as spec.tolerationz."""
     close: str
     """What was probably meant: the known field that it resembles."""
 

@@ -65,7 +65,7 @@ def _lists(base: list[Any], over: list[Any], key: str, *, whole: bool) -> list[A
 
 
 def _plain(value: Any) -> Any:
-    """Without nulls."""
+    """Copy without nulls."""
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items() if v is not None}
     if isinstance(value, list):

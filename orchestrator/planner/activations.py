@@ -92,7 +92,7 @@ def input_bytes(work: Workload, layout: ParallelLayout) -> float:
 
 
 def _autocast(work: Workload, layout: ParallelLayout) -> bool:
-    """Whether autocast casts float32 parameters; frozen weights are in the format of forward."""
+    """True if autocast casts float32 parameters; frozen weights are in the format of forward."""
     return not layout.fsdp and work.width < 4 and work.method == "full"
 
 

@@ -93,7 +93,7 @@ def num_nodes_used(job: TrainingJob, mesh: Mesh) -> int:
 
 
 def needs_buddy(job: TrainingJob, mesh: Mesh) -> bool:
-    """Whether agents copy staged shards to another node, because no other node has them too."""
+    """True if agents copy staged shards to another node, because no other node has them too."""
     memory = job.spec.checkpoint.memory
     if not memory.every_steps or mesh.world_size <= job.spec.workers_per_node:
         return False

@@ -1,6 +1,5 @@
 """Decides spec.resources.gpu where it is `auto`: once, when the job is submitted, from what the
-backend has found. The number is journaled with the spec and never changes afterwards.
-"""
+backend has found. The number is journaled with the spec and never changes afterwards."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def describe_host(host_bytes: int | None) -> str:
 
 
 def main_memory_holds(work: Workload, mesh: Mesh, host_bytes: int | None = None) -> bool:
-    """Whether main memory holds the offloaded states of a rank: `host_bytes`, or where that is not
+    """True if main memory holds the offloaded states of a rank: `host_bytes`, or where that is not
     known its share of the usual nodes."""
     room = MAIN_MEMORY_PER_DEVICE if host_bytes is None else host_bytes
     return state_bytes(work) * work.counts.total / mesh.num_shards <= room
@@ -272,7 +272,7 @@ def _gradients_so_far(work: Workload, layout: ParallelLayout) -> Iterator[Term]:
 
 
 def _gradients_stay(layout: ParallelLayout) -> bool:
-    """Whether float32 gradients are there in all phases: the sums of earlier micro-batches, or
+    """True if float32 gradients are there in all phases: the sums of earlier micro-batches, or
     DDP's buckets, of which they are views."""
     several = layout.num_micro_batches > 1
     if layout.mesh.pipeline > 1:

@@ -1,5 +1,5 @@
-"""Which micro-batch `microBatch: auto` is, and the layout of a job with it: one decision for plan,
-launch and resize, which workers get with their launch.
+"""Micro-batch of `microBatch: auto`, and the layout of a job with it: one decision for plan, launch
+and resize, which workers get with their launch.
 
 Without known memory it is that of RecipeConfig.samples_per_pass. With known memory the share of a
 rank is divided into as few passes as fit; the global batch stays the same.
@@ -17,9 +17,8 @@ from .workload import ParallelLayout, Workload, layout_of, share_of, workload_of
 
 
 def fitted_layout(job: TrainingJob, mesh: Mesh, memory_bytes: int | None) -> ParallelLayout:
-    """How the ranks of this mesh divide the recipe of the job on devices with so much memory; None:
-    not known. If no micro-batch fits, the one that needs least. Raises ValueError without a
-    recipe."""
+    """Division of the job's recipe over the ranks of this mesh; `None` as memory: not known. If no
+    micro-batch fits, the one that needs least. Raises ValueError without a recipe."""
     whole, work = layout_of(job, mesh), workload_of(job)
     if memory_bytes is None or work is None or not follows_memory(job, mesh):
         return whole
@@ -40,7 +39,7 @@ def fitted_layout(job: TrainingJob, mesh: Mesh, memory_bytes: int | None) -> Par
 
 
 def follows_memory(job: TrainingJob, mesh: Mesh) -> bool:
-    """Whether the micro-batch is chosen by memory. A pipeline has one sample anyway; with a static
+    """True if the micro-batch is chosen by memory. A pipeline has one sample anyway; with a static
     graph and with steps in backward there is one pass only."""
     config = pretraining(job.spec.entrypoint.recipe)
     if config is None or config.micro_batch != "auto" or mesh.pipeline > 1:
@@ -56,7 +55,7 @@ def chosen_micro_batch(job: TrainingJob, mesh: Mesh, memory_bytes: int | None) -
 
 
 def describe(job: TrainingJob, layout: ParallelLayout, work: Workload) -> str:
-    """Why the micro-batch is smaller than a rank's share; empty: it is not, or the spec has it."""
+    """Reason for a micro-batch below a rank's share; empty: it is not, or the spec has it."""
     share = share_of(job, layout.mesh)
     if not follows_memory(job, layout.mesh) or layout.micro_batch == share:
         return ""

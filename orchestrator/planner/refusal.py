@@ -1,4 +1,4 @@
-"""Why a job certainly runs out of memory, before anything is launched."""
+"""Reason why a job certainly runs out of memory, before anything is launched."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .workload import workload_of
 
 
 def refusal(job: TrainingJob, num_nodes: int, mesh: Mesh, memory: WorkerMemory) -> Problem | None:
-    """Why a job certainly runs out of memory on this mesh, with the changes that help; None: it may
-    fit, or it is not known."""
+    """Reason why a job certainly runs out of memory on this mesh, with the changes that help; None:
+    it may fit, or it is not known."""
     if may_fit(job, mesh, memory):
         return None
     work, layout = workload_of(job), fitted_layout(job, mesh, memory.device)

@@ -57,7 +57,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParallelLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """How ranks divide the work."""
+    """Division of the work over ranks."""
 
     mesh: Mesh
     workers_per_node: int
@@ -145,7 +145,7 @@ def share_of(job: TrainingJob, mesh: Mesh) -> int:
 
 
 def layout_of(job: TrainingJob, mesh: Mesh, chosen: int = 0) -> ParallelLayout:
-    """How the ranks of this mesh divide the recipe of the job. `chosen`: samples of a forward pass
+    """Division of the job's recipe over the ranks of this mesh. `chosen`: samples of a forward pass
     where microBatch is auto; 0: as without known memory (see micro_batch.fitted_layout). Raises
     ValueError without a recipe."""
     share, config = share_of(job, mesh), pretraining(job.spec.entrypoint.recipe)

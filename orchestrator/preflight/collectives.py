@@ -69,7 +69,7 @@ def check(facts: Facts, report: Report) -> None:
 
 
 class _Collectives:
-    """Which calls communicate, directly or through functions of the project."""
+    """Calls that communicate, directly or through functions of the project."""
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
@@ -160,7 +160,7 @@ class _Collectives:
 
 
 def _has_group(site: Site, name: str, position: int | None = None) -> bool:
-    """Whether the call names a group that is not the group of all ranks."""
+    """True if the call names a group that is not the group of all ranks."""
     group = site.argument(name, position)
     if group is None and name == "group":
         group = site.argument("pg")

@@ -253,7 +253,7 @@ class Facts:
                     yield f"{module.name}.{node.name}", bases
 
     def is_rank(self, function: Function, node: ast.expr) -> bool:
-        """Whether the value of the expression depends on the global or local rank."""
+        """True if the value of the expression depends on the global or local rank."""
         match node:
             case ast.Name() | ast.Attribute():
                 kinds = self._name_kinds(function, node)
@@ -300,7 +300,7 @@ class Facts:
         return any(RANK in self._returned[id(target)] for target in self.targets(site))
 
     def mentions_rank(self, function: Function, node: ast.expr) -> bool:
-        """Whether a rank is a part of the expression, such as of a file name."""
+        """True if a rank is a part of the expression, such as of a file name."""
         for part in ast.walk(node):
             if isinstance(part, ast.expr):
                 if self.is_rank(function, part):
@@ -312,13 +312,13 @@ class Facts:
         return False
 
     def uses(self, *kinds: str) -> bool:
-        """Whether any value of the project has one of the kinds."""
+        """True if any value of the project has one of the kinds."""
         return any(
             found & set(kinds) for found in (*self._kinds.values(), *self._returned.values())
         )
 
     def is_output(self, function: Function, node: ast.expr, line: int, depth: int = 4) -> bool:
-        """Whether the value that the expression has in a line is computed from what a sharded or
+        """True if the value that the expression has in a line is computed from what a sharded or
         replicated model returned. Of each name the last assignment above the line counts."""
         for part in ast.walk(node):
             if isinstance(part, ast.Call) and self.kinds(function, part.func) & {*SHARDED, DDP}:
@@ -346,7 +346,7 @@ class Facts:
         ]
 
     def runs_on_some_ranks(self, site: Site) -> bool:
-        """Whether the call, or each call of its function in the project, is under a condition on
+        """True if the call, or each call of its function in the project, is under a condition on
         the rank."""
         if self.rank_guards(site):
             return True
@@ -370,7 +370,7 @@ def arguments(site: Site, target: Function) -> list[tuple[str, ast.expr]]:
 
 
 def _is_decided(guard: Guard, known: set[tuple[str, bool]]) -> bool:
-    """Whether another part of the condition already decides it: in the branch `flag` of an else of
+    """True if another part of the condition already decides it: in the branch `flag` of an else of
     `if not flag and is_main`, the rank does not matter."""
     test, positive = guard.test, guard.positive
     if not isinstance(test, ast.BoolOp) or isinstance(test.op, ast.And) == positive:
@@ -390,7 +390,7 @@ def _excludes(node: ast.expr) -> bool:
 
 
 def _is_no_rank(node: ast.expr) -> bool:
-    """Whether a value is evidently none although its name may be `rank`: of a tensor or of LoRA."""
+    """True if a value is not a process's rank despite its name: a tensor's or LoRA's rank."""
     if isinstance(node, ast.Constant):
         return True
     if isinstance(node, ast.Call):

@@ -1,5 +1,5 @@
-"""Which calls a function makes, and under which conditions: branches, early exits, loops, except
-blocks. What a condition means is decided elsewhere; here every `if` is kept.
+"""Calls of a function and their conditions: branches, early exits, loops, except blocks. What a
+condition means is decided elsewhere; here every `if` is kept.
 
 Nested functions and methods are functions of their own: defining one does not call it.
 """

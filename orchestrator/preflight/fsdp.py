@@ -112,7 +112,7 @@ def _fsdp1(facts: Facts, site: Site, report: Report) -> None:
 
 
 def _is_nested(facts: Facts, site: Site) -> bool:
-    """Whether the project wraps parts by FSDP1 itself: several calls, or one in a loop."""
+    """True if the project wraps parts by FSDP1 itself: several calls, or one in a loop."""
     del facts
     others = [s for s in site.function.sites if s.last == site.last and s is not site]
     return (

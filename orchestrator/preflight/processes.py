@@ -28,7 +28,7 @@ def check(facts: Facts, report: Report) -> None:
 
 
 def _reads_local_rank(facts: Facts) -> bool:
-    """Then its own start of processes is likely the branch without a launcher."""
+    """True if the script reads LOCAL_RANK: it likely starts processes only without a launcher."""
     return any(
         isinstance(node, ast.Constant) and node.value == "LOCAL_RANK"
         for module in facts.project.modules.values()

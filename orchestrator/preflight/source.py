@@ -103,7 +103,7 @@ class Project:
         return ""
 
     def imports(self, *packages: str) -> bool:
-        """Whether any module imports one of these packages, or a part of it."""
+        """True if any module imports one of these packages, or a part of it."""
         return any(
             target == package or target.startswith(package + ".")
             for module in self.modules.values()

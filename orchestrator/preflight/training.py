@@ -93,7 +93,7 @@ def _value(function: Function, node: ast.expr | None) -> ast.expr:
 
 
 def _may_differ(facts: Facts, function: Function, path: ast.expr) -> bool:
-    """Whether a path contains the rank, or comes from a caller who may have put it there."""
+    """True if a path contains the rank, or comes from a caller who may have put it there."""
     if facts.mentions_rank(function, path):
         return True
     names = {part.id for part in ast.walk(path) if isinstance(part, ast.Name)}

@@ -125,13 +125,13 @@ def _write(tar: tarfile.TarFile, entry: tarfile.TarInfo, path: Path) -> None:
 
 
 def is_inside(name: str) -> bool:
-    """Whether a name is relative and stays below its directory."""
+    """True if a name is relative and stays below its directory."""
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
 def links_inside(name: str, target: str, links: Mapping[str, str] = MappingProxyType({})) -> bool:
-    """Whether a link's target is relative and, from the link's own place, below the directory, also
+    """True if a link's target is relative and, from the link's own place, below the directory, also
     through the other links there. A circle of links leads nowhere."""
     place = list(PurePosixPath(name).parts[:-1])
     parts, num_followed = [target], 0

@@ -27,7 +27,7 @@ BoxKey = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def proved(files: Sequence[ShardFile], mesh: Mesh) -> bool:
-    """Whether the sums of all shards prove that every value is held. `files` in order of shards."""
+    """True if the sums of all shards prove that every value is held. `files` in order of shards."""
     per_stage = mesh.num_shards // mesh.pipeline
     for begin in range(0, len(files), per_stage):
         sums = [file.coverage for file in files[begin : begin + per_stage]]
@@ -39,8 +39,8 @@ def proved(files: Sequence[ShardFile], mesh: Mesh) -> bool:
 
 
 def uncovered(global_shape: tuple[int, ...], boxes: Iterable[BoxKey]) -> int:
-    """How many values of a tensor are in none of the boxes. Raises ValueError if the boxes cut the
-    tensor into more cells than a mesh does."""
+    """Number of values of a tensor that are in none of the boxes. Raises ValueError if the boxes
+    cut the tensor into more cells than a mesh does."""
     distinct = [(offset, shape) for offset, shape in dict.fromkeys(boxes) if math.prod(shape)]
     if any(shape == global_shape for _offset, shape in distinct):
         return 0

@@ -24,9 +24,9 @@ __all__ = ["Setting", "Source", "explain_environment", "worker_environment"]
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 PROGRESS_URL, PROGRESS_TOKEN = "KUBEFLOW_TRAINER_SERVER_URL", "KUBEFLOW_TRAINER_SERVER_TOKEN"
-"""Where frameworks post their progress, and the file with the token for it: the names of Kubeflow
-Trainer, which transformers (from 5.4) reads by itself. The agent serves it on loopback and adds
-them to what this module sets, unless spec.env has them."""
+"""Address to which frameworks post their progress, and the file with the token for it: the names of
+Kubeflow Trainer, which transformers (from 5.4) reads by itself. The agent serves it on loopback and
+adds them to what this module sets, unless spec.env has them."""
 
 RESUME_FROM = "HOLDFAST_RESUME_FROM_CHECKPOINT"
 """The newest complete checkpoint that the script itself wrote, for frameworks that need its name
@@ -34,15 +34,15 @@ RESUME_FROM = "HOLDFAST_RESUME_FROM_CHECKPOINT"
 has found one; not with a state that Holdfast restores."""
 
 RESUME_SINCE = "HOLDFAST_RESUME_SINCE"
-"""When the job was submitted (wall clock, ns), for trainers that are started again: what they wrote
-later is their own. The agent sets it with RESUME_FROM, also if it has found none."""
+"""Time of the job's submission (wall clock, ns), for trainers that are started again: what they
+wrote later is their own. The agent sets it with RESUME_FROM, also if it has found none."""
 
 INCIDENTS = "HOLDFAST_INCIDENTS"
 """The incidents that led to this launch, oldest first: a list of LaunchIncident in JSON. On all
 ranks, so that a script may decide by it."""
 
 JOB_ID = "HOLDFAST_JOB_ID"
-"""On each rank: the same in all generations, and another one for a new job of the same name."""
+"""Id of the job, equal on all ranks and in all generations; a new job of the name has another."""
 
 CACHE_VARIABLE = "HOLDFAST_CACHE_DIR"
 """Variable of an agent's environment: where the caches of compilers are kept on its machine. The
@@ -182,7 +182,7 @@ def _devices(job: TrainingJob, seat: WorkerSeat, facts: NodeFacts) -> Iterator[S
 
 
 def is_mig(names: Sequence[str]) -> bool:
-    """Whether values of CUDA_VISIBLE_DEVICES name parts of GPUs (MIG)."""
+    """True if values of CUDA_VISIBLE_DEVICES name parts of GPUs (MIG)."""
     return bool(names) and all(name.startswith("MIG-") for name in names)
 
 

@@ -50,7 +50,7 @@ def choose_profile(fabric: Fabric, facts: NodeFacts, num_nodes: int) -> tuple[Pr
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address works on its own machine only."""
+    """True if an address works on its own machine only."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

@@ -22,7 +22,7 @@ class Gpu(msgspec.Struct, frozen=True):
     name: str
     memory_bytes: int
     device: str = ""
-    """Its value in CUDA_VISIBLE_DEVICES; empty: its position among the GPUs."""
+    """GPU's value in CUDA_VISIBLE_DEVICES; empty: its position among the GPUs."""
 
 
 class Processor(msgspec.Struct, frozen=True):
@@ -80,13 +80,13 @@ class StagedShard(msgspec.Struct, frozen=True):
 
 
 class CoverageSum(msgspec.Struct, frozen=True):
-    """Which values of which tensors a shard file holds, as two sums modulo 2**64
+    """Sums of the values and tensors that a shard file holds, as two sums modulo 2**64
     (protocol/coverage.py). Equal as long as the layout of the file is."""
 
     weighted: int = 0
-    """Over all boxes: parts of the tensor x sum over the corners of the box."""
+    """Sum over all boxes: parts of the tensor x sum over the corners of the box."""
     whole: int = 0
-    """Over all tensors in the file: sum over the corners of the whole tensor."""
+    """Total over all tensors in the file: sum over the corners of the whole tensor."""
 
 
 class ShardFile(msgspec.Struct, frozen=True):
@@ -148,11 +148,11 @@ def largest(reports: Sequence[StepReport]) -> dict[str, Any]:
 
 
 StepSource = Literal["", "session", "script", "counted", "posted", "collectives"]
-"""Who counts the steps of a worker: no one yet, a loop whose state Holdfast keeps
-(`Session.step`), a script that keeps its own checkpoints (`session.report`), a hook in the script's
-framework (each step, and not what else it does), or a program that posts the progress of all ranks
-now and then (protocol of Kubeflow Trainer). Of a job also `collectives`: no one, but its ranks
-begin collectives."""
+"""Origin of a worker's step count: no one yet, a loop whose state Holdfast keeps (`Session.step`),
+a script that keeps its own checkpoints (`session.report`), a hook in the script's framework (each
+step, and not what else it does), or a program that posts the progress of all ranks now and then
+(protocol of Kubeflow Trainer). Of a job also `collectives`: no one, but its ranks begin
+collectives."""
 SCRIPT_SOURCES: tuple[StepSource, ...] = ("posted", "counted", "script")
 """Sources of scripts that keep their own checkpoints, the most exact one last."""
 
@@ -184,7 +184,7 @@ class WorkerBeat(StepReport, frozen=True, kw_only=True):
     began_after: int | None = None
     """The step after which the worker began, unless Holdfast counts its steps; None: not known."""
     began_estimated: bool = False
-    """Whether it may have begun a few steps earlier or later."""
+    """True if the script may have begun a few steps earlier or later."""
     began_s: float | None = None
     """Seconds since a framework that posts its progress began to train; None: not known."""
     collectives: int = 0
@@ -192,7 +192,7 @@ class WorkerBeat(StepReport, frozen=True, kw_only=True):
     leaves: bool = False
     """The script has run to its end; threads and exit functions may still take their time."""
     keeps: bool | str = ""
-    """Whether rank 0 keeps its process when a peer fails, or why not; empty: not known."""
+    """True if rank 0 keeps its process when a peer fails, or why not; empty: not known."""
 
     @property
     def silent(self) -> bool:
@@ -206,7 +206,7 @@ def is_silent(step: int, phase: WorkerPhase, began_after: int | None) -> bool:
 
 
 def counting(beats: Iterable[WorkerBeat]) -> list[WorkerBeat]:
-    """Those whose steps count: of a script the ranks that report steps, otherwise all."""
+    """Beats whose steps count: a script's ranks that report steps, otherwise all."""
     every = list(beats)
     return [beat for beat in every if beat.counted_by in SCRIPT_SOURCES] or every
 
@@ -218,7 +218,7 @@ CRASH_SIGNALS = (4, 6, 7, 8, 11, 31)
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True):
-    """How one worker ended."""
+    """End of one worker."""
 
     rank: int
     local_rank: int = 0
@@ -248,7 +248,7 @@ waits for collectives, in native code), a read, a compiler, or none of these. Em
 
 
 class GroupProgress(msgspec.Struct, frozen=True):
-    """How far one rank has come in one process group, from torch's flight recorder."""
+    """Progress of one rank in one process group, from torch's flight recorder."""
 
     group: str
     """Name of the group, the same on all its ranks."""
@@ -324,7 +324,7 @@ class OwnCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     """The one that wrote it last."""
     times: int = 1
-    """How often one generation wrote it, at most."""
+    """Number of writes by one generation, at most."""
     read_by: int = 0
     """The last generation whose rank 0 read it."""
     failed: bool = False
@@ -375,8 +375,8 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that the agents have kept since this generation go on in this one with their process,
     and new ones connect to them when they restore; 0: all are new."""
     incidents: tuple[LaunchIncident, ...] = ()
-    """Why this generation was launched, oldest first, for what the script logs to. The runtime adds
-    them to the message; no decision depends on them."""
+    """Reason why this generation was launched, oldest first, for what the script logs to. The
+    runtime adds them to the message; no decision depends on them."""
     own_checkpoints: tuple[OwnCheckpoint, ...] = ()
     """What the script is known to have written, the last one last. As `incidents`."""
 

@@ -1,4 +1,4 @@
-"""How much staged state a node's memory can hold: the arithmetic that agents, controller and plan
+"""Staged state that a node's memory can hold: the arithmetic that agents, controller and plan
 share.
 
 With N bytes of staged state per worker (one shard) and W different shards on a node, it needs
@@ -36,8 +36,8 @@ RESERVE = 0.1
 MIN_RESERVE_BYTES = 256 * 2**20
 """The least part of that for each worker."""
 TRANSIENT_SHARDS = 2
-"""On the CPU, gradients and gathered parameters come and go within a step: they are not there when
-memory is measured, after a step. Measured: 1.9 shards (FSDP2 over two ranks, gloo)."""
+"""Shards of gradients and gathered parameters that come and go within a step on the CPU: they are
+gone when memory is measured, after a step. Measured: 1.9 shards (FSDP2 over two ranks, gloo)."""
 
 GivenUp = Literal["nothing", "copies", "buffers", "memory-tier", "checkpoints"]
 """The last thing of the order that was given up, and all before it. copies: shards have no buddy
@@ -63,7 +63,7 @@ class HostGrant(msgspec.Struct, frozen=True):
     buffers: int
     """Staging buffers per worker, at most."""
     buddy: bool = False
-    """Whether it holds copies of another node's shards."""
+    """True if the node holds copies of another node's shards."""
     given_up: GivenUp = "nothing"
 
 
@@ -179,7 +179,7 @@ def describe(memory: HostMemory, node: str = "") -> str:
 
 
 def too_little(memory: HostMemory) -> str:
-    """Why no buffer is given, and what helps."""
+    """Reason why no buffer is given, and what helps."""
     return (
         f"host memory: {_size(memory.room.available_bytes)} of {_size(memory.room.limit_bytes)} "
         f"are free on this node; expected at least {_size(memory.unit_bytes)}, a checkpoint of "

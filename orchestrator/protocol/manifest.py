@@ -61,7 +61,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NOTE_SUFFIX = ".note"
-"""After the name of a shard file."""
+"""Suffix after the name of a shard file."""
 
 
 class ShardNote(msgspec.Struct, frozen=True, kw_only=True):

@@ -89,7 +89,7 @@ class Mesh(msgspec.Struct, frozen=True):
         return tuple(other for other in self.group("replicate", rank) if other != rank)
 
     def redundant(self, workers_per_node: int) -> bool:
-        """Whether two nodes at least have each shard, so that the loss of one leaves a copy. The
+        """True if two nodes at least have each shard, so that the loss of one leaves a copy. The
         replicas of a pipeline's stage may all be on one node, as its axis is the outermost."""
         stride = self.shard * self.context * self.tensor
         per_stage = self.replicate * stride

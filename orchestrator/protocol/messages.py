@@ -139,7 +139,7 @@ class StepCopied(Message, frozen=True, kw_only=True, tag="step-copied"):
     seconds: float = 0.0
     """The longest push of a shard."""
     detail: str = ""
-    """Why it is not copied; empty: it is."""
+    """Reason why the version is not copied; empty: it is."""
     missed: bool = False
     """The order came too late: the step was not in memory any more."""
 
@@ -153,8 +153,8 @@ class NodeMemoryPlanned(Message, frozen=True, kw_only=True, tag="node-memory-pla
 
 
 class StandbysReported(Message, frozen=True, kw_only=True, tag="standbys-reported"):
-    """Whether the node's standbys have imported what the script imports, or there is nothing to
-    import. Sent after every Welcome, and when it changes."""
+    """Sent when the node's standbys have imported what the script imports, or there is nothing to
+    import: also after every Welcome, and when it changes."""
 
     ready: bool
 
@@ -197,7 +197,7 @@ class NodeRemarked(Message, frozen=True, kw_only=True, tag="node-remarked"):
 
     text: str
     shown: bool = False
-    """Also as the job's reason while it runs."""
+    """True if the text is also the job's reason while it runs."""
 
 
 class OwnCheckpointSeen(Message, frozen=True, kw_only=True, tag="own-checkpoint-seen"):
@@ -206,11 +206,11 @@ class OwnCheckpointSeen(Message, frozen=True, kw_only=True, tag="own-checkpoint-
     generation: int
     path: str
     times: int = 1
-    """How often this generation has written it, as this node's ranks are known to."""
+    """Number of writes by this generation, as this node's ranks are known to."""
     unread: bool = False
     """Rank 0 was started again and has opened no checkpoint of the job before."""
     waits: bool = False
-    """It would overwrite one, and waits for its end instead: nothing was written."""
+    """True if the rank waits for its end before it overwrites a checkpoint: nothing is written."""
 
 
 class OwnCheckpointRead(Message, frozen=True, kw_only=True, tag="own-checkpoint-read"):
@@ -234,7 +234,7 @@ class ProfileRecorded(Message, frozen=True, kw_only=True, tag="profile-recorded"
     content: bytes = b""
     """The file, compressed with zlib."""
     problem: str = ""
-    """Why there is none; empty: there is."""
+    """Reason why there is no profile; empty: there is one."""
 
 
 class FetchCode(Message, frozen=True, kw_only=True, tag="fetch-code"):
@@ -263,7 +263,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     log_directory: str
     heartbeat_interval_s: float
     controller_absence_s: float | None = limits.CONTROLLER_ABSENCE_S
-    """Without a controller for so long the agent ends its node; None: never."""
+    """Seconds without a controller after which the agent ends its node; None: never."""
     submitted_ns: int = 0
     """Wall clock of the job's submission; 0: not known."""
     job_id: str = ""
@@ -309,13 +309,13 @@ class StopWorkers(Message, frozen=True, kw_only=True, tag="stop"):
     stacks: bool = False
     """Collect the stacks of every worker first."""
     save_grace_s: float = 0.0
-    """Without grace: a worker in a declared save may end it, for so long at most, unless it waits
-    for its peers."""
+    """Seconds, without grace, for a worker to end a declared save, unless it waits for its
+    peers."""
     after_step: int = -1
     """Step after which workers that have asked for notices save, if there is grace; they get no
     SIGTERM; -1: there is no time for it."""
     keep: bool = False
-    """Without grace: workers that can leave their step within limits.HALT_S keep their process."""
+    """True: without grace, workers that leave their step within limits.HALT_S are kept."""
 
 
 class Inspect(Message, frozen=True, kw_only=True, tag="inspect"):
@@ -394,7 +394,7 @@ class CodePart(Message, frozen=True, kw_only=True, tag="code-part"):
     num_parts: int = 0
     data: bytes = b""
     problem: str = ""
-    """Why there is none; empty: there is."""
+    """Reason why there is no code; empty: there is some."""
 
 
 class Committed(Message, frozen=True, kw_only=True, tag="committed"):

@@ -39,7 +39,7 @@ def import_path() -> str:
 
 @functools.cache
 def _is_installed(root: Path) -> bool:
-    """Whether every process of this interpreter can import the package `holdfast` in `root`: it is
+    """True if every process of this interpreter can import the package `holdfast` in `root`: it is
     in site-packages, or an editable install (PEP 610) refers to it."""
     places = [Path(place) for place in (*site.getsitepackages(), site.getusersitepackages())]
     files = (file for place in places for file in place.glob("holdfast*-info/direct_url.json"))

@@ -16,7 +16,7 @@ class CollectiveSpan(msgspec.Struct, frozen=True):
     """The newest collective of some ranks in one process group, from torch's flight recorder."""
 
     group: str
-    """Its label, or its name if it has none."""
+    """Group's label, or its name if it has none."""
     operation: str
     first: int
     """The lowest number of it among the ranks, from 1."""
@@ -36,7 +36,7 @@ class RankStacks(msgspec.Struct, frozen=True):
     state: str = ""
     """State of the processes: stopped, blocked in the kernel, or ended; empty: none of these."""
     problem: str = ""
-    """Why there are no frames; empty: there are."""
+    """Reason why there are no frames; empty: there are."""
     collectives: tuple[CollectiveSpan, ...] = ()
 
 

@@ -120,7 +120,7 @@ class ConnectionLimit:
                 self._end_one()
 
     def must_wait(self) -> bool:
-        """Whether the port is full of strangers that have only just come."""
+        """True if the port is full of strangers that have only just come."""
         with self._lock:
             if len(self._arrivals) < self._most:
                 return False

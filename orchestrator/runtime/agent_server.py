@@ -29,7 +29,7 @@ class AgentSink(Protocol):
     """Receives what the agents of one job send. Called from the event loop; must not block."""
 
     def refusal(self, hello: wire.Hello) -> str:
-        """Why this node may not join; empty: it may."""
+        """Reason why this node may not join; empty: it may."""
 
     def joined(self, link: AgentConnection, hello: wire.Hello) -> None:
         """A node has sent Hello and been sent its Welcome."""

@@ -116,7 +116,7 @@ class Executor:
         self._succeeded(action, {})
 
     def expects(self, node: str, message: Answer) -> bool:
-        """Whether this answers an action that is under way, which then ends."""
+        """True if this answers an action that is under way, which then ends."""
         return self._awaited.take(node, message) is not None
 
     def forget(self, node: str, why: str) -> None:

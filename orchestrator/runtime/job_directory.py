@@ -131,7 +131,7 @@ class JobDirectory:
             return None
 
     def controller_alive(self) -> bool:
-        """Whether a controller holds the lock."""
+        """True if a controller holds the lock."""
         try:
             fd = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
@@ -189,8 +189,8 @@ class JobDirectory:
         self.controller_file.unlink(missing_ok=True)
 
     def set_aside(self) -> Path:
-        """Before a job that has ended runs again: its journal and logs get a directory of their
-        own. The caller holds the lock. Raises HoldfastError."""
+        """Move the journal and logs of an ended job to a directory of their own before the job runs
+        again. The caller holds the lock. Raises HoldfastError."""
         number = 1 + sum(1 for _ in self.path.glob(f"{EARLIER}-*"))
         place = self.path / f"{EARLIER}-{number}"
         try:
@@ -369,7 +369,7 @@ def _has_record(path: Path) -> bool:
 
 
 def _is_file(fd: int, path: Path) -> bool:
-    """Whether the open file is the one at `path` now."""
+    """True if the open file is the one at `path` now."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:

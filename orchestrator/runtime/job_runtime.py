@@ -50,10 +50,10 @@ class JobRuntimeTiming:
     """Bounds of a JobRuntime."""
 
     storage_listing_s: float = 15.0
-    """How long a takeover waits for storage to list its checkpoints. A driver may try for minutes,
-    and meanwhile the nodes would have no controller."""
+    """Seconds that a takeover waits for storage to list its checkpoints. A driver may try for
+    minutes, and meanwhile the nodes would have no controller."""
     storage_settle_s: float = 5.0
-    """How long the end of the job, or of its controller, waits for storage calls under way."""
+    """Seconds that the end of the job, or of its controller, waits for storage calls under way."""
 
 
 class JobLogAdapter(logging.LoggerAdapter[logging.Logger]):

@@ -1,4 +1,4 @@
-"""Between the wire and the core: messages of agents become events, actions become messages.
+"""Translation between wire and core: agents' messages become events, actions become messages.
 
 Pure; the agent gateway, the executor and the simulation use it.
 """
@@ -52,8 +52,8 @@ class AwaitedAnswers:
 
 
 def refusal(state: JobState, node: str, lost: Collection[str] = ()) -> str:
-    """Why a node may not join; empty: it may. `lost`: also nodes whose loss is still on its way to
-    the core."""
+    """Reason why a node may not join; empty: it may. `lost`: also nodes whose loss is still on its
+    way to the core."""
     if state.terminal:
         return f"the job has {state.phase}"
     if node in lost:

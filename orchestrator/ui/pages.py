@@ -94,7 +94,7 @@ def _row(view: JobView) -> dict[str, Any]:
 
 
 def _age(view: JobView) -> str:
-    """How old a job is; of one that has ended, how long it took and when it was submitted."""
+    """Age of a job; of an ended job, its duration and the time of its submission."""
     end_ns = view.finished_ns or view.now_ns
     if not view.submitted_ns or not end_ns:
         return ""

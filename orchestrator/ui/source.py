@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PROGRAM = "holdfast.orchestrator.cli.main"
 READ_S, REST, ENDED_S = 1.0, 8.0, 15.0
-"""Between two reads: at least, in units of what a read takes, and of a job that has ended."""
+"""Pause between two reads: least seconds, in units of a read, and seconds after a job's end."""
 RIGHTS_S = 60.0
 """What a user may do is asked this often."""
 OF_A_JOB = re.compile(r"[-a-z0-9/]+: \S")
@@ -51,7 +51,7 @@ class Reading:
     sections: dict[str, str] = field(default_factory=dict)
     view: JobView | None = None
     problem: str = ""
-    """Why it is old; empty: it is not."""
+    """Reason why the view is old; empty: it is not."""
     fresh_until: float = 0.0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 

@@ -11,7 +11,7 @@ from ..e2e.ray import cluster_rig
 
 
 class RayContractTarget:
-    """Its agents cannot connect to a controller: the contract is about nodes only."""
+    """Target whose agents cannot connect to a controller: the contract is about nodes only."""
 
     def __init__(self, job: TrainingJob, directory: Path) -> None:
         from holdfast.orchestrator.backends.ray import kv, names

@@ -86,7 +86,7 @@ class LocalContractTarget:
         return [*map(str, self.host_pids()), *files]
 
     def close(self) -> None:
-        """It has started nothing."""
+        """Do nothing: the target has started nothing."""
 
 
 def kubernetes_target(directory: Path) -> ContractTarget:

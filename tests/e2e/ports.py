@@ -10,7 +10,7 @@ import random
 import socket
 
 FIRST, LAST = 20_000, 29_999
-"""Above Ray's own choice for its workers, below the node ports of Kubernetes."""
+"""Ports above Ray's own choice for its workers, below the node ports of Kubernetes."""
 
 
 def free_port() -> int:

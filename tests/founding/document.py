@@ -44,7 +44,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     source: str = ""
     """Outside the repository."""
     by: Literal["", "refused", "linted", "answered"] = ""
-    """How an error is met: plan or validation refuses it, preflight names it, or this page answers
+    """Answer to an error: plan or validation refuses it, preflight names it, or this page answers
     it."""
 
     def text(self) -> str:
@@ -60,11 +60,11 @@ class Section(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """Where a line is shown."""
+    """Place where a line is shown."""
 
     label: str
     path: str
-    """Below the root of the repository."""
+    """Path below the root of the repository."""
     anchor: str = ""
     symbol: str = ""
     """A symbol of a Python file: a test, function or class."""

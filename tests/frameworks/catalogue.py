@@ -33,7 +33,7 @@ class Framework:
     memory: str = ""
     """The same script with the integration that keeps its state in memory."""
     shard: int | str = 1
-    """Its spec.parallelism.shard."""
+    """Case's spec.parallelism.shard."""
 
     @property
     def installed(self) -> bool:
@@ -73,14 +73,14 @@ TORCHTITAN = Framework(
     "torchtitan", "torchtitan, FSDP2", "titan_llama3.py", "torchtitan", checkpoints="checkpoint",
     memory="titan_memory.py", shard="world",
 )  # fmt: skip
-"""It has an environment of its own: it needs a datasets before 4.8. Its data loader needs the
-number of ranks that wrote a checkpoint."""
+"""Case with an environment of its own: TorchTitan needs a datasets before 4.8. Its data loader
+needs the number of ranks that wrote a checkpoint."""
 
 
 SWIFT = Framework(
     "swift", "ms-swift SFT, LoRA", "swift_sft.py", "swift", preload=(*HUGGING_FACE, "trl", "swift")
 )
-"""It has an environment of its own: it needs older versions of transformers, trl and datasets."""
+"""Case with its own environment: ms-swift needs older transformers, trl and datasets."""
 APART = (TORCHTITAN, SWIFT)
 """Each in an environment of its own."""
 EVERY = (*FRAMEWORKS, *APART)

@@ -21,12 +21,12 @@ from tests.pages import ROOT
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 KEPT = [ROOT / "examples/session_loop.py", ROOT / "examples/frameworks/finetune_session.py"]
-"""Those with the session."""
+"""Examples with the session."""
 SAVED = [
     ROOT / "examples/ddp_script.py",
     *sorted({*(ROOT / "examples/frameworks").glob("*.py")} - {*KEPT}),
 ]
-"""Those that write checkpoints of their own, every 20 steps."""
+"""Examples that write checkpoints of their own, every 20 steps."""
 
 Start = Callable[[Path], Job]
 

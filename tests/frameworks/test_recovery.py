@@ -123,8 +123,8 @@ def test_the_steps_of_the_trainer_are_counted_without_a_line_in_the_script(start
 def test_a_stopped_rank_is_named_although_the_script_says_nothing_to_holdfast(
     name: str, start: Start
 ) -> None:
-    """It is named by the state of its process, which the agent reads: neither collectives nor posts
-    are needed. A rank that sleeps in its own code is another matter:
+    """The rank is named by the state of its process, which the agent reads: neither collectives nor
+    posts are needed. A rank that sleeps in its own code is another matter:
     tests/e2e/local/test_silent_scripts.py."""
     job, log = start(by_name(name), steps=400, pace_s=0.1)
     trained(log, job, 40)

@@ -31,14 +31,14 @@ class Mutant:
     number: int
     """Number of the change in its module."""
     lines: range
-    """Where the change is; a test that executes none of them cannot notice it."""
+    """Changed lines; a test that executes none of them cannot notice the change."""
     function_lines: range
     source: str
     """Source of the whole module, unchanged."""
 
     @property
     def name(self) -> str:
-        """Without the line, so that it stays the same when other code changes."""
+        """Name without the line, so that it stays the same when other code changes."""
         return f"{self.module}:{self.function}: {self.change}"
 
     def code(self, path: str) -> CodeType:
@@ -123,7 +123,7 @@ def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
 
 
 def _nodes(top: ast.AST) -> Iterator[ast.AST]:
-    """Without assertions: they only guard against bugs of the core itself."""
+    """Nodes without assertions, which only guard against bugs of the core itself."""
     yield top
     for child in ast.iter_child_nodes(top):
         if not isinstance(child, ast.Assert):

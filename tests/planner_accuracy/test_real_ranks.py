@@ -17,7 +17,7 @@ from .real_ranks import JOBS, figures
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 800
-"""They need 20 s of processor time, which took four minutes beside ten busy processes a core."""
+"""Patience: 20 s of processor time took four minutes beside ten busy processes a core."""
 
 
 @pytest.fixture(scope="module")

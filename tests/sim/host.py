@@ -1,6 +1,5 @@
 """The controller's process in virtual time: the production loop over a simulated journal, network,
-backend and storage. It can crash at any point between an event and the last of its actions.
-"""
+backend and storage. It can crash at any point between an event and the last of its actions."""
 
 from __future__ import annotations
 
@@ -55,13 +54,13 @@ class SimJournal:
         self.loses_uncommitted, self.compact_at = loses_uncommitted, compact_at
         self.snapshot: bytes | None = None
         self.records: list[bytes] = []
-        """Since the snapshot."""
+        """Records since the snapshot."""
         self.all: list[bytes] = []
-        """Since the beginning; no controller reads it."""
+        """Records since the beginning, which no controller reads."""
         self.num_compactions = 0
         self._num_durable = 0
         self.broken = False
-        """Its disk is full: what is appended stays in the memory of the controller."""
+        """True while the disk is full: what is appended stays in the memory of the controller."""
 
     problem = ""
 
@@ -117,7 +116,7 @@ class Host:
         self._committing = False
         self._life = 0
         self._storage_s = 0.0
-        """When the last call of the storage tier ends."""
+        """Time at which the last call of the storage tier ends."""
         self._wake_ns: int | None = None
 
     @property

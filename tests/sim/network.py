@@ -24,7 +24,7 @@ class Link:
         self._last = {"up": 0, "down": 0}
 
     def _arrival(self, way: str) -> int:
-        """Not before earlier messages, and not while the node is disconnected."""
+        """Time of arrival: not before earlier messages, nor while the node is disconnected."""
         due = self.world.now + round(self.world.between(0.0002, 0.02) * 1e9)
         due = max(due, self._last[way] + 1, self.world.healed_ns(self.node))
         self._last[way] = due

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .world import World
 
 IMPORTS_S = (0.0, 0.0, 0.3, 3.0, 20.0, float("inf"))
-"""How long standbys import what the script imports; 0: nothing, infinite: an import that hangs."""
+"""Seconds of the standbys' imports; 0: nothing to import, infinite: an import that hangs."""
 
 
 class SimNode:

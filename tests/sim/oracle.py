@@ -1,6 +1,5 @@
 """The safety properties, checked after every decision and every step. They use the state of the
-controller, but none of its own checks.
-"""
+controller, but none of its own checks."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ class Oracle:
         self.received = {"suspend": 0, "new-code": 0}
         """Purpose -> how often a user requested it."""
         self.code = ""
-        """Which the next generation must run."""
+        """Code that the next generation must run."""
         self._code_of: dict[int, str] = {}
         """Generation -> the code of its first launch, which all its nodes must run."""
         self.waits_for_code: tuple[int, float] | None = None
@@ -98,7 +97,7 @@ class Oracle:
             raise Unsafe(f"seed {self.world.seed} at {self.world.time_s:.3f} s: {text}")
 
     def decided(self, state: JobState, event: e.AnyEvent, actions: tuple[a.AnyAction, ...]) -> None:
-        """After every step of the controller. A crash may undo what is not durable yet."""
+        """Check each step's decisions. A crash may undo what is not durable yet."""
         check_timers(state)
         for known in state.catalog.committed:
             self.committed[directory_name(*known.key)] = known.refused
@@ -125,7 +124,7 @@ class Oracle:
         self._budgets(state)
 
     def _new_code(self, state: JobState, event: e.AnyEvent) -> None:
-        """It is that of the next generation, which comes soon."""
+        """Expect new code in the next generation, which comes soon."""
         if isinstance(event, e.AgainRequested):
             self.code = self.code if event.code is None else event.code
             self.waits_for_code = (state.generation, self.world.time_s)
@@ -397,7 +396,7 @@ class Storage:
         self.manifests: dict[str, tuple[Mesh, tuple[ShardFile, ...]]] = {}
         self.damaged: dict[str, None] = {}
         self.away = False
-        """It cannot be read, as a volume that is not mounted."""
+        """True while the storage cannot be read, like a volume that is not mounted."""
 
     def write(self, directory: str, file: str, staged: object, payload: Payload | None) -> None:
         self.files.setdefault(directory, {})[file] = payload
@@ -459,9 +458,9 @@ class Storage:
         until: tuple[int, int] = (MAX_NUMBER, MAX_NUMBER),
         kept: tuple[tuple[int, int], ...] = (),
     ) -> None:
-        """Up to this checkpoint there are: the newest `keepLast` good ones, damaged ones that are
-        newer; while the job runs, one that is restored (a launch may have changed it since `kept`
-        was decided), and those whose commit is under way."""
+        """Check the kept checkpoints. Up to this one there are: the newest `keepLast` good ones,
+        damaged ones that are newer; while the job runs, one that is restored (a launch may have
+        changed it since `kept` was decided), and those whose commit is under way."""
         keep = self.world.host.job.spec.checkpoint.retention.keep_last
         state, good = self.world.host.state, [key for key in self._good() if key <= until]
         keys = {name: key for name in self.files if (key := parse_directory_name(name))}

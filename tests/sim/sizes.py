@@ -1,4 +1,4 @@
-"""How large the state of a simulated job is, and how fast it is copied."""
+"""Size of a simulated job's state, and the speed of its copies."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from holdfast.orchestrator import limits
 
 PUSH_STEPS = (0.1, 0.3, 1.0, 2.0, 3.0, 5.0, 7.0, 10.0)
-"""How many steps the pushes of a node take."""
+"""Steps that the pushes of a node take."""
 STALL_STEPS = (0.0, 0.01, 0.05, 0.2)
-"""How many steps the copy into a staging buffer takes."""
+"""Steps that the copy into a staging buffer takes."""
 
 
 @dataclass(frozen=True)

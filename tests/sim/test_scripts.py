@@ -1,7 +1,6 @@
 """Scripts that keep their own checkpoints: one reports each step, a framework posts every five
 seconds, one reports nothing. Their ranks are killed and stopped; what the job concludes is compared
-with what the script did.
-"""
+with what the script did."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ PULSE_S = 0.5
 POST_S = 5.0
 COLLECTIVES_A_STEP = 4
 SAVE_S = 2.0
-"""It saves for so long on SIGTERM, and ends."""
+"""Seconds of the script's save on SIGTERM, after which it ends."""
 
 
 class ScriptWorker(SimWorker):
@@ -46,7 +45,7 @@ class ScriptWorker(SimWorker):
 
     @property
     def uses_cpu(self) -> bool:
-        """It loads, or a step is under way; a rank that waits for a stopped one is idle."""
+        """True while the rank loads or computes; one that waits for a stopped rank is idle."""
         return self.world.now - self.moved_ns < (LOADING_S + 1.0) * SECOND_NS
 
     @uses_cpu.setter

@@ -65,7 +65,7 @@ def test_the_seeds_meet_every_kind_of_fault() -> None:
 
 
 def test_steps_are_staged_at_the_controllers_request() -> None:
-    """Before planned interruptions, in the worlds that do not stage every step."""
+    """Requests precede planned interruptions, in worlds that do not stage every step."""
     requested = [play(seed).oracle.requested for seed in range(2, 100, 3)]
     assert sum(map(len, requested)) >= 5
 

@@ -1,6 +1,5 @@
 """One known fault per job. What the controller concludes and reports is compared with the truth:
-class and culprit, strikes and cordons, the times, the steps lost, the size of the job.
-"""
+class and culprit, strikes and cordons, the times, the steps lost, the size of the job."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class SimWorker:
         self.stopped = False
         self.step = membership.restore.step if membership.restore else -1
         self.ready = False
-        """It waits for its peers at the next collective."""
+        """True while the rank waits for its peers at the next collective."""
         self.twins, self.shares = twins, False
         self.writable: list[tuple[int, int, int]] = []
         """(buffer, part, parts)."""
@@ -60,7 +60,7 @@ class SimWorker:
         self.intervals = [(0, node.stage_every(membership.generation))]
         """(from this step on, every Nth is staged)."""
         self.keepable = self.kept = False
-        """It may be kept; its process waits for a seat in the next generation."""
+        """True if the rank may be kept, and its process waits for a seat in the next generation."""
         self.gang = self.world.gang(membership)
         self.doing: StackActivity = "peers"
         self.uses_cpu = False
@@ -264,7 +264,7 @@ class SimWorker:
 
     # -- kept ---------------------------------------------------------------------------------
     def halted(self) -> None:
-        """It has left its step, and waits."""
+        """Leave the step, and wait."""
         if not self._runs(self.halted):
             return
         self.send(worker_protocol.Halted(step=self.step))
@@ -273,7 +273,7 @@ class SimWorker:
             self.world.after(self.world.keeps.uniform(0, 2), lambda: self.end(None, 9))
 
     def take_seat(self, membership: Membership, seat: WorkerSeat) -> None:
-        """Its process goes on as another worker of the next generation."""
+        """Continue the process as another worker of the next generation."""
         require, was = self.world.oracle.require, self.membership
         require(membership.kept_from == self.generation, "a seat for a process of another one")
         require(seat.shard == self.seat.shard, f"shard {seat.shard} for one of {self.seat.shard}")
@@ -305,7 +305,7 @@ class SimGang:
         self.workers: dict[int, SimWorker] = {}
         self.busy = False
         self.since_ns = 0
-        """When the last step ended, or the first one began."""
+        """Time at which the last step ended, or the first one began."""
 
     def arrive(self) -> None:
         size = self.membership.world_size

@@ -26,7 +26,7 @@ class VirtualTime:
 
     @property
     def time_s(self) -> float:
-        """Since the start of the simulation."""
+        """Seconds since the start of the simulation."""
         return self.now / SECOND_NS - 1_000
 
     def after(self, delay_s: float, act: Callable[[], None]) -> None:

@@ -69,7 +69,7 @@ class World(VirtualTime):
         self._measuring = False
         self.num_faults = self.num_codes = 0
         self.fault_s = self.crashed_s = 0.0
-        """When the last fault happened, and when a controller died."""
+        """Times of the last fault and of the last death of a controller."""
         # Of its own random numbers: other draws of the seed stay what they are.
         self.codes = random.Random(f"new code {seed}")
         self.takeovers = random.Random(f"takeovers {seed}")
@@ -81,7 +81,7 @@ class World(VirtualTime):
         """Seconds in which no controller was there, or without heartbeats of some nodes."""
         # Of its own random numbers: other draws of the seed stay what they are.
         self.keeps = random.Random(f"keeps {self.seed}")
-        """When workers halt, and what becomes of kept ones; half of the seeds keep none."""
+        """Fate of halted and kept workers; half of the seeds keep none."""
         self.keeps_any = self.keeps.random() < 0.5
         self.num_kept = 0
         """Seats that kept processes got."""

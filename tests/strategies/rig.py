@@ -23,7 +23,7 @@ from tests.e2e.ports import free_port
 Numbers = list[tuple[float, float]]
 """(loss, gradient norm) of each step."""
 MARK = "== job"
-"""Before the name of a job that runs in the same processes as others."""
+"""Mark before the name of a job that runs in the same processes as others."""
 CONFIG: dict[str, Any] = {
     "globalBatch": 8,
     "model": {"dim": 32, "numLayers": 4, "numHeads": 4, "numKvHeads": 2},
@@ -54,7 +54,7 @@ ON_CPUS = {"CUDA_VISIBLE_DEVICES": ""}
 GPUS = torch.cuda.device_count() >= 4
 """One GPU for each rank of these meshes: they train on GPUs, else on CPUs, also beside one GPU."""
 DIGITS = 2e-3
-"""How far losses, of 4 to 6, and norms may differ: other orders of summation in float32."""
+"""Tolerance of losses, of 4 to 6, and norms: other orders of summation in float32."""
 
 
 def document(

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.gpu, pytest.mark.timeout(600)]
 
 STEPS = 20
 ROUNDED = 0.02
-"""How far the losses of 8 and 16 bits may differ from those of float32, relative."""
+"""Tolerance of the losses of 8 and 16 bits, relative to float32."""
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "one GPU": ({}, {}, DIGITS),
     "one GPU, blocks recomputed": ({"activationCheckpointing": {"full": {}}}, {}, DIGITS),

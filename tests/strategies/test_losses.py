@@ -64,7 +64,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Numbers:
 def many(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Numbers]:
-    """Those that this run compares: the others are long tests."""
+    """Numbers that this run compares: the others are long tests."""
     items = (item for item in request.session.items if item.path == request.path)
     wanted = [item.callspec.params["mesh"] for item in items if isinstance(item, pytest.Function)]
     jobs = []

@@ -71,7 +71,7 @@ class CopySet:
         self.sources = [
             as_integers(one.source) if one.source.is_contiguous() else one.source for one in summed
         ]
-        """Whose bits are summed."""
+        """Tensors whose bits are summed."""
 
     def versions(self) -> list[int]:
         return [tensor._version for tensor in self._watched]
@@ -103,7 +103,7 @@ class _Copy:
     changed: Callable[[], list[str]]
     """Names of the parameters that were written, when `copied` is reached."""
     checked: bool = False
-    """Whether the writes of an optimizer may have begun, or the copy is complete."""
+    """True if the writes of an optimizer may have begun, or the copy is complete."""
     written: list[str] = field(default_factory=list)
 
     def check(self) -> None:

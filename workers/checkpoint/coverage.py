@@ -1,4 +1,4 @@
-"""Which values a shard file holds: sums for the controller (protocol/coverage.py). No torch."""
+"""Values that a shard file holds: sums for the controller (protocol/coverage.py). No torch."""
 
 from __future__ import annotations
 

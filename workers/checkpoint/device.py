@@ -27,7 +27,7 @@ class CopyDevice(Protocol):
         """Make it the current device of the calling thread."""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor is in the memory of the device."""
+        """True if the tensor is in the memory of the device."""
 
     def lock_pages(self, memory: Bytes) -> None:
         """Page-lock host memory, so that copies into it are asynchronous; also makes its pages
@@ -57,7 +57,7 @@ class CopyDevice(Protocol):
         """The host waits, without using its core."""
 
     def capturing(self) -> bool:
-        """Whether the training stream is being captured into a graph, which cannot wait for an
+        """True if the training stream is being captured into a graph, which cannot wait for an
         event from outside."""
 
 
@@ -70,7 +70,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """Its memory as integers, (N); a copy if it is not contiguous. Of 8 bytes where it can be
+    """Tensor's memory as integers, (N); a copy if it is not contiguous. Of 8 bytes where it can be
     divided so, else of its element size: torch copies smaller ones to 8 bytes each to sum them."""
     flat = tensor.reshape(-1)
     whole = not (flat.nbytes % 8 or flat.storage_offset() * flat.element_size() % 8)

@@ -1,6 +1,5 @@
 """What a script gives to `restore` as its optimizer: one, several, or a wrapper of others. Finds
-the optimizers that hold the state, and refuses what would leave state behind.
-"""
+the optimizers that hold the state, and refuses what would leave state behind."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ Given = Any
 """A torch.optim.Optimizer, a wrapper of one, or a list, tuple or mapping of them."""
 
 SEPARATOR = ":"
-"""Between the name of one of several optimizers and that of a parameter, in a checkpoint."""
+"""Separator of optimizer's and parameter's name in a checkpoint with several optimizers."""
 
 _DIVIDED = {
     "ZeroRedundancyOptimizer": "use fully_shard, which divides parameters and optimizer state",
@@ -68,8 +67,8 @@ def expect_stateless(wrapper: Any, inner: Iterable[Any]) -> None:
 
 
 class OnlyThese:
-    """While it lives, a step of an optimizer that was not given to restore raises UserError if it
-    has parameters of the model: its state would be in no checkpoint."""
+    """Guard of optimizers: while it lives, a step of one that was not given to restore raises
+    UserError if it has parameters of the model: its state would be in no checkpoint."""
 
     def __init__(self, known: Mapping[str, Any], given: Given, names: Mapping[int, str]) -> None:
         """`names` are those of the parameters, by id."""
@@ -121,7 +120,7 @@ def expect_in_backward_given(parameters: Mapping[str, Any], known: Mapping[str, 
 
 
 def expect_hooks(optimizer: Any) -> Callable[..., Any]:
-    """Its register_step_pre_hook. Raises UserError for a look-alike of torch's optimizers."""
+    """Get its register_step_pre_hook. UserError for a look-alike of torch's optimizers."""
     if not isinstance(optimizer, Optimizer):
         raise UserError(
             f"optimizer: got {type(optimizer).__name__}, which is not a torch.optim.Optimizer; "

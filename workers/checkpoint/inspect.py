@@ -126,7 +126,7 @@ class _WholeTensor:
     shape: tuple[int, ...]
     parts: tuple[tuple[ShardSource, Entry], ...]
     data: bytes = b""
-    """Its bytes, if no entry has them."""
+    """Bytes of the value, if no entry has them."""
 
     @property
     def num_bytes(self) -> int:

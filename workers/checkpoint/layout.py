@@ -156,7 +156,7 @@ class Layout:
         return len(self.template)
 
     def fits(self, extra: bytes) -> bool:
-        """Whether the header has room for this encoded `extra`; if not, a new layout is needed."""
+        """True if the header has room for this encoded `extra`; if not, a new layout is needed."""
         return len(extra) <= self._extra_room
 
     def render_part(self, step: int, checksums: Mapping[int, int], extra: bytes) -> bytearray:

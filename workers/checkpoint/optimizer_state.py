@@ -67,7 +67,7 @@ class OptimizerState:
         self._has_stepped = bool(optimizer.state)
         self._find_parameters({id(p): name for name, p in parameters.items()})
         self.total_sizes = self.sizes
-        """Over all stages of a pipeline."""
+        """Sizes over all stages of a pipeline."""
         self._without_gradient = {n: p for n, p in self.stepped.items() if p.requires_grad}
         self._with_gradient: set[str] = set()
         self._num_checked = 0
@@ -424,8 +424,8 @@ class OptimizerState:
         return StateTensor(entry, local_of(tensor), box_of(tensor) if box is None else box)
 
     def _placements(self, key: str, whole: Tensor) -> Sequence[Any] | None:
-        """Where an optimizer keeps state of its own shape on the mesh of the parameter, which its
-        method `state_placements(key, parameter)` may say. With it, such state can be divided on
+        """Placements of an optimizer's state of its own shape on the mesh of the parameter, which
+        its method `state_placements(key, parameter)` may say. With it, such state can be divided on
         any mesh, that of one process included."""
         say = getattr(self.optimizer, "state_placements", None)
         return say(key, whole) if say is not None and isinstance(whole, DTensor) else None

@@ -1,6 +1,5 @@
 """Names of a model's parameters and buffers, without the parts that wrappers such as DDP,
-torch.compile and FSDP add, so that checkpoints do not depend on the wrapping.
-"""
+torch.compile and FSDP add, so that checkpoints do not depend on the wrapping."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class RankState:
     # -- staging ----------------------------------------------------------------------------------
     @property
     def has_room(self) -> bool:
-        """Whether the size of `tensors` is known."""
+        """True if the size of `tensors` is known."""
         return self._slots is not None
 
     def describe(self) -> dict[str, Any]:

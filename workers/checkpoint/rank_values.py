@@ -104,7 +104,7 @@ def _reader(data: bytes) -> Callable[[Any], Any]:
 
 
 class Access(NamedTuple):
-    """How the state of an object is read and written."""
+    """Access to the state of an object, for reading and writing."""
 
     read: Callable[[], Any]
     write: Callable[[Any], Any]

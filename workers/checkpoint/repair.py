@@ -69,7 +69,7 @@ class RepairResult:
     num_bytes: int = 0
     replaced: list[Replaced] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """Why it cannot be repaired."""
+    """Reasons why the checkpoint cannot be repaired."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,8 @@ class _RepairedPart:
 
 def repair(path: str, step: int | None = None, *, write: bool, job: str = "") -> RepairResult:
     """Repair the newest checkpoint, or that of a step. Without `write` nothing is changed. `job`:
-    the name for the new manifest if no manifest is left that has one. Raises
-    UserError if there is nothing to repair, HoldfastError if the store cannot be read or
-    written."""
+    the name for the new manifest if no manifest is left that has one. Raises UserError if there is
+    nothing to repair, HoldfastError if the store cannot be read or written."""
     store = CheckpointFiles(path)
     found = _checkpoints(store)
     chosen = next((one for one in found if step is None or one.step == step), None)

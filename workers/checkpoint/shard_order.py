@@ -49,8 +49,8 @@ class ShardOrder:
         return index // self._per_stage in self._done
 
     def missing(self, opened: int, parts: Iterable[tuple[Box, Box]]) -> None:
-        """After shard `opened`: for each of its tensors that is not complete, its box in that shard
-        and the box that this rank has to fill."""
+        """Boxes after shard `opened`: for each of its tensors that is not complete, its box in that
+        shard and the box that this rank has to fill."""
         found: dict[int, None] = {}
         anything = False
         for stored, wanted in parts:

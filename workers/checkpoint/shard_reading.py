@@ -1,6 +1,5 @@
 """Reads entries of a shard in an object store: runs of adjacent entries in one request each,
-several requests at a time, in bounded memory. No torch.
-"""
+several requests at a time, in bounded memory. No torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Reads parts of one shard file: from a memory file of the agent or from the storage tier. No
-torch.
-"""
+torch."""
 
 from __future__ import annotations
 

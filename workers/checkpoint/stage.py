@@ -89,7 +89,7 @@ class _StagedPart:
         self.owners = [owners[index] for index in indices]
         self.header_ranges = layout.header_ranges(indices, first=part == 0)
         self._sample: tuple[int, int] | None = None
-        """Where in the buffer the bytes are that twins compare; their tensor is the last one."""
+        """Place in the buffer of the bytes that twins compare; their tensor is the last one."""
         at = sample(layout.entries, may_differ) if parts > 1 else None
         if at is not None and tensors[at].is_contiguous():
             room = SAMPLE_ROOM // parts
@@ -102,7 +102,7 @@ class _StagedPart:
         """The tensors' memory, on the CPU."""
 
     def positions(self, numbers: Iterable[int]) -> list[int]:
-        """Where in the lists the tensors of these entries of the layout are; of others, nowhere."""
+        """Positions in the lists of these entries' tensors; others' entries have none."""
         places = {number: place for place, number in enumerate(self.indices)}
         return [places[number] for number in numbers if number in places]
 
@@ -230,7 +230,7 @@ class Stager:
     def _copy_now(
         self, buffer: WritableBuffer, part: _StagedPart, targets: list[Bytes]
     ) -> list[int]:
-        """On the CPU; returns the checksums."""
+        """Copy on the CPU; returns the checksums."""
         held, frozen = self._held.setdefault(buffer, {}), set(part.positions(self._frozen))
         checksums = []
         pairs = zip(targets, part.sources, part.tensors, strict=True)

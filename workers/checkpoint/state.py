@@ -1,6 +1,5 @@
 """The training state of a model and its optimizers: named tensors with their boxes in the global
-tensors, and the values that are not tensors.
-"""
+tensors, and the values that are not tensors."""
 
 from __future__ import annotations
 
@@ -122,7 +121,7 @@ class TrainingState:
             one.total_sizes = [sum(group) for group in zip(*sizes, strict=True)]
 
     def of_other_stage(self, entry: str) -> bool:
-        """Whether an entry of a file is of a tensor that another stage has."""
+        """True if an entry of a file is of a tensor that another stage has."""
         if entry.startswith(MODEL):
             return entry.removeprefix(MODEL) in self._elsewhere
         return any(
@@ -166,7 +165,7 @@ class TrainingState:
 
     @property
     def has_full_size(self) -> bool:
-        """Whether all optimizers already have state, and the size of the ranks' own is known."""
+        """True if all optimizers already have state, and the size of the ranks' own is known."""
         own = self.rank_state is None or self.rank_state.has_room
         return own and all(one.optimizer.state for one in self.optimizers)
 

@@ -1,5 +1,4 @@
-"""Which part of a shard each of several ranks of a node stages that hold the same one ("twins"). No
-torch.
+"""Division of a shard over several ranks of a node that hold the same one ("twins"). No torch.
 
 All write the same file, in one buffer of their agent: each the data and checksums of its entries,
 the first one also the rest of the header and the entries that may differ between twins. So a
@@ -45,7 +44,7 @@ def divide(entries: Sequence[Entry], parts: int, first: Collection[str]) -> list
 
 
 SAMPLE_ROOM = 64 * 1024
-"""At the end of a buffer, for the samples of all twins."""
+"""Bytes at the end of a buffer, for the samples of all twins."""
 
 
 def sample(entries: Sequence[Entry], first: Collection[str]) -> int | None:

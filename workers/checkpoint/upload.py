@@ -30,7 +30,7 @@ class UploadDevice(Protocol):
     """What a restore needs of a device; CudaUpload is torch's CUDA, tests have one that counts."""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor is in the memory of the device."""
+        """True if the tensor is in the memory of the device."""
 
     def page_locked(self, num_bytes: int) -> Tensor:
         """New host memory from which copies are asynchronous. Raises RuntimeError."""

@@ -59,8 +59,8 @@ class InMemoryLightning(LightningCallback):
         self._session = session.init()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """After the strategy has wrapped the model and made the optimizers, before a checkpoint of
-        Lightning's is read."""
+        """Runs after the strategy has wrapped the model and made the optimizers, before a
+        checkpoint of Lightning's is read."""
         if self._joined.restoring:
             trainer._checkpoint_connector._loaded_checkpoint = {}
             self._restore(trainer)

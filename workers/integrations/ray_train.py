@@ -1,7 +1,6 @@
 """What a function of `holdfast.ray.Trainer` calls in its workers, with the names of Ray Train:
-report, get_checkpoint, get_context, prepare_model, prepare_data_loader.
-The directory of a run is described in protocol/run_directory.py.
-"""
+report, get_checkpoint, get_context, prepare_model, prepare_data_loader. The directory of a run is
+described in protocol/run_directory.py."""
 
 from __future__ import annotations
 
@@ -56,11 +55,11 @@ class _Run:
     number: int
     """Number of the next checkpoint."""
     reports: int
-    """Before the next one, counted over restarts from the checkpoint."""
+    """Reports before the next one, counted over restarts from the checkpoint."""
 
 
 _runs: list[_Run] = []
-"""At most one."""
+"""Runs of this process, at most one."""
 
 
 def begin(
@@ -133,7 +132,7 @@ def _run(name: str) -> _Run:
 
 
 class CheckpointUploadMode(enum.Enum):
-    """How `report` keeps a checkpoint. Only SYNC is supported."""
+    """Ways in which `report` keeps a checkpoint. Only SYNC is supported."""
 
     ASYNC = "ASYNC"
     SYNC = "SYNC"
@@ -207,7 +206,7 @@ def _sync(directory: Path) -> None:
 
 
 def _any(value: bool, device: torch.device) -> bool:
-    """Whether it is true on any rank. Waits for all."""
+    """True if `value` is true on any rank. Waits for all."""
     found = torch.tensor(int(value), device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return bool(found.item())
@@ -316,7 +315,7 @@ def prepare_data_loader(
 
 
 def _has_own_part(loader: DataLoader[Any]) -> bool:
-    """Whether it decides itself which samples are those of this rank."""
+    """True if the sampler itself decides which samples this rank has."""
     samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
     distributed = any(isinstance(sampler, DistributedSampler) for sampler in samplers)
     return distributed or isinstance(loader.dataset, IterableDataset)
@@ -348,7 +347,7 @@ def _with_part(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _is_plain_shuffle(sampler: object) -> bool:
-    """Whether it is that of `shuffle=True`: each sample once."""
+    """True if the sampler is that of `shuffle=True`: each sample once."""
     if type(sampler) is not RandomSampler:
         return False
     return not sampler.replacement and sampler.num_samples == len(sampler.data_source)

@@ -32,7 +32,7 @@ FOLDER = ".holdfast-universal"
 CONVERT_TIMEOUT_S = 1800.0
 """Reading and writing a checkpoint of 1 TB at 1 GB/s takes about so long."""
 POLL_S = 0.5
-"""How often the ranks exchange whether the program still runs."""
+"""Seconds between the ranks' exchanges whether the program still runs."""
 _RUNS, _SAME, _CONVERTED, _FAILED = "runs", "same", "converted", "failed"
 _OUTPUT_BYTES = 1500
 """Bytes of the program's last output in the message of its failure."""
@@ -94,7 +94,7 @@ def _from_first(engine: Any, value: Any) -> Any:
 
 
 def _converted(engine: Any, source: Path) -> Path | None:
-    """Where this checkpoint is for any number of ranks; None: it has the right one. Collective.
+    """Place of this checkpoint for any number of ranks; None: it has the right one. Collective.
     While it is converted, the ranks restore: their collectives are no training. Raises UserError if
     it could not be converted."""
     leads, size = dist.get_rank() == 0, int(engine.seq_dp_world_size)
@@ -185,7 +185,7 @@ class _Conversion:
 
 
 def _is_current(source: Path) -> bool:
-    """Whether the converted copy is newer than the checkpoint."""
+    """True if the converted copy is newer than the checkpoint."""
     place = _place(source)
     written = max(entry.stat().st_mtime_ns for entry in source.iterdir())
     return place.is_dir() and place.stat().st_mtime_ns > written

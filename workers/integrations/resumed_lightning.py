@@ -83,7 +83,7 @@ def _is_torn(path: Path) -> bool:
 # -- the place in the data -----------------------------------------------------------------------
 @dataclass
 class _Resumed:
-    """How a loader's next order begins."""
+    """Beginning of a loader's next order."""
 
     num: int
     """Batches that were trained."""

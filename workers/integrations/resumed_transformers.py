@@ -1,6 +1,5 @@
 """transformers' Trainer: `train()` goes on from the newest complete `checkpoint-N` in its folder
-when it is started again, and its steps are counted, so that it is known which are trained twice.
-"""
+when it is started again, and its steps are counted, so that it is known which are trained twice."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _BUFFER_WAIT_S = 1.0
 hang."""
 
 _LOOK_S = 0.05
-"""How often a worker that holds looks whether its generation is over."""
+"""Seconds between looks of a holding worker whether its generation is over."""
 
 _TRAINS_S = 30.0
 """A worker that begins no collectives has imported what it needs after so long."""
@@ -76,7 +76,7 @@ class AgentChannel:
         self._receiving = threading.Lock()
         self._buffer_thread: BufferThread | None = None
         self._no_buffer = ""
-        """Why the agent gives none."""
+        """Reason why the agent gives no buffer."""
         self._pulsing = self._of_script = False
         self._wants_notice = False
         self._notice: tuple[worker_protocol.StopNotice, float] | None = None
@@ -84,7 +84,7 @@ class AgentChannel:
         self.halt: Callable[[], None] = lambda: None
         """Called in the pulse thread when the generation is over and this process may be kept."""
         self.is_over: Callable[[], bool] = lambda: False
-        """Whether `halt` was called."""
+        """True if `halt` was called."""
         self.phase: WorkerPhase = "start"
 
     # -- reports ------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class AgentChannel:
         return self._every
 
     def stage_requested(self, step: int) -> bool | None:
-        """Whether to hold after this step; None: the agent has not requested to stage it."""
+        """True to hold after this step; None: the agent has not requested to stage it."""
         while self._receive(timeout_s=0):
             pass
         hold = self._requested_steps.get(step)

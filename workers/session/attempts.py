@@ -222,7 +222,7 @@ def _random_state() -> tuple[int, int]:
 
 
 def versions(model: Module) -> dict[str, int]:
-    """How often each buffer that checkpoints do not have was written."""
+    """Number of writes to each buffer that checkpoints do not have."""
     return {
         f"{name}.{key}": module._buffers[key]._version
         for name, module in model.named_modules()
@@ -245,7 +245,7 @@ def settings_digest(optimizers: Iterable[Optimizer]) -> int:
 
 
 def why_not(model: Module, buffers: dict[str, int]) -> str:
-    """Why this process cannot be kept as it is; empty: it can. `buffers`: `versions` at restore."""
+    """Reason to replace this process; empty: none. `buffers`: `versions` at restore."""
     if buffers != versions(model):
         return "the model writes buffers that checkpoints do not have"
     if threading.current_thread() is not threading.main_thread():

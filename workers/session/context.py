@@ -33,7 +33,7 @@ _KERNELS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.CUDNN_ATTENTION,
 ]
-"""Those of the ring. Where none of them fits, torch would compute attention with plain operators,
+"""Kernels of the ring. Where none of them fits, torch would compute attention with plain operators,
 whose causal mask does not follow the order of the pieces; so that is an error instead."""
 
 

@@ -73,7 +73,7 @@ class Session:
         """Steps since processes were kept whose parameters were compared between replicas."""
         self._shards_given: list[Shards] = []
         self._modes: list[bool] = []
-        """Whether each module of the model trains."""
+        """Mode of each module of the model: True for training."""
         self._volatile: dict[str, int] = {}
         self._checkpoint_path = attached.assign.checkpoint_path if attached else ""
         self.directory = working_directory(attached) if attached else "."
@@ -148,7 +148,7 @@ class Session:
 
     @property
     def restoring(self) -> bool:
-        """Whether restore() will fill the model; if so, initial values need not be computed."""
+        """True if restore() will fill the model; if so, initial values need not be computed."""
         return self._restore is not None
 
     @property
@@ -278,8 +278,7 @@ class Session:
         Raises UserError for a wrong call, for optimizers whose state no checkpoint would have, for
         a model that is sharded otherwise than the mesh of the job, and for `per_rank` state of
         another number of ranks; WrongModel or WrongOptimizer if names, shapes or groups differ from
-        the checkpoint;
-        DamagedCheckpoint and UnreadableCheckpoint if it cannot be read.
+        the checkpoint; DamagedCheckpoint and UnreadableCheckpoint if it cannot be read.
         """
         if keep not in ("all", "trainable"):
             raise UserError(f"session.restore: got keep={keep!r}; expected all or trainable")
@@ -394,7 +393,7 @@ class Session:
         self._channel.send(worker_protocol.KeepReported(why_not=why))
 
     def _why_not(self, state: TrainingState) -> str:
-        """Why this process cannot be kept as it is; empty: it can."""
+        """Reason why this process cannot be kept as it is; empty: it can."""
         groups, why = self._attempts.groups, self._attempts.why_not
         if groups is None or why:
             return why
@@ -438,8 +437,8 @@ class Session:
         self._begin_at(state, 0)
 
     def _why_not_resized(self) -> str:
-        """Why the script would go on with what it has computed from another size; empty: it reads
-        the size in each step, and nowhere else."""
+        """Reason why the script would go on with what it has computed from another size; empty: it
+        reads the size in each step, and nowhere else."""
         if "size" in self._read_outside:
             return "the script reads data_parallel_size or world_size outside its attempts"
         if not self._read_within >= {"rank", "size"}:
@@ -609,7 +608,7 @@ class Session:
         return found
 
     def _due(self, step: int) -> tuple[bool, bool]:
-        """Whether to stage this step, and whether a planned stop follows it."""
+        """True to stage this step, and true if a planned stop follows it."""
         hold = self._stage_requested(step)
         return hold is not None or self._is_due(step), bool(hold)
 
@@ -619,7 +618,7 @@ class Session:
             self._twins.say(due=due, hold=hold)
 
     def _stage_requested(self, step: int) -> bool | None:
-        """Whether a planned stop follows this step; None: the agent has not requested the step. It
+        """True if a planned stop follows this step; None: the agent has not requested the step. It
         requests none if every step is staged."""
         if self._channel is None or self._checkpoint is None:
             return None
@@ -628,7 +627,7 @@ class Session:
         return self._channel.stage_requested(step)
 
     def _is_due(self, step: int) -> bool:
-        """Whether the interval of this moment has this step; the same on all ranks."""
+        """True if the interval of this moment has this step; the same on all ranks."""
         if self._channel is None or self._checkpoint is None:
             return False
         return self._checkpoint.stages(step, self._interval(step))
@@ -717,7 +716,7 @@ class Session:
         self._channel.send(self._reported)
 
     def _report_last_loss(self) -> None:
-        """On a GPU each report has the loss of the step before."""
+        """Report the last step's loss: on a GPU each report has the loss of the step before."""
         loss = self._loss.last()
         if loss is not None and self._reported is not None and self._channel is not None:
             self._channel.send(msgspec.structs.replace(self._reported, loss=loss))
@@ -771,7 +770,7 @@ def init(shard: int | None = None, tensor: int = 1, context: int = 1, pipeline: 
 
 
 def _why_not_kept(session: Session, attached: worker_transport.Attached | None) -> str:
-    """Why survivors of this job do not keep their process; empty: they may."""
+    """Reason why survivors of this job do not keep their process; empty: they may."""
     if attached is None or attached.job.spec.recovery.keep_processes == "never":
         return "recovery.keepProcesses is never"
     if attached.take_seat is None:

@@ -46,7 +46,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class Pieces:
-    """How an epoch is cut into global batches, and these into shares of the ranks."""
+    """Cuts of an epoch into global batches, and of these into shares of the ranks."""
 
     batch: int
     """Samples of a global batch."""

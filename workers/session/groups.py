@@ -48,7 +48,7 @@ class ReplicasDiverged(HoldfastError):
 
 
 def why_not_formed() -> str:
-    """Why this torch cannot form groups again; empty: it can. Its API is private."""
+    """Reason why this torch cannot form groups again; empty: it can. Its API is private."""
     helper = inspect.signature(c10d._new_process_group_helper).parameters
     group = dist.ProcessGroup
     has_all = (
@@ -137,7 +137,7 @@ class Groups:
         self.foreign = False
         """A group cannot be formed again."""
         self._times: Counter[str] = Counter()
-        """How often the group of a name was formed in this generation: a script may replace it."""
+        """Formations of each named group in this generation: a script may replace it."""
         self._inodes: set[int] = set()
         """Sockets of the connections."""
         self.num_collectives = 0

@@ -20,7 +20,7 @@ SYSTEM = Path("/sys")
 
 
 def bind_to(device: torch.device) -> None:
-    """Must come before the process starts threads: each thread has a set of its own."""
+    """Bind the process to CPUs before it starts threads: each thread has a set of its own."""
     place = pci_place(torch.cuda.get_device_properties(device))
     bind(SYSTEM, place, os.sched_getaffinity(0), lambda cpus: os.sched_setaffinity(0, cpus))
 

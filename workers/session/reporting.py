@@ -1,6 +1,5 @@
 """What a script reports that keeps its own checkpoints: the steps that it has finished, and when it
-does something that takes longer than a step. Works without `session.init()`.
-"""
+does something that takes longer than a step. Works without `session.init()`."""
 
 from __future__ import annotations
 

@@ -91,8 +91,7 @@ def _explain(address: str, port: int, why: str) -> None:
 
 def wait_until_open(address: str, port: int, world_size: int) -> None:
     """Returns when the store listens. TCPStore would wait too, but after a first attempt that is a
-    millisecond too early it pauses for 0.3 to 0.7 s, and the ranks of a recovery start together.
-    """
+    millisecond too early it pauses for 0.3 to 0.7 s, and the ranks of a recovery start together."""
     deadline = time.monotonic() + limits.STARTUP_TIMEOUT_S
     for pause_s in pauses(world_size):
         try:

@@ -41,7 +41,7 @@ class TwinGroup:
         dist.all_gather(list(into.unbind(0)), mine, group=self._group)
 
     def say(self, *, due: bool, hold: bool) -> None:
-        """Whether to stage the next step, and to wait after it. Does not wait for the others."""
+        """Tell the others whether to stage the next step and wait after it, without waiting."""
         self._said = torch.tensor([due, hold], dtype=torch.int32)
         self._pending = dist.all_reduce(
             self._said, op=dist.ReduceOp.MAX, group=self._group, async_op=True

@@ -1,6 +1,5 @@
 """Samples of the recipe. Documents are packed: sample i of a corpus has the tokens i T to i T + T,
-of which the last is only predicted. Their order is that of session/order.py.
-"""
+of which the last is only predicted. Their order is that of session/order.py."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class MicroBatch:
     positions_t: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
-        """On another device, before it is divided over a context axis."""
+        """Copy on another device, before the batch is divided over a context axis."""
         positions_t = None if self.positions_t is None else _to(self.positions_t, device)
         inputs_bt, targets_bt = _to(self.inputs_bt, device), _to(self.targets_bt, device)
         return MicroBatch(inputs_bt, targets_bt, _to(self.weights_b, device), positions_t)

@@ -31,7 +31,7 @@ Numbers = npt.NDArray[np.int64]
 class Document(NamedTuple):
     tokens: list[int]
     trained: list[bool]
-    """Which of them have a loss."""
+    """True for each token with a loss."""
     num_silent: int = 0
     """Answers of the assistant that have none, as the chat template changes them."""
 

@@ -68,7 +68,7 @@ class BaseTrainer:
         return 0.0
 
     def conclude(self) -> None:
-        """After the last step."""
+        """Conclude after the last step."""
 
 
 def run(job: TrainingJob, build: Callable[[session.Session], BaseTrainer]) -> None:

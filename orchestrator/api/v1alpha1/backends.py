@@ -52,12 +52,12 @@ class Kubernetes(Part):
     topology_keys: tuple[QualifiedName, ...] = Field(default=KUBERNETES_TOPOLOGY_KEYS, max_length=8)
     """Labels of Kubernetes nodes, outermost first; neighbouring ranks share as many as possible."""
     spread: Literal["preferred", "required", "none"] = "preferred"
-    """Whether two pods of the job may share a Kubernetes node. preferred: only when no other has
-    room; required: never; none: the scheduler decides."""
+    """Spreading of the job's pods over Kubernetes nodes. preferred: only when no other has room;
+    required: never; none: the scheduler decides."""
     gang: Literal["none", "kueue", "native"] = "none"
-    """Who places nodes.min nodes together or not at all: kueue, or native (Kubernetes 1.36 and
-    newer); none: Holdfast releases an incomplete gang after a while. See docs/operations/queues.md.
-    """
+    """Component that places nodes.min nodes together or not at all: kueue, or native (Kubernetes
+    1.36 and newer); none: Holdfast releases an incomplete gang after a while. See
+    docs/operations/queues.md."""
     workload_priority_class_name: str | None = Field(default=None, max_length=253)
     """WorkloadPriorityClass that decides the order of admission, with gang kueue."""
     start_timeout_s: Seconds = START_TIMEOUT_S

@@ -92,8 +92,7 @@ NoSettings = Annotated[dict[str, str], Field(max_length=0)]
 """A choice without settings: {}."""
 AutoOrCount = Auto | Count
 
-# Quantities, as in
-# https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/
+# Quantities, as in https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/
 _SUFFIXES = {
     "": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
     "E": 1e18, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50,

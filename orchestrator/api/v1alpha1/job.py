@@ -107,7 +107,7 @@ def _redacted_command(line: str, hidden: dict[str, str]) -> str:
 
 
 def _problem_of_variable(name: str, value: str) -> str:
-    """Why a job cannot set this variable, in the `got; expected; fix` form; "" if it can."""
+    """Reason why a job cannot set this variable, in the `got; expected; fix` form; "" if it can."""
     if name in CONTRACT_NAMES or name.startswith(RESERVED_PREFIXES):
         return (
             f"env.{name}: got a variable that Holdfast sets for each worker; expected any other "
@@ -189,8 +189,8 @@ class JobSpec(Part):
     kubernetes: Kubernetes = Kubernetes()
     ray: Ray = Ray()
     priority: int = Field(default=0, ge=-limits.MAX_COUNT, le=limits.MAX_COUNT)
-    """Among jobs of a namespace that have a part of their nodes, jobs with a higher priority keep
-    them; only for Kubernetes with kubernetes.gang none, and after the priority of the pods."""
+    """Rank among the namespace's jobs with a part of their nodes: higher ones keep them; only for
+    Kubernetes with kubernetes.gang none, and after the pods' priority."""
     queue: str | None = None
     """LocalQueue of the namespace that admits the job, with kubernetes.gang kueue."""
     managed_by: str | None = Field(default=None, max_length=63, pattern=MANAGER_PATTERN)

@@ -247,7 +247,7 @@ def read_yaml(text: str, loader: type[yaml.SafeLoader] = _Loader) -> Any:
 
 
 def document_problems(document: Any) -> list[Problem]:
-    """Why the document cannot be written as JSON, or cannot reach a process as text."""
+    """Reason why the document cannot be written as JSON, or cannot reach a process as text."""
     size = 0
     try:
         # In chunks: a few lines of aliases can stand for more than memory holds.
@@ -383,7 +383,7 @@ def _from_rule(field: str, value: Any, text: str) -> Problem:
 
 
 def _is_union_branch(part: int | str) -> bool:
-    """Whether pydantic added this part: the branch of a union that it tried."""
+    """True if pydantic added this part: the branch of a union that it tried."""
     return isinstance(part, str) and bool(
         re.search(r"[\[\(]|^(int|float|bool|str)$|^(literal|constrained-)", part)
     )

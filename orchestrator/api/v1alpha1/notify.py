@@ -29,7 +29,7 @@ class Notify(Choice):
     url: str | None = Field(default=None, max_length=2048)
     """Address of a webhook. It is never shown or logged."""
     secret: SecretKey | None = None
-    """On Kubernetes: the Secret that has the address."""
+    """Secret with the address; only for Kubernetes."""
     when: Annotated[tuple[Happening, ...], Field(min_length=1, max_length=5)] = (
         "failed",
         "recovered",
@@ -50,7 +50,7 @@ class Notify(Choice):
 
 
 def is_web_address(url: str) -> bool:
-    """Whether a webhook can have this URL."""
+    """True if a webhook can have this URL."""
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and url.isprintable()

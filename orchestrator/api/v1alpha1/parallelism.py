@@ -66,7 +66,7 @@ class ActivationCheckpointing(Choice):
 
     @property
     def blocks(self) -> Recomputation | None:
-        """How blocks are computed again, if they are."""
+        """Recomputation of blocks."""
         return self.full or self.selective
 
     @property

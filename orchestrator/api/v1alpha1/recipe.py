@@ -338,7 +338,7 @@ class Finetune(RecipeConfig):
     merge: bool = False
     """true: add the adapter to the weights of the model in output."""
     epochs: int = Field(default=1, ge=1, le=limits.MAX_COUNT)
-    """How often each sample is trained on."""
+    """Number of times that each sample is trained on."""
     steps: int | None = Field(default=None, ge=1, le=limits.MAX_COUNT)
     """Number of optimizer steps of the whole job. Default: those of all epochs."""
     sequence_length: int = Field(default=1024, ge=2, le=limits.MAX_COUNT)

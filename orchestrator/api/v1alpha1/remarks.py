@@ -1,6 +1,5 @@
 """What a user should know about a valid spec: fields that do something else than is likely meant.
-Every command that takes a spec prints them, and the operator records Events; nothing is refused.
-"""
+Every command that takes a spec prints them, and the operator records Events; nothing is refused."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ def _command(job: TrainingJob) -> Iterator[str]:
 
 
 def _is_configured(program: Program) -> bool:
-    """Whether a file has the number of processes."""
+    """True if a file has the number of processes."""
     return "--config-file" in program.launcher_args
 
 

@@ -22,8 +22,8 @@ class MemoryTier(Part):
     )
     """Percent of the step time that staging may cost, with everySteps: auto."""
     buddy: Literal["auto", "always", "never"] = "auto"
-    """Whether each shard is also copied to the memory of a second node. auto: only if no other
-    replica holds the same shard."""
+    """Copies of each shard in the memory of a second node. auto: only if no other replica holds the
+    same shard."""
     buddy_network_percent: int = Field(default=limits.BUDDY_NETWORK_PERCENT, ge=1, le=100)
     """Percent of the network that copies to a buddy may use while training uses it too; with less,
     copies are older."""
@@ -49,18 +49,18 @@ class StorageTier(Part):
 
 
 class Retention(Part):
-    """Which committed checkpoints are kept. The newest good one is never deleted."""
+    """Rules that keep committed checkpoints. The newest good one is never deleted."""
 
     keep_last: int = Field(default=limits.KEEP_LAST, ge=1, le=limits.MAX_COUNT)
     """Keep the newest N checkpoints."""
     keep_every_steps: Steps | None = None
-    """Also keep the checkpoints written after every Nth step; steps count from 0, so 100 keeps 99,
+    """Keep also the checkpoints written after every Nth step; steps count from 0, so 100 keeps 99,
     199, ... Default: none."""
 
 
 class OwnCheckpointGuard(Choice):
-    """Before a script starts again, its own incomplete checkpoints are renamed, and trainers of
-    transformers, Lightning and DeepSpeed resume. See docs/user/script-checkpoints.md."""
+    """Care for a script's own checkpoints before a restart: incomplete ones are renamed; trainers
+    of transformers, Lightning and DeepSpeed resume. See docs/user/script-checkpoints.md."""
 
     choices = ("directories", "never")
     default_choice = "auto"
@@ -73,14 +73,14 @@ class OwnCheckpointGuard(Choice):
 
 
 class Checkpoint(Part):
-    """Where checkpoints are kept and how often they are written."""
+    """Place and frequency of checkpoints."""
 
     path: str | None = Field(default=None, min_length=1)
     """Storage tier of this job alone: a directory, relative to the spec file, or a URL such as
     s3://bucket/prefix, that every node can write. Default: by backend, see docs/user/storage.md."""
     secret_name: str | None = Field(default=None, min_length=1, max_length=253)
-    """On Kubernetes: Secret of the namespace with the credentials of the store as AWS_* variables,
-    for pods and operator; required for stores that the operator does not open with its own."""
+    """Kubernetes Secret with the store's credentials as AWS_* variables, for pods and operator;
+    required for stores that the operator does not open with its own."""
     memory: MemoryTier = MemoryTier()
     storage: StorageTier = StorageTier()
     retention: Retention = Retention()
@@ -99,7 +99,7 @@ class Checkpoint(Part):
         return self.storage.every_steps or limits.STORAGE_EVERY_STEPS
 
     def stages(self, step: int, every_steps: int) -> bool:
-        """Whether workers stage this step, if every `every_steps`-th one is. Steps count from 0."""
+        """True if workers stage this step, if every `every_steps`-th one is. Steps count from 0."""
         if (step + 1) % every_steps == 0:
             return True
         if self.memory.every_steps != "auto" or self.storage.every_s is not None:
@@ -153,7 +153,7 @@ class Budgets(Part):
 
 
 class Recovery(Part):
-    """How failures are detected, and what happens then."""
+    """Detection of failures, and what follows."""
 
     heartbeat_interval_s: Seconds = limits.HEARTBEAT_INTERVAL_S
     """Seconds between an agent's heartbeats; more than 1,000 nodes raise it to at least 0.0005 per
@@ -188,8 +188,8 @@ class Recovery(Part):
     termination_grace_s: Wait = limits.TERMINATION_GRACE_S
     """Seconds from SIGTERM to SIGKILL in a planned stop of the workers."""
     on_ignored_checkpoint: Literal["hold", "warn"] = "hold"
-    """If a restarted script has read none of its checkpoints and is about to overwrite one: hold
-    suspends the job until `holdfast resume`; warn only reports it."""
+    """Reaction to a restarted script that has read none of its checkpoints and is about to
+    overwrite one. hold suspends the job until `holdfast resume`; warn only reports it."""
     budgets: Budgets = Budgets()
     controller_absence_s: Seconds | Auto | Literal["never"] = "auto"
     """Seconds without a controller after which agents write their state to storage and exit. auto:

@@ -49,7 +49,7 @@ MUTABLE = ("nodes", "code", "elasticity", "recovery", "suspend", "ttlSecondsAfte
 would reach the workers of one generation and not those of another, or have no effect."""
 
 WHILE_SUSPENDED = ("kubernetes", "queue", "priority")
-"""Where and when the pods run: they may also change while the job is suspended and has no pods."""
+"""Fields of the pods' place and time, which may also change in a suspended job without pods."""
 
 ALWAYS_IMMUTABLE = ("managedBy",)
 """Fields that cannot change even before the start: two controllers would each own the job."""

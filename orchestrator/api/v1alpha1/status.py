@@ -30,11 +30,11 @@ class Condition(_Written):
     type: Annotated[str, Field(max_length=316)]
     """Ready, Progressing, Suspended, Succeeded, Failed or Accepted."""
     status: Literal["True", "False", "Unknown"]
-    """Whether the condition holds."""
+    """State of the condition."""
     observed_generation: Count | None = None
     """metadata.generation of the object that the condition describes."""
     last_transition_time: datetime
-    """When the condition's status last changed."""
+    """Time of the last change of the condition's status."""
     reason: Annotated[str, Field(min_length=1, max_length=1024)]
     """Reason as one CamelCase word, for programs."""
     message: Annotated[str, Field(max_length=32768)] = ""
@@ -60,7 +60,7 @@ class CheckpointStatus(_Written):
     step: int
     """Last step that it contains."""
     time: datetime | None = None
-    """When the checkpoint was committed."""
+    """Time of the commit."""
     generation: Count | None = None
     """Generation that wrote it."""
     size_bytes: Count | None = None
@@ -86,7 +86,7 @@ class IncidentStatus(_Written):
     number: int
     """Number of the incident; counts from 1 over the life of the job."""
     time: datetime
-    """When the fault happened, as far as is known."""
+    """Time of the fault, as far as is known."""
     failure_class: str = Field(alias="class")
     """Failure class: user, infrastructure, preemption or hang; resize or suspend if planned."""
     title: str
@@ -114,7 +114,7 @@ class IncidentStatus(_Written):
     resumed_after_step: int | None = None
     """Last step of the restored checkpoint; training resumed after it."""
     restored_from: str | None = None
-    """Where the checkpoint was restored from: memory, storage or nothing."""
+    """Source of the restored checkpoint: memory, storage or nothing."""
     steps_lost: Count | None = None
     """Finished steps that had to be trained again."""
     steps_lost_at_least: bool | None = None
@@ -147,11 +147,11 @@ class TrainingJobStatus(_Written):
     """Phase of the job, for people: pending, starting, running, recovering, finishing, suspending,
     suspended, succeeded, failed or cancelled. Programs should read the conditions."""
     reason: str | None = None
-    """Why the job is in this phase now, with the numbers. For a job that waits: what its pods
-    lack."""
+    """Reason why the job is in this phase now, with the numbers. For a job that waits: what its
+    pods lack."""
     seen: datetime | None = None
-    """When the operator last looked at a job that has workers: a few seconds ago, unless no
-    operator runs. The other fields hold for that time."""
+    """Time at which the operator last looked at a job that has workers: a few seconds ago, unless
+    no operator runs. The other fields hold for that time."""
     job_id: str | None = None
     """Identifies this job among earlier ones of the same name."""
     nodes: NodesStatus | None = None
@@ -180,7 +180,7 @@ class TrainingJobStatus(_Written):
     loss: float | None = None
     """Training loss of the last step."""
     restarts: Count | None = None
-    """How often all workers were started again: after failures, resizes and suspends."""
+    """Number of restarts of all workers, after failures, resizes and suspends."""
     restarts_by_class: dict[str, int] = Field(default_factory=dict)
     """Restarts that were charged to a budget, by failure class; a resize is not."""
     goodput: str | None = None
@@ -188,16 +188,16 @@ class TrainingJobStatus(_Written):
     ledger: dict[str, float] = Field(default_factory=dict)
     """Seconds by use of time; they add up to the time since submission."""
     start_time: datetime | None = None
-    """When the operator started the job."""
+    """Time at which the operator started the job."""
     completion_time: datetime | None = None
-    """When the job ended."""
+    """Time at which the job ended."""
     memory_step: int | None = None
     """Newest step of which the memory tier has all shards."""
     last_checkpoint: CheckpointStatus | None = None
     checkpoint_path: str | None = None
     """Directory or URL of the committed checkpoints."""
     storage_problem: str | None = None
-    """Why the newest checkpoint could not be written to storage."""
+    """Reason why the newest checkpoint could not be written to storage."""
     request: RequestStatus | None = None
     incidents: list[IncidentStatus] = Field(default_factory=list, max_length=MAX_INCIDENTS)
     """The last ten incidents, oldest first. The journal has all of them."""

@@ -65,7 +65,7 @@ class OperatorContext:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why pods are not created, and until when none are requested."""
+    """Reason why pods are not created, and until when none are requested."""
 
     why: str = ""
     until_s: float = 0.0
@@ -202,7 +202,7 @@ class KubernetesBackend:
         self._check_startup()
 
     async def request_nodes(self, count: int, avoid: tuple[str, ...]) -> tuple[str, ...]:
-        """Behind a queue this waits until some pods are admitted: gated pods are not nodes."""
+        """Create pods. Behind a queue, wait until some are admitted: gated pods are not nodes."""
         self._refuse_early()
         while True:
             changed = self.queue.changed
@@ -267,7 +267,7 @@ class KubernetesBackend:
         self._hold_off(seconds, f"replacements are withheld for {seconds:g} s (fault injection)")
 
     def problems(self) -> list[pod_conditions.PodProblem]:
-        """Why pods do not start or are not created, without duplicates."""
+        """Reason why pods do not start or are not created, without duplicates."""
         found = [
             self.queue.problem(pod) or pod_conditions.problem(pod) for pod in self._pods().values()
         ]

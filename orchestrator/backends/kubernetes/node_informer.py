@@ -21,10 +21,10 @@ from .placement import KnownNode
 LABELS_FRESH_S = 600.0
 """Labels of racks and zones hardly change."""
 NOTICE_CHECK_S = 10.0
-"""Between two looks at the taints of a Kubernetes node with running pods: a spot machine is taken
-away 30 s after its notice, or later."""
+"""Seconds between two looks at the taints of a Kubernetes node with running pods: a spot machine is
+taken away 30 s after its notice, or later."""
 MAX_READS_S = 20.0
-"""Such looks in a second, at most, whatever the number of nodes."""
+"""Looks in a second, at most, whatever the number of nodes."""
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 
 log = logging.getLogger("holdfast.kubernetes")
@@ -71,7 +71,7 @@ class NodeInformer:
         return bool(why)
 
     def notice(self, node: str) -> str:
-        """Why it will be taken away, as `watch_notices` has found; empty: nothing is known."""
+        """Reason why the node will be taken away, from `watch_notices`; empty: none is known."""
         return self._notices.get(node, "")
 
     def labels(self, node: str) -> dict[str, str]:

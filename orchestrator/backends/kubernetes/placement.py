@@ -1,5 +1,5 @@
-"""Whether the pods of a job may run on a Kubernetes node: selector, required affinity, taints and
-the size of the node. Pure.
+"""Rules by which pods of a job may run on a Kubernetes node: selector, required affinity, taints
+and the size of the node. Pure.
 
 The scheduler decides in the end. This is used to find out whether nodes that one job gives up are
 of any use to another, so what cannot be judged counts as possible.

@@ -47,7 +47,7 @@ later in these cases; all others, such as an exceeded quota, are NoRoom."""
 
 
 class PodProblem(NamedTuple):
-    """Why a pod has not started; it may be temporary."""
+    """Reason why a pod has not started; it may be temporary."""
 
     code: str
     """CamelCase, for conditions: Unschedulable, ImagePullBackOff, ..."""
@@ -55,7 +55,7 @@ class PodProblem(NamedTuple):
 
 
 def refusal_code(message: str) -> str:
-    """Why the API server does not create a pod, as one CamelCase word."""
+    """Reason why the API server does not create a pod, as one CamelCase word."""
     return next((code for part, code in REFUSALS if part in message), "NoRoom")
 
 
@@ -71,7 +71,7 @@ def is_running(pod: Document) -> bool:
 
 
 def is_terminating(pod: Document) -> bool:
-    """Whether it is being deleted and may still run."""
+    """True if the pod is being deleted and may still run."""
     return bool(pod["metadata"].get("deletionTimestamp"))
 
 
@@ -86,7 +86,7 @@ def node_name(pod: Document) -> str:
 
 
 def has_trained(pod: Document) -> bool:
-    """Its label says that it belongs to a generation that has finished a step."""
+    """True if the pod's label names a generation that has finished a step."""
     return names.LABEL_RANK in (pod["metadata"].get("labels") or {})
 
 
@@ -98,7 +98,7 @@ def job(pod: Document) -> str:
 
 
 def disruption(pod: Document) -> str:
-    """Why Kubernetes removes the pod (condition DisruptionTarget); empty if it does not."""
+    """Reason why Kubernetes removes the pod (condition DisruptionTarget); empty if it does not."""
     for condition in _conditions(pod):
         if condition["type"] == "DisruptionTarget" and condition["status"] == "True":
             reason = str(condition.get("reason", ""))
@@ -108,13 +108,13 @@ def disruption(pod: Document) -> str:
 
 
 def notice(taints: Iterable[Document]) -> str:
-    """Why a Kubernetes node will be taken away, by its taints; empty: nothing is known."""
+    """Reason why a Kubernetes node will be taken away, by its taints; empty: nothing is known."""
     found = [str(taint.get("key")) for taint in taints if taint.get("key") in NOTICES]
     return f"its Kubernetes node has the taint {found[0]} and will be taken away" if found else ""
 
 
 def end(pod: Document, *, deleted: bool = False) -> str:
-    """How it ended, in one sentence. `deleted`: `pod` is the last state of a deleted object."""
+    """One sentence on the pod's end. `deleted`: `pod` is the last state of a deleted object."""
     where = f" on {node_name(pod)}" if node_name(pod) else ""
     host = f"its Kubernetes node{where.removeprefix(' on')}"
     why = disruption(pod)
@@ -164,7 +164,7 @@ def _exit(ended: Document, where: str) -> str:
 
 
 def problem(pod: Document) -> PodProblem | None:
-    """Why it does not start; None if it starts, runs or is over."""
+    """Reason why the pod does not start; None if it starts, runs or is over."""
     if is_over(pod) or is_running(pod):
         return None
     for condition in _conditions(pod):
@@ -189,7 +189,7 @@ def problem(pod: Document) -> PodProblem | None:
 
 
 def not_started(pod: Document, seconds: float) -> str:
-    """Why a pod is released that did not start in time."""
+    """Reason why a pod is released that did not start in time."""
     found = problem(pod)
     text = found.text if found else "its containers did not start"
     return f"not started within {seconds:g} s: {text}"

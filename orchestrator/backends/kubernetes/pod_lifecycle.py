@@ -34,23 +34,23 @@ class PodTiming:
     """Time limits for the pods of one job."""
 
     create_retry_s: float = 15.0
-    """How long a transient error of a creation is retried. Of a thousand pods that are created at
-    once the API server puts some off."""
+    """Seconds that a transient error of a creation is retried. Of a thousand pods that are created
+    at once the API server puts some off."""
     gang_wait_s: float = 8.0
-    """After this an incomplete job releases its nodes to a job that comes first. Where there is
-    capacity, the pods of one request are scheduled within a second or two of each other."""
+    """Seconds after which an incomplete job releases its nodes to a job that comes first. With
+    enough capacity, the pods of one request are scheduled within two seconds."""
     gang_hold_s: float = 60.0
     """Seconds after which it releases them even if no other job is known to wait."""
     provisioning_s: float = 900.0
     """The same, while an autoscaler adds machines for its pods: GPU machines take ten minutes, and
     released nodes would be removed again."""
     provisioning_check_s: float = 10.0
-    """Between two looks at the Events of autoscalers, while pods cannot be scheduled."""
+    """Seconds between two looks at the Events of autoscalers, while pods cannot be scheduled."""
     refused_min_s: float = 5.0
     refused_max_s: float = 300.0
     """Pauses between requests whose pods were released again."""
     agents_end_s: float = 10.0
-    """How long the agents of a finished job may take to end by themselves before their pods are
+    """Seconds that the agents of a finished job may take to end by themselves before their pods are
     deleted. Ended pods stay until the job is deleted, so that `kubectl logs` works."""
     start_limit_s: float = 1800.0
     """StartupTimeouts gives up a pod that fails to start earlier than this. One that pulls a large
@@ -165,13 +165,13 @@ class StartupDecision:
     release: dict[str, str] = field(default_factory=dict)
     """Pod -> reason."""
     hold_off: str = ""
-    """Why no new pods are requested for a while; empty: they may be."""
+    """Reason why no new pods are requested for a while; empty: they may be."""
     due_s: float | None = None
     """Decide again at this time, even if nothing changes."""
 
 
 class StartupTimeouts:
-    """Which pods of a job are given up because they do not start. Pure: time is an argument."""
+    """Decides which pods are given up because they do not start. Pure: time is an argument."""
 
     def __init__(
         self,
@@ -295,7 +295,7 @@ class StartupTimeouts:
         new: Mapping[str, Document],
         known: Callable[[str], KnownNode | None],
     ) -> None:
-        """Only nodes that would be given up count. An unknown node counts as usable by all."""
+        """Count nodes that would be given up; an unknown node counts as usable by all."""
         taken = sorted({pod_conditions.node_name(pods[name]) for name in new} - {""})
         nodes = tuple(known(name) or KnownNode(name) for name in taken)
         self._gangs.enter(Contender(self._rank, self.placement, nodes))

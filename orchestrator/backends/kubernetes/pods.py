@@ -34,7 +34,7 @@ ANTI_AFFINITY_WEIGHT = 100
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 GRACE_MARGIN_S = 5.0
-"""On top of the job's own grace: the agent has to collect its workers and disconnect."""
+"""Seconds beside the job's own grace: the agent has to collect its workers and disconnect."""
 
 DOWNWARD = {
     "POD_NAME": "metadata.name",
@@ -285,8 +285,8 @@ def _volumes(
 
 
 def checkpoint_path(job: TrainingJob, settings: PodSettings, known_path: str = "") -> str:
-    """Where the job's checkpoints are. `known_path`: where those of a started job are already.
-    They do not move when the operator is started with another root."""
+    """Place of the job's checkpoints. `known_path`: place of a started job's checkpoints, which do
+    not move when the operator is started with another root."""
     if job.spec.checkpoint.path is not None:
         return job.spec.checkpoint.path
     root = settings.checkpoint_root.rstrip("/")

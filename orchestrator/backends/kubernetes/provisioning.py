@@ -1,4 +1,4 @@
-"""Whether an autoscaler is adding machines for pods that cannot be scheduled.
+"""Signs that an autoscaler is adding machines for pods that cannot be scheduled.
 
 cluster-autoscaler records the Event TriggeredScaleUp on such a pod, Karpenter the Event Nominated;
 a scheduler or autoscaler that has chosen a node writes status.nominatedNodeName. Sources:
@@ -26,7 +26,7 @@ def nominated(pods: Mapping[str, Document]) -> set[str]:
 
 
 async def provisioned_for(cluster: KubeClient, namespace: str, pods: Set[str]) -> set[str]:
-    """Those pods for which an autoscaler adds a machine; empty where Events cannot be read."""
+    """Pods for which an autoscaler adds a machine; empty where Events cannot be read."""
     found: set[str] = set()
     for reason in REASONS:
         fields = f"involvedObject.kind=Pod,reason={reason}"

@@ -116,7 +116,7 @@ class LauncherProcess:
             self._watch.kill()
 
     def failure(self) -> str:
-        """Its exit code and the end of its log."""
+        """Launcher's exit code and the end of its log."""
         code = self._process.poll()
         try:
             with self._log.open("rb") as file:

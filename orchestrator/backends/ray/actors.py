@@ -19,7 +19,7 @@ from .agent import AgentActor, AgentOrder
 ANSWER_S = 60.0
 """A controller that Ray restarts answers once it has read its journal."""
 PAUSE_S = 0.25
-"""Between two calls to an actor that Ray restarts."""
+"""Seconds between two calls to an actor that Ray restarts."""
 HEAD_PATIENCE_S = 120.0
 """A head that restarts is back within a minute where Ray keeps its state; training continues."""
 HEAD_PAUSE_S = 0.5
@@ -204,7 +204,7 @@ def death_cause(error: BaseException) -> str:
 
 
 FRAMES = re.compile(r"Traceback \(most recent call last\):\n(?:[ ].*\n)*")
-"""Where in Ray it happened, which does not help the author of the runtime env."""
+"""Frames of Ray's own code, which do not help the author of a runtime env."""
 GENERAL = re.compile(r"(Failed to set up runtime environment|Could not create the actor because).*")
 """Lines that every such error has."""
 SUMMARY_CHARS = 200

@@ -108,7 +108,7 @@ class AgentActor:
             self._secrets.write("controller.json", json.dumps(endpoint).encode())
 
     async def wait_for_end(self) -> str | None:
-        """How the agent's process ended; None: it has not, and newer calls replaced this one. Fails
+        """End of the agent's process; None: newer calls replaced this one first. Fails
         when this actor or its Ray node ends first."""
         enough: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiters.append(enough)
@@ -122,7 +122,7 @@ class AgentActor:
         self._signal(signal.SIGTERM)
 
     async def drain_reason(self) -> str:
-        """Why this Ray node is drained, where its raylet (our parent process) has logged it."""
+        """Reason of this Ray node's drain, from the log of its raylet (our parent process)."""
         return await asyncio.to_thread(drains.reason_in_log, self._logs.parent, os.getppid())
 
     async def end(self) -> None:

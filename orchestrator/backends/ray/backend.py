@@ -315,7 +315,7 @@ class RayBackend:
         await self._ended(node, detail)
 
     async def _kill(self, actor: Any) -> None:
-        """Where the head does not answer now, the removal of the group kills the actor."""
+        """Kill the actor; if the head does not answer, the removal of the group does."""
         try:
             await asyncio.to_thread(actors.kill, actor)
         except Exception as error:  # Ray's own RpcError or a plain RuntimeError

@@ -18,7 +18,7 @@ from .actors import runtime_env_error
 POLL_S = 0.5
 """The API sends no event when a Ray job ends."""
 FETCH_S = 2.0
-"""Between readings of a whole log, where it cannot be streamed."""
+"""Seconds between readings of a whole log that cannot be streamed."""
 QUIET_S = 20.0
 """A log stream without output for this long may have lost its connection."""
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
@@ -134,8 +134,8 @@ class JobsApi:
         return None
 
     def wait(self, name: str) -> tuple[Outcome, str]:
-        """How it ended, and the output of its program. Raises RuntimeEnvFailed when the program
-        was not started, ServerGone."""
+        """Outcome of the Ray job, and its program's output. Raises RuntimeEnvFailed when the
+        program was not started, ServerGone."""
         while (outcome := self._outcome(name)) is None:
             time.sleep(POLL_S)
         output: list[str] = []
@@ -145,7 +145,7 @@ class JobsApi:
         return outcome, "".join(output)
 
     def follow(self, name: str, on_text: Callable[[str], None], *, own: bool = False) -> Outcome:
-        """Its output while it is written, until it has ended; `own`: without the lines that Ray
+        """Print the job's output until the job has ended; `own`: without the lines that Ray
         puts before it. Raises as `wait`."""
         log = JobLog(on_text, own=own)
         complete = asyncio.run(self._stream(name, log))
@@ -273,8 +273,8 @@ def without_overrides(wanted: bool) -> Iterator[None]:
 
 
 def _token_refused(error: Exception) -> bool | None:
-    """Whether a cluster with token authentication refused the token (True) or got none (False);
-    None for every other error. Rays before 2.52 raise an error of requests."""
+    """True if a cluster with token authentication refused the token, False if it got none; None for
+    every other error. Rays before 2.52 raise an error of requests."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if type(error).__name__ == "AuthenticationError":
         status = 403 if "Authentication failed" in str(error) else 401

@@ -24,7 +24,7 @@ def group(job: str, node: str) -> str:
 
 
 def belongs(actor: str, job: str) -> bool:
-    """Whether an actor is this job's controller or one of its agents."""
+    """True if an actor is this job's controller or one of its agents."""
     prefix = agent(job, "")
     node = actor.removeprefix(prefix) if actor.startswith(prefix) else ""
     return actor == controller(job) or re.fullmatch(r"node-\d+", node) is not None

@@ -45,9 +45,9 @@ class PlacementTiming:
     """Ray places a group in milliseconds where there is room, and within half a second where a node
     was just released; after this there is no room now."""
     recheck_s: float = 1.0
-    """Between two looks at a bundle whose Ray node has ended: the head finds out late."""
+    """Seconds between two looks at a bundle whose Ray node has ended: the head finds out late."""
     head_pause_s: float = HEAD_PAUSE_S
-    """Between two calls to a head that does not answer."""
+    """Seconds between two calls to a head that does not answer."""
 
 
 def bundle_of(job: TrainingJob) -> dict[str, float]:
@@ -467,7 +467,7 @@ class GangPlacement:
             counting.cancel()
 
     async def _num_possible(self, made: list[PlacementGroupHandle]) -> int:
-        """How many of these groups the cluster could hold if no other job used it."""
+        """Number of these groups that the cluster could hold if no other job used it."""
         away = self._in_use() | self._excluded | self.dead
         try:
             room = len(await self._api.answering(await self._api.large() - away))

@@ -16,7 +16,7 @@ from ..base import coordinates
 from . import names
 
 MAX_CONNECTIONS = 64
-"""At the same time. Each needs an open file, and a process may often have only a thousand."""
+"""Connections at the same time: each needs an open file of often only a thousand."""
 
 
 def own_node() -> dict[str, str]:
@@ -32,7 +32,7 @@ def own_node() -> dict[str, str]:
 
 
 def log_directory(job: str, job_id: str) -> Path:
-    """Where the dashboard's log view finds a job's files, on this Ray node."""
+    """Directory in which the dashboard's log view finds a job's files, on this Ray node."""
     import ray
 
     node = ray._private.worker._global_node  # Ray has no public way to its session directory
@@ -76,7 +76,7 @@ async def _probe(ray_nodes: Iterable[str]) -> dict[str, bool | None]:
 
 
 async def raylet_listens(node: dict[str, Any]) -> bool | None:
-    """Whether a Ray node's raylet accepts connections. False: it has ended; the head notices that
+    """True if a Ray node's raylet accepts connections. False: it has ended; the head notices that
     only after missed health checks, the kernel of its machine at once. None: unknown. No answer, no
     route or no free file descriptor may be a problem of this machine."""
     address = str(node["NodeManagerAddress"]), int(node["NodeManagerPort"])
@@ -97,7 +97,7 @@ def fits(bundle: dict[str, float], resources: dict[str, float]) -> bool:
 
 
 def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Whether a Ray node has these labels: `value`, `!value`, `in(a,b)` or `!in(a,b)`."""
+    """True if a Ray node has these labels: `value`, `!value`, `in(a,b)` or `!in(a,b)`."""
     for key, wanted in selector.items():
         text = wanted.removeprefix("!")
         values = text[3:-1].split(",") if text.startswith("in(") else [text]
@@ -107,7 +107,7 @@ def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
 
 
 def suits(bundle: dict[str, float], selector: Mapping[str, str], ray_node: dict[str, Any]) -> bool:
-    """Whether a Ray node could hold a bundle if it were empty."""
+    """True if a Ray node could hold a bundle if it were empty."""
     labels = ray_node.get("Labels") or {}
     return fits(bundle, ray_node["Resources"]) and selects(selector, labels)
 
@@ -126,7 +126,7 @@ def gpus_found(job: TrainingJob) -> GpusFound:
 
 
 def capacity_report(count: int, bundle: dict[str, float], selector: Mapping[str, str]) -> str:
-    """Why that many bundles cannot be placed: what the cluster has, and what is free."""
+    """Reason why that many bundles cannot be placed: what the cluster has, and what is free."""
     import ray
 
     nodes = alive_nodes()

@@ -20,7 +20,7 @@ class FilePart(NamedTuple):
     identity: str
     """Identity of the file on all machines."""
     path: str
-    """Below the log directory, of the log to which the bytes belong."""
+    """Path of the bytes' log, below the log directory."""
     data: bytes
     end: int
     """The offset in the file up to which it is read."""
@@ -96,7 +96,7 @@ def _on_ray_nodes(nodes: Iterable[str], function: Callable[..., Any], *arguments
 
 
 def _read(job: str, job_id: str, wanted: LogFilter, offsets: dict[str, int]) -> list[FilePart]:
-    """On a Ray node."""
+    """Read log files; runs on a Ray node."""
     found: list[FilePart] = []
     root = ray_nodes.log_directory(job, job_id)
     wanted_files = matching(root, wanted)

@@ -125,7 +125,7 @@ def save(
 
 POLL_S = 0.5
 NO_CONTROLLER_S = 60.0
-"""Without a controller nothing is committed. A new controller is usually there within seconds."""
+"""Seconds without a controller, which alone commits; a new one usually comes within seconds."""
 BETWEEN_GENERATIONS = ("starting", "recovering")
 """The controller refuses requests for a checkpoint now and accepts them again within seconds."""
 

@@ -1,1 +1,1 @@
-"""Where jobs live: a home on this machine, a cluster. The commands ask these, and nothing else."""
+"""Places of jobs: a home on this machine, a cluster. The commands ask these, and nothing else."""

@@ -20,7 +20,7 @@ from .remote_job import RemoteJob
 
 
 class RunResult(NamedTuple):
-    """How `holdfast run` ended."""
+    """Result of `holdfast run`."""
 
     view: JobView | None
     """None: the job goes on without this process, so there is nothing to report."""
@@ -31,7 +31,7 @@ class Launch(NamedTuple):
     """A job to start."""
 
     file: Path
-    """Its spec."""
+    """File with the job's spec."""
     directory: Path
     """The spec's, which is uploaded to a cluster."""
     script: ScriptRun | None = None
@@ -54,10 +54,10 @@ def first_free(wanted: str, used: Container[str]) -> str:
 
 
 class Target(Protocol):
-    """Where jobs live: this machine, a Kubernetes cluster or a Ray cluster."""
+    """Place of jobs: this machine, a Kubernetes cluster or a Ray cluster."""
 
     takes_runtime_env: bool = False
-    """Whether it submits Ray jobs: `Launch.runtime_env` is theirs, `run` shows what they print."""
+    """True if the target submits Ray jobs, with `Launch.runtime_env`; `run` shows their output."""
 
     def find(self, name: str) -> RemoteJob:
         """Raises UserError that lists the existing jobs."""
@@ -77,7 +77,7 @@ class Target(Protocol):
         ...
 
     def can_read(self, path: str) -> bool:
-        """Whether the checkpoint commands can read this checkpoint path, here or in the cluster."""
+        """True if the checkpoint commands can read this checkpoint path, here or in the cluster."""
         return True
 
     def rejections(self) -> dict[str, str]:

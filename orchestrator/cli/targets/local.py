@@ -61,7 +61,7 @@ class LocalTransport:
         self._directory = directory
         self._follow_interval_s = follow_interval_s
         self._damaged = False
-        """Its files are damaged, so its state is unknown."""
+        """Names of jobs with damaged files, whose state is unknown."""
 
     @property
     def name(self) -> str:

@@ -48,7 +48,7 @@ class RequestRefused(HoldfastError):
 
 
 class LogSelector(NamedTuple):
-    """Which logs of a job to print."""
+    """Selection of a job's logs."""
 
     rank: int | None = None
     generation: int | None = None
@@ -76,7 +76,7 @@ class Transport(Protocol):
         ...
 
     def has_ended(self) -> bool:
-        """Whether nothing of the job is left to control."""
+        """True if nothing of the job is left to control."""
         ...
 
     def remark(self, view: JobView) -> str:
@@ -84,7 +84,7 @@ class Transport(Protocol):
         ...
 
     def check_code(self) -> bool:
-        """Whether edited code must be uploaded. Raises UserError for code that cannot start."""
+        """True if edited code must be uploaded. Raises UserError for code that cannot start."""
         ...
 
     def upload(self, code: Code) -> None: ...
@@ -100,7 +100,7 @@ class Transport(Protocol):
         ...
 
     def manifests(self) -> tuple[str, list[Manifest]] | None:
-        """Where its committed checkpoints are, and their manifests, oldest first. None: this
+        """Path of the committed checkpoints, and their manifests, oldest first. None: this
         process cannot read them; the view has what is known."""
         ...
 
@@ -210,7 +210,7 @@ def expect_ended(view: JobView, command: str) -> None:
 
 
 def extra_s(verb: str, arguments: Mapping[str, Any]) -> float:
-    """How much longer than other answers this one may take: agents are asked for it."""
+    """Seconds that this answer may take beyond others: agents are asked for it."""
     if verb == "profile":
         return float(arguments["seconds"]) + limits.QUESTION_TIMEOUT_S
     return limits.QUESTION_TIMEOUT_S if verb == "stacks" else 0.0

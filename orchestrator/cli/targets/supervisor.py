@@ -14,11 +14,11 @@ import sys
 import time
 
 PAUSE_S = 0.5
-"""Before the next child."""
+"""Seconds before the next child."""
 EARLY_S = 60.0
 """A child that is killed sooner after its start counts as one that cannot run here."""
 MAX_EARLY = 5
-"""So many of them in succession end the command."""
+"""Early ends in succession that end the command."""
 _PR_SET_PDEATHSIG = 1
 _SI_KERNEL = 0x80
 """si_code of a signal that a terminal has sent, to parent and child."""

@@ -24,7 +24,7 @@ RECENT_STEPS = 32
 WORKING = ("build", "restore", "compile", "evaluate", "save", "finish")
 """Worker phases other than training, which may take long without progress."""
 PULSE_STALE_S = 3 * limits.PULSE_INTERVAL_S
-"""Without a pulse for longer, the process is stopped, or its interpreter is blocked."""
+"""Seconds without a pulse after which the process is stopped, or its interpreter is blocked."""
 GAP_BEATS = 2.0
 """Heartbeat intervals that a time without progress may be longer than the heartbeats showed."""
 STARVED_MEMORY_S = 10.0
@@ -91,7 +91,7 @@ class WatchedGeneration:
     """The last progress at that time."""
     inspected: dict[int, InspectedStack] = field(default_factory=dict)
     busy_ns: int = 0
-    """When a rank was last seen at work while none had progress: what follows it is no hang yet."""
+    """Time at which a rank last worked while none had progress: no hang began before."""
 
     def record(self, now_ns: int, beat: WorkerBeat, interval_s: float) -> float:
         """Take in a heartbeat; returns the seconds without progress of this rank that it ended."""
@@ -175,7 +175,7 @@ class HangFacts:
         oldest. None: the ranks that report steps have ended."""
         unsaid = any(k.beat.counted_by in ("posted", "counted") for k in ranks.values())
         self.pace_s = POST_INTERVAL_S if unsaid else 0.0
-        """How far apart reports of progress may be although the training moves; 0: no rank has
+        """Seconds between reports of progress of a training that moves; 0: no rank has
         steps that its framework counts or posts, without a word of what else it does."""
         self._read_activity(-1 if starved_ns is None else starved_ns + seconds(STARVED_MEMORY_S))
 
@@ -196,7 +196,7 @@ class HangFacts:
         complete = bool(every) and len(every) == len(ranks)
         worked = (known.seen_ns - seconds(known.beat.idle_s) for known in every)
         self.idle_ns = max([launched_ns, *worked])
-        """Since when no rank of a script uses the CPU or does I/O."""
+        """Time since which no rank of a script uses the CPU or does I/O."""
         early = self.idle_ns - launched_ns <= seconds(startup_s)
         self.loads = self.silent and complete and not self.begun and early
         """Few collectives were begun, and no rank has worked for longer than a start may take."""
@@ -213,7 +213,7 @@ class HangFacts:
 
     @property
     def busy_limit_s(self) -> float:
-        """Whether it may evaluate or save, which its framework does not say."""
+        """Limit for a rank that may evaluate or save without a word from its framework."""
         unsaid_s = limits.SAVE_TIMEOUT_S if self.pace_s else 0.0
         gap_s = limits.WORST_GAP_FACTOR * self._worst_gap_s
         return max(self.hang_limit_s, self.recovery.busy_timeout_s, gap_s, unsaid_s)
@@ -241,7 +241,7 @@ class HangFacts:
         return self.hang_limit_s - limits.SUSPICION_LEAD_S if self.learned else None
 
     def due_ns(self, since_ns: int, limit_s: float) -> int | None:
-        """When the limit is over; None: a node sends no heartbeats by then. It returns with
+        """End of the limit; None: a node sends no heartbeats by then. The node returns with
         progress, or is lost: neither is a hang."""
         # While no node sent heartbeats, the workers may have been stopped as well.
         started_ns = max(since_ns, self._silence.ended_ns)

@@ -1,4 +1,4 @@
-"""Which rank is the cause of a hang, by heartbeats, stacks and torch's flight recorder. Pure.
+"""Ranks that cause a hang, by heartbeats, stacks and torch's flight recorder. Pure.
 
 Every rank of a job waits for its peers sooner or later. The cause is the rank that does not: it is
 stopped or blocked, it has not begun a collective that its peers wait in, or its main thread is in
@@ -27,7 +27,7 @@ WORDS: dict[str, str] = {
     "nothing": "is in no collective",
 }
 WAITS = {"nothing": 0, "reads": 1, "compiles": 1, "peers": 3, "device": 3}
-"""How surely a rank waits for its peers, by its stack; 2: not known."""
+"""Certainty that a rank waits for its peers, by its stack; 2: not known."""
 
 
 @dataclass(frozen=True, slots=True)

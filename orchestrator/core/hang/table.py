@@ -1,4 +1,4 @@
-"""Which time without progress is a hang: one table, of which the first row that holds decides."""
+"""Limits of time without progress: one table, of which the first row that holds decides."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The checkpoint storage of one job of an operator. Storage that does not answer holds up this job
-only.
-"""
+only."""
 
 from __future__ import annotations
 

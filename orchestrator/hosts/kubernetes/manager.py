@@ -1,6 +1,5 @@
 """Runs one reconciler per TrainingJob while this replica leads, and what all of them share: the
-informers of TrainingJobs, pods and nodes, and the server that agents connect to.
-"""
+informers of TrainingJobs, pods and nodes, and the server that agents connect to."""
 
 from __future__ import annotations
 
@@ -82,7 +81,7 @@ class Manager:
 
     @property
     def not_ready(self) -> str:
-        """Why it is not ready; empty: it is."""
+        """Reason why the operator is not ready; empty: it is."""
         for informer in (*self._informers, *self._pod_informer.informers):
             if informer.problem:
                 return informer.problem

@@ -1,4 +1,4 @@
-"""Whether another replica of the operator leads, found without the API server.
+"""Search for another replica of the operator that leads, without the API server.
 
 Only the leader listens at the port for agents. A replica that cannot renew its lease because the
 API server does not answer may go on as long as each other replica refuses connections there: then

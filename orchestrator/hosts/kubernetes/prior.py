@@ -49,7 +49,7 @@ class PriorStatus:
                 self.machines[one["culpritNode"]] = one["nodeName"]
 
     async def look_up(self, cluster: KubeClient, owner: Owner) -> bool:
-        """Whether the job was started. Looks for a journal where no status shows it: the operator
+        """True if the job was started. Looks for a journal where no status shows it: the operator
         may have ended before it wrote the first one. Raises ApiError."""
         if not self.started:
             found = await cluster.find(CONFIG_MAPS, owner.namespace, journal_name(owner.name))

@@ -78,10 +78,10 @@ class ReconcilerTiming:
     retry_min_s: float = 1.0
     retry_max_s: float = 60.0
     status_interval_s: float = 5.0
-    """Between two writes of a status whose conditions have not changed."""
+    """Seconds between two writes of a status whose conditions have not changed."""
     storage_notice_s: float = 30.0
-    """After so long the status reports that the job waits for its storage. A takeover waits less
-    long (job_runtime.py)."""
+    """Seconds after which the status reports that the job waits for its storage. A takeover waits
+    less long (job_runtime.py)."""
     storage_timeout_s: float = 600.0
     """Longer than storage drivers retry: their errors say best why there is no answer."""
 

@@ -1,6 +1,5 @@
 """The operator's process: leader election, signals, the log, and the HTTP server of health checks
-and metrics.
-"""
+and metrics."""
 
 from __future__ import annotations
 
@@ -133,8 +132,8 @@ class Operator:
 
     # -- health and metrics --------------------------------------------------------------------
     def _not_ready(self) -> str:
-        """Why this replica is not ready; empty: it is. A standby replica is ready when it could
-        take over."""
+        """Reason why this replica is not ready; empty: it is. A standby replica is ready when it
+        could take over."""
         if self.leader is None:
             return "starting"
         return self.manager.not_ready if self.manager is not None else self.leader.problem

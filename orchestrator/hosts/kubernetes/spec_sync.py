@@ -58,7 +58,7 @@ class SpecSync:
         """Resource version of the object without the annotation that was carried out last. Older
         versions may still hold it. Resource versions of one kind are ordered integers."""
         self.refusal = ""
-        """Why the current spec is not applied; empty: it is."""
+        """Reason why the current spec is not applied; empty: it is."""
         self.answer: RequestStatus | None = None
 
     async def apply(self, document: Document, job: TrainingJob) -> None:

@@ -1,4 +1,4 @@
-"""Which checkpoint paths the operator opens, and with whose credentials. Pure.
+"""Checkpoint paths that the operator opens, and the credentials for them. Pure.
 
 The operator serves users who must not read each other's checkpoints, and its own credentials open
 all of them. So it uses these only for
@@ -96,7 +96,7 @@ def _plain(path: str) -> str:
 
 
 def _prefixes(job: TrainingJob, settings: PodSettings) -> list[str]:
-    """Below which the operator uses its own credentials for this job, beside the root."""
+    """Prefixes below which the operator uses its own credentials for this job, beside the root."""
     return [
         *settings.checkpoint_prefixes.get(job.metadata.namespace, ()),
         *settings.checkpoint_prefixes.get(ALL, ()),
@@ -126,7 +126,7 @@ def _is_allowed(job: TrainingJob, settings: PodSettings, path: str) -> bool:
 
 
 def _is_below(path: str, prefix: str) -> bool:
-    """Or the same."""
+    """True if the path is below the other, or equal."""
     return path == prefix or path.startswith(f"{prefix.rstrip('/')}/")
 
 
@@ -161,7 +161,7 @@ def _path_problem(job: TrainingJob, settings: PodSettings, path: str) -> Problem
 
 
 def _endpoint_problem(job: TrainingJob, option: str) -> Problem:
-    """Without its value, which may come from a Secret, and without other namespaces' endpoints."""
+    """Problem of an endpoint, without values from Secrets and other namespaces' endpoints."""
     expected = f"no setting of the store but credentials, region and an endpoint that {LISTED}"
     expected += f" allows namespace {job.metadata.namespace}"
     got, fix = f"a variable that sets {option} of the store", f"remove it, or have {LISTED} changed"

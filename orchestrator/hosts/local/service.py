@@ -52,12 +52,12 @@ log = logging.getLogger("holdfast")
 @dataclass(frozen=True)
 class LocalHostTiming:
     view_interval_s: float = 0.25
-    """At least this long between two views for the display."""
+    """Seconds between two views for the display, at least."""
     second_ctrl_c_s: float = 1.0
     """A Ctrl-C this long after the first signal forces the end. systemd, `timeout` and `uv run`
     deliver one request to end twice, within milliseconds."""
     forced_end_s: float = 10.0
-    """After a second Ctrl-C: from killing all nodes to ending the controller itself."""
+    """Seconds after a second Ctrl-C, from killing all nodes to ending the controller itself."""
     metrics_timeout_s: float = 5.0
     """A scrape waits this long for the event loop."""
 

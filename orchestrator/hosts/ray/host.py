@@ -55,16 +55,16 @@ log = logging.getLogger("holdfast")
 @dataclass(frozen=True)
 class RayHostTiming:
     metrics_s: float = 5.0
-    """Between two exports; Ray itself exports every 10 s by default."""
+    """Seconds between two exports; Ray itself exports every 10 s by default."""
     trim_s: float = 1.0
     """Events come in bursts, and hardly any of them changes how many nodes are wanted."""
     trim_retry_s: float = 2.0
     """Seconds until another try after the head did not answer."""
     progress_s: float = 2.0
-    """Between two answers to a watcher while only steps happen. A call and its answer wake many of
-    Ray's threads in two processes; the local backend sends one message, and more often."""
+    """Seconds between two answers to a watcher while only steps happen. A call and its answer wake
+    many of Ray's threads in two processes; the local backend sends one message, and more often."""
     view_file_s: float = 2.0
-    """Between two writes of the view for commands over http://."""
+    """Seconds between two writes of the view for commands over http://."""
     view_refresh_s: float = 20.0
     """The view is written although nothing has changed: an old one is not shown."""
     watch_s: float = 30.0
@@ -243,7 +243,7 @@ class RayHost:
             await asyncio.sleep(self._timing.metrics_s)
 
     def _log_to_file(self) -> None:
-        """To a file beside the workers' logs, which the dashboard shows, and to the actor's
+        """Log to a file beside the workers' logs, which the dashboard shows, and to the actor's
         output."""
         self._logs.mkdir(parents=True, exist_ok=True)
         form = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
@@ -267,7 +267,7 @@ def refused(view: JobView, why: str) -> JobView:
 
 
 def checkpoint_path(order: ControllerOrder, path: str | None) -> str:
-    """Where checkpoints are. Without a path in the spec: in the home directory of the user that
+    """Place of checkpoints. Without a path in the spec: in the home directory of the user that
     runs Ray, which either all nodes share, or holds checkpoints of one machine only."""
     if path is None:
         home = Path.home() / ".holdfast" / "ray"

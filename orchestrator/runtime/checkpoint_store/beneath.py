@@ -106,7 +106,7 @@ class FilesBeneath(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no t
 
     @contextlib.contextmanager
     def _directory(self, path: PurePosixPath, *, make: bool = False) -> Iterator[int]:
-        """Its descriptor. Raises FileNotFoundError for a link, ValueError for a path elsewhere."""
+        """Descriptor. Raises FileNotFoundError for a link, ValueError for a path elsewhere."""
         names = path.relative_to(self._top).parts
         if ".." in names:
             raise ValueError(f"{path}: leaves {self._top}")

@@ -1,4 +1,4 @@
-"""How the store of a job is opened: its path, and spec.env as driver options or as environment.
+"""Opening of a job's store: its path, and spec.env as driver options or as environment.
 
 A process of one job applies spec.env to its environment (job_environment), and every driver finds
 its settings there. A process of many jobs must not, or jobs would use each other's credentials: it
@@ -94,7 +94,7 @@ S3_OPTIONS: dict[str, tuple[str, ...]] = {
 S3_IGNORED = ("AWS_REGION", "AWS_EC2_METADATA_DISABLED", "AWS_PAGER", "AWS_DEFAULT_OUTPUT")
 """Variables that this driver ignores."""
 CLIENTS = ("botocore", "aiobotocore", "aiohttp")
-"""Their exceptions quote an answer, except for those of botocore whose `fmt` has no other error."""
+"""Clients whose exceptions quote an answer, except botocore's whose `fmt` has no other error."""
 NUMBERS = ("AWS_MAX_ATTEMPTS",)
 MOST_ATTEMPTS = 5
 MOST_WAIT_S = 20.0
@@ -174,7 +174,7 @@ def answer_of(error: Exception) -> str:
 
 
 def connects_at_once(path: str) -> bool:
-    """Whether the driver may connect to the store when it is created, without a time limit."""
+    """True if the driver may connect to the store when it is created, without a time limit."""
     scheme, is_url, _ = path.partition("://")
     return bool(is_url) and SCHEMES.get(scheme) != "s3"
 

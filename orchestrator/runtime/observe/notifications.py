@@ -43,9 +43,9 @@ class NotifyTiming:
     """A shorter wait for nodes is not worth a message."""
     request_s: float = 10.0
     pauses_s: tuple[float, ...] = (1.0, 5.0, 25.0, 120.0)
-    """Between two attempts."""
+    """Seconds between two attempts."""
     end_s: float = 8.0
-    """How long the end of the job waits for its last messages."""
+    """Seconds that the end of the job waits for its last messages."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class JobMessage:
     reason: str
     step: int
     seconds: float | None = None
-    """How long the recovery took, or the job."""
+    """Duration of the recovery, or of the job."""
     steps_lost: int | None = None
     command: str = ""
     more: int = 0
@@ -234,7 +234,7 @@ class _Server:
         self._note(f"{self._field}: a message was not sent: {problem}")
 
     async def _attempts(self, body: bytes) -> str:
-        """Why the message was not sent; empty: it was."""
+        """Reason why the message was not sent; empty: it was."""
         loop = asyncio.get_running_loop()
         for pause_s in (*self._timing.pauses_s, None):
             problem, again = await loop.run_in_executor(
@@ -261,8 +261,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def post(url: str, body: bytes, timeout_s: float) -> tuple[str, bool]:
-    """Why the server did not accept the message (empty: it did), without its address, and whether
-    another attempt may help."""
+    """Reason why the server did not accept the message (empty: it did), without its address, and
+    whether another attempt may help."""
     try:
         request = urllib.request.Request(
             url, body, {"Content-Type": "application/json", "User-Agent": "holdfast"}
@@ -280,7 +280,7 @@ def post(url: str, body: bytes, timeout_s: float) -> tuple[str, bool]:
 
 
 def _is_over(record: IncidentRecord, state: JobState) -> bool:
-    """Its last step is known, another one began, or a script that reports nothing runs again."""
+    """True if the last step is known, another incident began, or a silent script runs again."""
     silent = not record.shows_progress and record.started_ns is not None
     ended = record.first_step_ns is not None or (silent and state.phase == "running")
     return ended or record.number < state.num_incidents

@@ -198,7 +198,7 @@ class JobProjection:
         self.memory.storage_failures += 1
 
     def _skip(self, failed: PersistFailed) -> None:
-        """Once or twice is a slow store; more often, a store that may not answer at all."""
+        """Count a skipped checkpoint: many in a row are a store that may not answer at all."""
         kept = self.memory
         kept.storage_skipped += failed.shard >= 0
         kept.passed_over[failed.step] = None

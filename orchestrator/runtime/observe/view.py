@@ -77,7 +77,7 @@ class Incident(msgspec.Struct, kw_only=True):
     """The script reports no steps: the incident is over when all ranks begin collectives again. If
     they begin none, its end is unknown. So is the number of lost steps."""
     inferred: bool = False
-    """Whether it reports no steps, and its ranks begin collectives again."""
+    """True if the script reports no steps, and its ranks begin collectives again."""
     traceback: str = ""
     stacks: dict[str, str] = {}
 
@@ -163,7 +163,7 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     job_id: str = ""
     state: JobPhase = "pending"
     reason: str = ""
-    """Why it is in this state, with the numbers."""
+    """Reason why it is in this state, with the numbers."""
     submitted_ns: int = 0
     finished_ns: int | None = None
     now_ns: int = 0
@@ -177,7 +177,7 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     restarts: dict[str, int] = {}
     """Restarts that were charged to a budget, by failure class."""
     relaunches: int = 0
-    """How often all workers were started again: after failures, resizes and suspends."""
+    """Number of restarts of all workers: after failures, resizes and suspends."""
     step: int = -1
     """Last step finished by all ranks; -1: none."""
     tokens_per_s: float = 0.0
@@ -196,9 +196,9 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     durable_s: float = 0.0
     """Longest write of a shard of the newest checkpoint, from memory to durable."""
     storage_problem: str = ""
-    """Why the newest checkpoint could not be written to storage; empty: it is there."""
+    """Reason why the newest checkpoint could not be written to storage; empty: it is there."""
     journal_problem: str = ""
-    """Why the controller's newest records are in its memory only; empty: they are not."""
+    """Reason why the controller's newest records are in its memory only; empty: they are not."""
     storage_failures: int = 0
     """Shards and manifests that could not be written so far."""
     storage_skipped: int = 0
@@ -208,7 +208,7 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     copied_step: int = -1
     """Newest step of which all buddies hold a copy; -1: none, or no buddies are needed."""
     copies: str = ""
-    """How often all buddies get a copy, and why."""
+    """Sentence on how often all buddies get a copy, and why."""
     keeping: str = ""
     """Workers that start again when one fails, and why; empty: not known."""
     staging: str = ""
@@ -224,7 +224,7 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     """What a script that keeps its own checkpoints wrote last; empty: none was seen. None: Holdfast
     has the state."""
     hold: str = ""
-    """Why the job does not go on without a user's decision; empty: it does."""
+    """Reason why the job does not go on without a user's decision; empty: it does."""
     checkpoint_path: str = ""
     nodes: list[NodeView] = []
     incidents: list[Incident] = []

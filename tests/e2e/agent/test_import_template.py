@@ -92,7 +92,7 @@ class Node:
         return message
 
     def forked(self, *workers: int) -> list[psutil.Process]:
-        """Those processes. They are children of the forkserver."""
+        """Forked processes, children of the forkserver."""
         answers = [self.answer() for _ in workers]
         assert all(isinstance(one, fork_protocol.Forked) for one in answers), answers
         pids = {one.worker: one.pid for one in answers if isinstance(one, fork_protocol.Forked)}

@@ -33,7 +33,7 @@ def skip_without(binaries: programs.Binaries, names: tuple[str, ...]) -> None:
 
 @pytest.fixture(scope="session")
 def binaries() -> programs.Binaries:
-    """Where the programs are; skips nothing."""
+    """Places of the programs; skips nothing."""
     return programs.locate()
 
 

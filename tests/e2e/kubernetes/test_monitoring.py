@@ -185,7 +185,7 @@ def facts(*views: JobView, **states: JobPhase) -> OperatorState:
 
 
 def running(minute: int, **fields: Any) -> JobView:
-    """Its first step was half a minute after its submission."""
+    """View of a running job whose first step was half a minute after its submission."""
     fields = {"state": "running", "first_step_s": 30.0, "goodput": 0.9, **fields}
     return JobView(name=RED[1], submitted_ns=MINUTE, now_ns=(minute + 1) * MINUTE, **fields)
 
@@ -276,7 +276,7 @@ def test_a_cluster_without_a_leader_alerts(rules: Rules) -> None:
 
 
 def test_more_than_five_restarts_in_half_an_hour_are_a_storm(rules: Rules) -> None:
-    """Over all classes; one each hour is not a storm."""
+    """Restarts count over all classes; one each hour is not a storm."""
 
     def history(minute: int) -> OperatorState:
         hourly, storm = minute // 60, max(0, min(minute - 200, 8))

@@ -60,7 +60,7 @@ def plane(binaries: programs.Binaries) -> Iterator[ControlPlane]:
 
 @pytest.fixture
 def namespace(plane: ControlPlane) -> Iterator[Kubectl]:
-    """Its pods are deleted at the end, to free the capacity."""
+    """Namespace whose pods are deleted at the end, to free the capacity."""
     for kubectl in fresh(plane.kubectl()):
         yield kubectl
         kubectl.run("delete", "pods", "--all", "--force", "--grace-period=0")

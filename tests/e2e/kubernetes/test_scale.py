@@ -89,7 +89,7 @@ def bound(kubectl: Kubectl) -> Counter[str]:
 
 
 def quiet(operator: Replica) -> request_counts.Requests:
-    """Its requests so far, once two counts in a row are equal."""
+    """Operator's requests so far, once two counts in a row are equal."""
     seen: list[request_counts.Requests] = []
 
     def settled() -> bool:

@@ -22,7 +22,7 @@ MANY = 40
 
 @pytest.fixture
 def silent() -> Iterator[socket.socket]:
-    """Its backlog holds more connections than there are jobs; it accepts none."""
+    """Socket that accepts nothing, with a backlog for more connections than there are jobs."""
     with socket.create_server(("127.0.0.1", 0), backlog=2 * MANY) as server:
         yield server
 

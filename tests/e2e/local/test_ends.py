@@ -1,4 +1,4 @@
-"""How local jobs end, and that no process or socket of theirs is left."""
+"""Ends of local jobs, after which no process or socket of theirs is left."""
 
 from __future__ import annotations
 

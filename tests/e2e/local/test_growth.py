@@ -37,7 +37,7 @@ place = pathlib.Path(__file__).parent
 while (place / "hf_slow").exists():
     time.sleep(0.02)
 """
-"""Its import takes as long as the test wants."""
+"""Library whose import takes as long as the test wants."""
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Survivors of a kill keep their process, and training is what it would have been: kills of random
-workers and nodes at random moments, also while the job recovers from the one before.
-"""
+workers and nodes at random moments, also while the job recovers from the one before."""
 
 from __future__ import annotations
 

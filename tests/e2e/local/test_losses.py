@@ -1,6 +1,5 @@
 """Recovery does not change training: every step has the loss of an undisturbed run, and the last
-checkpoint has its bytes.
-"""
+checkpoint has its bytes."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def steps_and_pid(directory: Path) -> tuple[int, int]:
 def test_a_restart_touches_only_its_own_checkpoints_and_is_held_before_it_overwrites_one(
     tmp_path: Path,
 ) -> None:
-    """Beside it is a torn checkpoint of another process, written since."""
+    """Another process's torn checkpoint, written since, lies beside it."""
     job = job_of(tmp_path, "a")
     job.run()
     try:

@@ -70,7 +70,7 @@ def ledger(place: Path) -> dict[int, list[tuple[int, int]]]:
 
 
 def worker(job: Job, rank: int) -> int:
-    """Its pid; a process of its loader has the same name."""
+    """Worker's pid; a process of its loader has the same name."""
     name = f"hf-rank-{rank}"
     ranks = [one for one in job.processes() if one.name() == name]
     (found,) = (one for one in ranks if (parent := one.parent()) and parent.name() != name)

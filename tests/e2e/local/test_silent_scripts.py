@@ -50,7 +50,7 @@ def job_of(place: Path, late: str, steps: int, **recovery: Any) -> Job:
 
 
 def test_a_rank_that_sleeps_in_its_own_code_is_named_and_the_job_goes_on(tmp_path: Path) -> None:
-    """Its process is not stopped: only the collectives and the stacks show the hang."""
+    """The process is not stopped: only the collectives and the stacks show the hang."""
     late = "if restarts == 0 and rank == 1 and step == 200: fetch(1000)"
     job = job_of(tmp_path, late, 260, busyTimeoutSeconds=10)
     job.run()
@@ -73,7 +73,7 @@ def test_a_rank_that_sleeps_in_its_own_code_is_named_and_the_job_goes_on(tmp_pat
 def test_a_script_that_uses_a_phase_and_reports_no_step_is_not_taken_for_hung(
     tmp_path: Path,
 ) -> None:
-    """It trains for three times as long as a start-up may take."""
+    """The script trains for three times as long as a start-up may take."""
     late = """
     if rank == 0 and step % 50 == 0:
         with session.phase("save"):

@@ -1,7 +1,6 @@
 """A Ray cluster whose head can be lost: `ray start` for the head and for every other Ray node, and
 a Redis for the head's store on request. The cluster of cluster_rig.py is shared, so it keeps its
-head.
-"""
+head."""
 
 from __future__ import annotations
 
@@ -28,9 +27,9 @@ START_S = 40
 """A raylet ends when its helpers take longer than 15 s to start, as on a busy machine, and
 `ray start` does not notice."""
 GIVEN_UP_S = 10
-"""How long Ray's processes wait for a head that never comes back; 60 by default."""
+"""Seconds that Ray's processes wait for a head that never comes back; 60 by default."""
 WAITED_FOR_S = 600
-"""Where the head comes back: on a busy machine it takes long to start."""
+"""Seconds for a head that comes back: on a busy machine its start takes long."""
 
 
 class HeadedCluster:

@@ -195,7 +195,7 @@ class Submitted(Job):
         return ["run", str(self.file), "--ray", self.cluster.dashboard]
 
     def info(self) -> Any:
-        """Its entry in Ray's Jobs API."""
+        """Entry in Ray's Jobs API."""
         from ray.job_submission import JobSubmissionClient
 
         listed = JobSubmissionClient(self.cluster.dashboard).list_jobs()

@@ -52,7 +52,7 @@ def test_nodes_are_added_for_a_job_replaced_and_removed_after_its_end(
 def test_a_job_that_can_only_run_whole_gets_all_its_nodes_at_once(
     cluster: GrowingCluster, tmp_path: Path
 ) -> None:
-    """Its nodes are requested as one placement group, which has no room at first."""
+    """The job's nodes are requested as one placement group, which has no room at first."""
     job = Job(
         tmp_path, "whole", 1_000_000, cluster=cluster, nodes={"min": 2, "max": 2},
         checkpoint={

@@ -93,8 +93,8 @@ def test_auto_is_refused_on_a_machine_without_a_cluster(
 def test_a_runtime_env_that_the_cluster_cannot_build_is_reported_in_rays_words(
     tmp_path: Path,
 ) -> None:
-    """Its package was never uploaded. A pip environment would fail the same way, but Ray first
-    copies the whole Python environment, which has gigabytes."""
+    """The env's package was never uploaded. A pip environment would fail the same way, but Ray
+    first copies the whole Python environment, which has gigabytes."""
     dashboard = cluster_rig.connected().dashboard
     file, env = tmp_path / "job.yaml", tmp_path / "env.yaml"
     file.write_text(yaml.safe_dump(spec("no-package", 12)))
@@ -123,7 +123,7 @@ def test_the_name_of_a_job_that_runs_is_refused_at_submission(tmp_path: Path) ->
 
 
 def test_a_script_that_the_nodes_lack_fails_the_job_with_its_name(tmp_path: Path) -> None:
-    """It exists at the start, and is missing for the next generation."""
+    """The script exists at the start, and is missing for the next generation."""
     place = tmp_path / "beside"
     place.mkdir()
     shutil.copy(EXAMPLE, place / "train.py")

@@ -62,7 +62,7 @@ def test_a_job_whose_controller_cannot_start_reports_why_and_can_be_cancelled_an
 def test_a_job_whose_controller_fails_again_and_again_is_cancelled(
     cluster: cluster_rig.RayRig,
 ) -> None:
-    """It cannot read the job's journal, and neither can a command."""
+    """Neither the controller nor a command can read the job's journal."""
     from holdfast.orchestrator.backends.ray import kv
     from holdfast.orchestrator.cli.targets.ray.target import RayTarget
     from holdfast.orchestrator.hosts.ray import actor
@@ -245,7 +245,7 @@ def test_keys_of_an_earlier_job_of_the_same_name_are_ignored(
 def test_a_request_counts_as_soon_as_a_job_has_a_record(
     cluster: cluster_rig.RayRig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It is cancelled before it has a controller."""
+    """The job is cancelled before it has a controller."""
     from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
     from holdfast.orchestrator.backends.ray import kv
     from holdfast.orchestrator.cli.targets.ray.target import RayTarget

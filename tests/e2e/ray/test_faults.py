@@ -26,7 +26,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 
 def assert_on_the_head(job: Job) -> None:
-    """On another Ray node, one loss could take a node and the controller."""
+    """Assert that the controller is on the head, where no loss of a node takes it too."""
     from holdfast.orchestrator.backends.ray import ray_nodes
 
     home = ray_nodes.alive_nodes()[job.controller()["ray_node"]]

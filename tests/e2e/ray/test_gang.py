@@ -43,7 +43,7 @@ def start(place: Path, name: str, nodes: int) -> Job:
 
 
 def ranks(place: Path, job: Job) -> int:
-    """How many of its workers have started."""
+    """Number of the job's workers that have started."""
     return len(list(place.glob(f"{job.name}-[0-9]*")))
 
 

@@ -159,7 +159,7 @@ def training(place: Path, name: str, *, redis: bool = False, nodes: int) -> Iter
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedJob]:
-    """On three Ray nodes, without Redis. The first test ends one of them, the second the head."""
+    """Job on three Ray nodes, without Redis. The first test ends one, the second the head."""
     with training(tmp_path_factory.mktemp("ray"), "headless", nodes=3) as job:
         job.until(lambda view: view["world_size"] == 4)
         yield job

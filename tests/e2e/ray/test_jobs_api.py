@@ -128,7 +128,7 @@ QUICKSTART = blocks((ROOT / "docs/user/quickstart-ray.md").read_text(), "bash")
 
 
 def test_the_quickstart_runs_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first line names the cluster; the second may come before the job's driver."""
+    """The first line names the cluster; the second may come before the job's driver."""
     monkeypatch.setenv("RAY_ADDRESS", cluster_rig.connected().dashboard)
     monkeypatch.chdir(ROOT)
     (first,), lines, _scripts = QUICKSTART
@@ -172,7 +172,7 @@ def test_stopping_the_ray_job_cancels_the_training_job(client: Any, tmp_path: Pa
 def test_a_killed_driver_is_replaced_and_the_ray_job_stays_running(
     client: Any, tmp_path: Path
 ) -> None:
-    """If it stayed FAILED, KubeRay would delete the cluster of a RayJob while it trains."""
+    """KubeRay would delete the cluster of a RayJob that stays FAILED while it trains."""
     from holdfast.orchestrator.cli.targets.ray.target import RayTarget
 
     done = submit(tmp_path, "orphaned", 1_000_000)

@@ -105,7 +105,7 @@ def test_a_job_is_resized_suspended_and_reported(tmp_path: Path) -> None:
 
 
 def train(config: dict[str, Any]) -> None:
-    """Its worker of rank 1 waits in epoch 3 of its first life, to be killed."""
+    """Training whose worker of rank 1 waits in epoch 3 of its first life, to be killed."""
     start, checkpoint = 0, get_checkpoint()
     place = Path(config["place"])
     if checkpoint is not None:

@@ -276,7 +276,7 @@ def test_over_http_a_fault_is_injected_into_an_existing_rank(job: Job) -> None:
 def test_over_http_a_request_has_the_name_of_the_user_who_typed_it(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not that of the cluster's user, who runs the command."""
+    """The name is not the cluster user's, who runs the command."""
     dashboard = job.cluster.dashboard
     monkeypatch.setenv("LOGNAME", "ada; $(exit 1)\x1b[2J")
     job.running()

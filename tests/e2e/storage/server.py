@@ -75,7 +75,7 @@ class S3:
         self._process.communicate()
 
     def num_requests(self) -> int:
-        """Since the start."""
+        """Number of requests since the start."""
         with urllib.request.urlopen(f"{self.url}/num-requests", timeout=60) as answer:
             return int(answer.read())
 

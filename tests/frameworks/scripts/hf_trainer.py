@@ -33,7 +33,7 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 
 
 class StepLog(TrainerCallback):
-    """Only writes the step log."""
+    """Callback that only writes the step log."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         steplog.pace()

@@ -32,7 +32,7 @@ class Classifier(lightning.LightningModule):
 
 
 class StepLog(Callback):
-    """Only writes the step log."""
+    """Callback that only writes the step log."""
 
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int

@@ -71,7 +71,7 @@ class Counts(lightning.LightningModule):
 
 
 class StepLog(Callback):
-    """Only writes the step log."""
+    """Callback that only writes the step log."""
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         steplog.finished(trainer.global_step)

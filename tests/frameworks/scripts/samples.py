@@ -49,7 +49,7 @@ class Counts(torch.nn.Module):
 
 
 class StepLog(TrainerCallback):
-    """Only writes the step log."""
+    """Callback that only writes the step log."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         steplog.finished(state.global_step)

@@ -25,7 +25,7 @@ WORDS = [f"w{number}" for number in range(200)]
 
 
 class StepLog(TrainerCallback):  # type: ignore[misc]
-    """Only writes the step log."""
+    """Callback that only writes the step log."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" in (logs or {}):

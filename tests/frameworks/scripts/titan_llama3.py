@@ -54,7 +54,7 @@ def _on_cpus() -> None:
 
 
 class LoggedMetrics(MetricsProcessor):
-    """Only writes the step log."""
+    """Metrics that only write the step log."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):

@@ -1,4 +1,4 @@
-"""Which measurement a plan uses, and what it multiplies."""
+"""Measurement that a plan uses, and what it multiplies."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_factors_multiply_the_parts_that_were_measured_and_no_other() -> None:
 
 
 def test_the_parts_alone_are_those_of_the_step() -> None:
-    """On one rank: blocks x block + head + optimizer = the step."""
+    """Sum on one rank: blocks x block + head + optimizer = the step."""
     job = make_job(recipe=RECIPE, nodes=(1, 1), workers=1, resources={"gpu": 0})
     work, layout = planned(job, Mesh())
     block, head = parts_alone(work, layout, hardware())

@@ -1,4 +1,4 @@
-"""Which files of a directory are uploaded as code."""
+"""Files of a directory that are uploaded as code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which jobs get their code uploaded, and from where."""
+"""Jobs whose code is uploaded, and from where."""
 
 from __future__ import annotations
 

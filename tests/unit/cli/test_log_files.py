@@ -72,7 +72,7 @@ def test_following_ends_when_there_is_no_controller(holdfast: Holdfast) -> None:
 def test_the_log_of_a_rank_that_no_longer_exists_is_followed_to_the_end(
     directory: JobDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the second poll the job continues with one rank."""
+    """The job continues with one rank at the second poll."""
     path, looks = directory.rank_log(3, 0), itertools.count()
 
     def alive() -> bool:

@@ -324,7 +324,7 @@ def test_a_new_controller_counts_no_checkpoint_whose_deletion_is_under_way() -> 
 
 
 def test_a_new_controller_commits_nothing_that_an_earlier_one_has_deleted() -> None:
-    """Its journal lacks the last decisions."""
+    """The new controller's journal lacks the last decisions."""
     job = Transcript().started()
     for shard in range(2):
         job.persisted(9, shard)

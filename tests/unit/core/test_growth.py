@@ -69,7 +69,7 @@ def test_a_job_grows_without_standbys_that_take_too_long() -> None:
 
 
 def test_a_node_that_trains_may_import_as_well() -> None:
-    """Its workers have reported what they imported a moment ago."""
+    """The node's workers have reported what they imported a moment ago."""
     job = shrunk()
     ready(job, "a", now=False)
     job.join("c")

@@ -245,7 +245,7 @@ def test_a_fault_that_is_reported_within_a_heartbeat_was_noticed_at_once() -> No
 def test_a_node_that_vanished_without_a_controller_was_lost_after_its_last_record(
     ended_s: float | None, expected_s: float
 ) -> None:
-    """Where peers ended by themselves their ends are nearer to the fault."""
+    """Peers that ended by themselves are nearer to the fault."""
     job = Transcript().started(step=3)
     _taken_over(job, 300, nodes=("a",))
     job.join("a", generation=1, ranks=(0, 1))

@@ -1,4 +1,4 @@
-"""When workers keep their processes, and what a failure of such a generation costs."""
+"""Conditions under which workers keep their processes, and the cost of failures then."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_generation_that_has_not_trained_keeps_nothing_and_nor_does_a_suspende
 def test_a_job_that_grows_keeps_processes_that_were_made_with_several_replicas(
     kept: tuple[int, ...],
 ) -> None:
-    """Those of a forked smaller world have no process groups over replicas."""
+    """Processes of a forked smaller world have no process groups over replicas."""
     job = Transcript(spec(recovery=AUTO)).started(step=3)
     job.apply(ResizeRequested(nodes=1))
     job.wait(5)

@@ -70,7 +70,7 @@ def test_the_answer_to_a_request_for_nodes_is_awaited() -> None:
 
 
 def test_the_start_time_of_the_backend_counts_more_than_measured_ones() -> None:
-    """On one machine the first nodes wait for the node launcher; the next ones are forked."""
+    """The first nodes of one machine wait for the node launcher; the next ones are forked."""
     job = started(4.0)
     lose(job, granted=False)
     (request,) = [a for a in job.state.inflight.values() if isinstance(a, RequestNodes)]
@@ -401,8 +401,8 @@ def test_surplus_nodes_are_released_after_the_first_step_the_newest_first() -> N
 
 
 def test_a_script_keeps_idle_nodes_until_its_workers_have_restored_from_memory() -> None:
-    """It is in phase running as soon as its workers run: the nodes that a shrink made idle still
-    hold shards that its workers read."""
+    """The job is in phase running as soon as its workers run: the nodes that a shrink made idle
+    still hold shards that its workers read."""
     job = Transcript(spec({"min": 1, "max": 3}, shard="world", script=True)).started("a", "b", "c")
     job.apply(ResizeRequested(nodes=2))
     job.all_stopped(3)

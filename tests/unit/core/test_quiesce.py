@@ -37,7 +37,7 @@ RARELY = {"memory": {"everySteps": 100}, "storage": {"everySteps": 1000}}
 
 
 def trained(step: int = 30, nodes: dict[str, int] | None = None, **tier: Any) -> Transcript:
-    """It has staged step 0 at most."""
+    """Job that has staged step 0 at most."""
     job = Transcript(spec(nodes or {"min": 1, "max": 2}, checkpoint=tier or RARELY))
     names = ("a", "b", "c")[: (nodes or {}).get("max", 2) + (nodes or {}).get("spares", 0)]
     job.started(*names)
@@ -104,7 +104,7 @@ def test_a_job_that_stages_every_step_stages_no_extra_step(tier: dict[str, Any])
 
 @pytest.mark.parametrize("counted_by", ["script", "counted", "posted", "collectives"])
 def test_a_script_that_keeps_its_own_checkpoints_is_stopped_at_once(counted_by: Any) -> None:
-    """It stages no step: to wait for one delays the stop, perhaps past the end of the script."""
+    """The script stages no step: to wait for one delays the stop, maybe past its end."""
     job = Transcript(spec(checkpoint=RARELY)).started()
     event = StepCompleted(generation=1, step=30, step_s=0.4, counted_by=counted_by)
     job.apply(event)

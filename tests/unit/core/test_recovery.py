@@ -211,7 +211,7 @@ def test_a_cordoned_node_without_a_restore_point_is_released_at_once() -> None:
 
 
 def test_a_cordoned_node_is_released_once_its_state_is_in_storage() -> None:
-    """Its replacement may need the GPUs that it holds."""
+    """The replacement may need the GPUs that it holds."""
     job = Transcript(spec({"min": 1, "max": 1})).started("a", step=40)
     job.exits(0, code=1, error_type="DeviceMissing", error_message="got 1 GPU; expected 2")
     job.all_stopped(40)

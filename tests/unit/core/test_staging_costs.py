@@ -24,7 +24,7 @@ RARE_STORAGE = {"storage": {"everySteps": 10_000}}
 
 
 def _job(**checkpoint: object) -> Transcript:
-    """Its step time is known; nothing is measured yet."""
+    """Job whose step time is known; nothing is measured yet."""
     job = Transcript(spec(checkpoint=checkpoint or RARE_STORAGE)).started(step=0)
     job.wait(3)
     return job

@@ -1,6 +1,5 @@
 """Checkpoints that cannot be used: damaged, missing, or in a store that cannot be read; and a job
-that has nothing left to restore.
-"""
+that has nothing left to restore."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ AXES = ("tensor", "context", "pipeline")
 
 @pytest.fixture(autouse=True)
 def _without_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are most of the work of a plan, and no way depends on them."""
+    """Leave out strategies: they are most of the work of a plan, and no way depends on them."""
     monkeypatch.setattr("holdfast.orchestrator.explorer.plan.strategies_of", lambda *_: None)
 
 

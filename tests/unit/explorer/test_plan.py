@@ -87,7 +87,7 @@ def test_a_plan_that_fits_has_no_ways() -> None:
 
 
 def test_seventy_billion_parameters_are_launched_as_planned() -> None:
-    """It was planned with shard 64 and launched as 8 x 8, which needs 289 GiB of 80."""
+    """The model was planned with shard 64 and launched as 8 x 8, which needs 289 GiB of 80."""
     model = {"dim": 8192, "numLayers": 80, "numHeads": 64, "numKvHeads": 8, "ffnDim": 28672}
     recipe = {
         "globalBatch": 64,

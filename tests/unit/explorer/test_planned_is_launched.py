@@ -85,7 +85,7 @@ def jobs(draw: st.DrawFn) -> tuple[TrainingJob | None, NodeFacts]:
 def test_the_plan_of_any_nodes_has_the_mesh_of_the_controller(
     made: tuple[TrainingJob | None, NodeFacts], available: int
 ) -> None:
-    """Also after nodes were lost or joined: the controller takes the largest size that has one."""
+    """The controller takes the largest size with a mesh, also after nodes left or joined."""
     job, node = made
     if job is None:
         return

@@ -202,7 +202,7 @@ def test_why_a_strategy_lost_names_a_part_of_its_step() -> None:
 
 
 def test_a_slower_network_moves_the_choice_away_from_it() -> None:
-    """Over Ethernet one copy per node sends least between nodes."""
+    """One copy per node sends least between nodes over Ethernet."""
     work = workload("llama3-8b")
     fast = search(work, cluster(16)).ranked[0]
     slow = search(work, cluster(16, network="ethernet-10")).ranked[0]

@@ -137,7 +137,7 @@ def test_a_tensor_axis_sends_activations() -> None:
 
 
 def test_gloo_sends_a_reduce_scatter_twice() -> None:
-    """It has none: each rank reduces the whole."""
+    """Gloo has no reduce-scatter: each rank reduces the whole."""
     precision = {"precision": {"parameters": "float32"}}
     sent = {}
     for gpu in (0, 1):

@@ -1,4 +1,4 @@
-"""Where journals are: files, a ConfigMap of a fake API server, keys in a dictionary."""
+"""Places of journals: files, a ConfigMap of a fake API server, keys in a dictionary."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def record(number: int) -> Record:
 
 
 class Place:
-    """Where the journal of one job is, for any number of controllers and readers."""
+    """Place of the journal of one job, for any number of controllers and readers."""
 
     def __init__(self, kind: str, directory: Path, cluster: KubeClient, api: StatefulFakeApi):
         self.kind, self.directory, self.cluster, self.api = kind, directory, cluster, api

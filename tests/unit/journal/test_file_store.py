@@ -95,7 +95,7 @@ def test_a_journal_cut_at_any_byte_keeps_every_whole_record(tmp_path: Path) -> N
 
 
 def test_zeros_at_the_end_are_a_torn_tail(tmp_path: Path) -> None:
-    """After a power failure the file may end with blocks that were never written."""
+    """The file may end, after a power failure, with blocks that were never written."""
     ends = write(tmp_path / "journal")
     path = live(tmp_path / "journal")
     data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Which records of a job's journal are valid after takeovers. The store is a dictionary;
+"""Records of a job's journal that are valid after takeovers. The store is a dictionary;
 tests/e2e/ray/test_journal.py has the real one."""
 
 from __future__ import annotations

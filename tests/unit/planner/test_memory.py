@@ -41,7 +41,7 @@ def test_the_peak_is_the_largest_phase_and_not_the_sum_of_all_rows() -> None:
 
 
 def test_sharded_gradients_do_not_exist_beside_all_activations() -> None:
-    """They grow while activations are freed: the sum of both is not the peak."""
+    """Gradients grow while activations are freed: the sum of both is not the peak."""
     rows = device_rows(make_job(recipe={"globalBatch": 4}), Mesh(shard=2))
     assert not rows["gradients"].phases & rows["activations"].phases
 

@@ -1,4 +1,4 @@
-"""Which files are read, how names are resolved, and what a comment silences."""
+"""Files that are read, the resolution of names, and what a comment silences."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def no_descriptor_left() -> Iterator[None]:
 
 
 def test_a_port_goes_on_after_it_had_no_descriptor(stack: ExitStack) -> None:
-    """It ends its oldest stranger to make room."""
+    """The port ends its oldest stranger to make room."""
 
     async def scene() -> None:
         loop = asyncio.get_running_loop()

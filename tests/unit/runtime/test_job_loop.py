@@ -47,7 +47,7 @@ def take(loop: JobLoop, now_ns: int) -> Ready:
 
 
 def launched() -> tuple[JobLoop, Ready]:
-    """At one second: two nodes have joined, and their launch is decided."""
+    """Job loop at one second: two nodes have joined, and their launch is decided."""
     loop = JobLoop.restore(JOB, None, [])
     loop.start(SECOND_NS, SUBMITTED, (), None)
     (request,) = take(loop, SECOND_NS).actions

@@ -1,4 +1,4 @@
-"""Between wire and core."""
+"""Translation between wire and core."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ FEW, MANY = 640, 2048
 MEASURED = 64
 GROWTH = 1.25
 BETWEEN_NS = 1_000
-"""Between two events: so little that the monitor checks no two of those that are measured."""
+"""Nanoseconds between two events: too few for the monitor to check two measured ones."""
 
 
 class Bytecodes:

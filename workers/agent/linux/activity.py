@@ -1,5 +1,5 @@
-"""Whether worker processes use the CPU, wait for it or do I/O, and how short of CPU time the node
-is: from /proc, between two measurements.
+"""Activity of worker processes (CPU, waits for it, I/O) and the node's shortage of CPU time: from
+/proc, between two measurements.
 
 A process that does nothing of this, while its peers wait for it, is hung; the others may be slow.
 """
@@ -148,7 +148,7 @@ class ActivityMeter:
         return sum(int(counts.get(name, 0)) for name in ("rchar", "wchar", "read_bytes"))
 
     def _children(self, pid: int) -> list[int]:
-        """Such as the workers of a data loader."""
+        """Children, such as the workers of a data loader."""
         try:
             text = (self._proc / str(pid) / "task" / str(pid) / "children").read_text()
         except OSError:

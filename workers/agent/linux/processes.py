@@ -70,14 +70,14 @@ def state_of(pid: int) -> str:
 
 
 def is_ending(pid: int) -> bool:
-    """Whether a process ends or has ended. Its connections close first; a GPU's context can take
+    """True if a process ends or has ended. Its connections close first; a GPU's context can take
     seconds until it is a zombie."""
     stat = _stat(pid)
     return not stat or stat[0] in b"ZX" or bool(int(stat[6]) & PF_EXITING)
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for this signal."""
+    """True if a process has a handler for this signal."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):

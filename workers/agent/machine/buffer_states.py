@@ -56,7 +56,7 @@ class Slot:
     generation: int = 0
     members: tuple[int, ...] = ()
     by_step: bool = False
-    """Its members ask for the buffer of each step."""
+    """True if the members ask for the buffer of each step."""
     asks: dict[int, Ask] = field(default_factory=dict)
     """Local rank -> its request that is not answered."""
     reserve_bytes: int = 0
@@ -66,13 +66,13 @@ class Slot:
     newest: dict[int, int] = field(default_factory=dict)
     """Local rank -> the last step that it has staged, of twins."""
     differ: bool = False
-    """Its members have different state."""
+    """True if the members have different state."""
     wanted: list[int] = field(default_factory=list)
     """Sizes of unanswered requests."""
     requested: bool = False
-    """Its worker has requested buffers."""
+    """True if the worker has requested buffers."""
     waits: bool = False
-    """Its worker waits for a buffer."""
+    """True if the worker waits for a buffer."""
     latest: Version | None = None
     """Newest version that the worker of this generation has staged."""
     steps: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS_KNOWN))

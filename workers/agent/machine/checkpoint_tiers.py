@@ -279,7 +279,7 @@ class CheckpointTiers:
         return out
 
     def _is_written(self, buffer: StagingBuffer) -> bool:
-        """Whether it is being written, or a controller knows that it was."""
+        """True if the version is being written, or a controller knows that it was."""
         at = key(_content(buffer))
         is_known = at in self._written and at not in self.unacknowledged
         return at in self._writing.values() or is_known
@@ -384,7 +384,7 @@ class CheckpointTiers:
         return self.buffers.find(*version_and_shard) or self.copies.find(*version_and_shard)
 
     def _requested(self, seat: WorkerSeat, step: int) -> bool:
-        """Whether a Persist waits for this step or for an earlier one."""
+        """True if a Persist waits for this step or for an earlier one."""
         marks = self._marks.get(seat.rank, [])
         self._marks[seat.rank] = [mark for mark in marks if mark > step]
         return len(self._marks[seat.rank]) < len(marks)

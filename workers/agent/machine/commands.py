@@ -140,7 +140,7 @@ class WriteStorage(CommandBase, frozen=True):
     directory: str
     file: str
     mesh: Mesh | None = None
-    """Without a controller: write a note with it beside the file."""
+    """Mesh for a note beside the file, which is written without a controller."""
 
 
 class PushToBuddy(CommandBase, frozen=True):

@@ -77,11 +77,11 @@ class Worker:
     leaves: bool = False
     """The script has run to its end."""
     keeps: bool | str = ""
-    """Whether its process can be kept when the generation stops, or why not; empty: not known."""
+    """True if the process can be kept when the generation stops, or why not; empty: not known."""
     process_of: tuple[int, int] | None = None
     """(generation, rank) of the kept worker whose process it takes over."""
     kept: bool = False
-    """Its process waits for a seat in the next generation; here it counts as ended."""
+    """True if the process waits for a seat in the next generation; here it counts as ended."""
     signals: set[int] = field(default_factory=set)
     """Signals that the controller ordered; SIGTERM may have come as a StopNotice."""
     wants_notice: bool = False
@@ -130,8 +130,8 @@ class Worker:
 
     @property
     def ends_itself(self) -> bool:
-        """It gets some time in an unplanned stop: it saves, or cleans up after an error of its own.
-        The loss of a peer is not one."""
+        """True if the worker gets some time in an unplanned stop: it saves, or cleans up after an
+        error of its own, which the loss of a peer is not."""
         if self.failed is not None:
             return not self.failed.secondary
         return self.phase == "save"
@@ -253,7 +253,7 @@ class Generation:
 
     @property
     def exits(self) -> tuple[Exit, ...]:
-        """How workers ended, and how long ago."""
+        """Ends of workers, each with its age."""
         return tuple(
             replace(w.exit, ago_s=round((self.now_ns - w.ended_ns) / SECOND_NS, 3))
             for w in self.workers.values()

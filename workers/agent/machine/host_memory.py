@@ -44,8 +44,7 @@ class MemoryPlan:
         return self.current
 
     def unreported(self) -> HostMemory | None:
-        """The plan, if it differs from the last one that was reported in more than what is
-        free."""
+        """The plan, if it differs from the last one that was reported in more than what is free."""
         if self.current is None or _facts(self.current) == _facts(self._reported):
             return None
         self._reported = self.current

@@ -71,7 +71,7 @@ class WorkerEnded(InputBase, frozen=True):
     crash: Failed | None = None
     """What its output shows of a crash in native code."""
     before_ours: bool = False
-    """Whether it was ending when our first signal was sent."""
+    """True if the process was ending when our first signal was sent."""
 
 
 class JobConfigured(InputBase, frozen=True):

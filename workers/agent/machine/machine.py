@@ -64,7 +64,7 @@ class AgentMachine:
         """A launch that waits for the end of an older generation's workers."""
         self._link_up = False
         self._connected = False
-        """Between Welcome and LinkDown."""
+        """True between Welcome and LinkDown."""
         self._absent_since_ns: int | None = None
         self._last_save_ns: int | None = None
         """No controller came in time, and the last steps are written until then."""
@@ -298,7 +298,7 @@ class AgentMachine:
 
     @property
     def _absence_s(self) -> float | None:
-        """Before the first controller the spec is not known."""
+        """Seconds without a controller; before the first controller the spec is not known."""
         welcome = self.welcome
         return welcome.controller_absence_s if welcome else limits.CONTROLLER_ABSENCE_S
 

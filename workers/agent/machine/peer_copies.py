@@ -61,7 +61,7 @@ class PeerCopies:
         return self._discard_old()
 
     def release(self, kept: Version | None) -> list[int]:
-        """There is no memory for copies: give up all but this version."""
+        """Give up all copies but this version: memory lacks."""
         for copy in self.copies.values():
             if copy.content is not None and version(copy.content) != kept:
                 copy.content = None

@@ -22,7 +22,7 @@ class MachineTiming:
     because another node was just lost, and where nodes share cores its warm-up would delay the
     recovery."""
     stack_margin_s: float = 0.5
-    """After limits.STACK_TIMEOUT_S and this, workers are killed without their stacks."""
+    """Seconds after limits.STACK_TIMEOUT_S at which workers are killed without their stacks."""
     save_share: float = 0.5
     """Share of the grace after which a node without a controller writes what it has staged. A
     restarted controller is back within seconds and plans better; storage needs time too."""

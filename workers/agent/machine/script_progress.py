@@ -23,7 +23,7 @@ class ScriptProgress:
     began_after: int | None = None
     """The step after which the script began; None: not known (yet)."""
     began_estimated: bool = False
-    """Whether it may be another one: the steps before the first report are not reported."""
+    """True if the step may be another one: the steps before the first report are not reported."""
     _began_ns: int | None = None
     """Time at which a program that posts began to train."""
     _said_after: int | None = None
@@ -67,10 +67,10 @@ class ScriptProgress:
             self.began_after, self.began_estimated = after_step, False
 
     def _note_beginning(self, step: int) -> None:
-        """Where a script began. A hook's word counts from the first step on: until then it may be
-        loading, and is watched as one that says nothing. Of a script that does not say it and
-        reports every Nth step, the second report shows N, and the steps before the first one are
-        as many: until then at least that one was trained."""
+        """Note where a script began. A hook's word counts from the first step on: until then the
+        script may be loading, and is watched like one without reports. Of a script that does not
+        say it and reports every Nth step, the second report shows N, and the steps before the first
+        one are as many: until then at least that one was trained."""
         if self._last is None and self._said_after is not None and self._said_after < step:
             self.began_after, self.began_estimated = self._said_after, False
         elif self._last is None and self.began_after is None:

@@ -1,4 +1,4 @@
-"""Which staging buffer may be written and which must be kept. Pure bookkeeping, no memory.
+"""Staging buffers: which may be written, and which must be kept. Pure bookkeeping, no memory.
 
 A version is (generation, step). Kept are the two newest versions that are complete on this node,
 newer ones that can still become complete, `agreed` ones (of the buddy tier, see copy_round.py), and
@@ -217,7 +217,7 @@ class StagingBuffers:
         return self._slot_of.get(rank, rank)
 
     def has_staged(self, rank: int, key: Version) -> bool:
-        """Whether this is the newest version that the worker of this local rank has staged."""
+        """True if this is the newest version that the worker of this local rank has staged."""
         slot = self.slots.get(self.slot_of(rank))
         if slot is None or not slot.by_step:
             return slot is not None and slot.latest == key
@@ -285,15 +285,15 @@ class StagingBuffers:
         return done
 
     def _too_early(self, number: int, slot: Slot) -> bool:
-        """How much memory is left is known when every worker has asked: each gets one buffer until
-        then, and more only if it cannot go on."""
+        """True until every worker has asked and the memory left is known: each gets one buffer
+        until then, and more only if it cannot continue."""
         if self.knows_memory or slot.waits:
             return False
         return any(b.holder == slot.generation for b in self.of_slot(number))
 
     @property
     def knows_memory(self) -> bool:
-        """How much is left for buffers."""
+        """True if the memory left for buffers is known."""
         return self.most is None or all(slot.requested for slot in self.slots.values())
 
     def fitting(self, number: int, num_bytes: int) -> tuple[list[StagingBuffer], list[Change]]:
@@ -370,7 +370,7 @@ class StagingBuffers:
             buffer.content = None
 
     def may_complete(self, key: Version) -> bool:
-        """Whether each slot has staged this version or may still stage it."""
+        """True if each slot has staged this version or may still stage it."""
         for number, slot in self.slots.items():
             if slot.by_step:
                 if not self._twins_may_complete(number, slot, key):
@@ -421,7 +421,7 @@ class StagingBuffers:
             buffer.filling = None
 
     def _twins_may_complete(self, number: int, slot: Slot, key: Version) -> bool:
-        """Whether the twins have staged this version or may still stage it."""
+        """True if the twins have staged this version or may still stage it."""
         late = set(slot.members)
         for buffer in self.of_slot(number):
             content, filling = buffer.content, buffer.filling

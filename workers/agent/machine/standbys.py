@@ -22,7 +22,7 @@ class Standbys:
     due_ns: int | None = None
     """Time of the next fork; None when no standby is needed."""
     reported: bool | None = None
-    """Whether they are ready, as was last reported; None: not known yet."""
+    """True if the standbys are ready, as last reported; None: not known yet."""
 
     modules: tuple[str, ...] = ()
     """What rank 0 had imported, if it ran here."""

@@ -20,7 +20,7 @@ _NETWORK_ERRORS = {"DistNetworkError", "DistBackendError", "DistStoreError", "Di
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether the error reports the loss of a peer or of the network: not the root cause."""
+    """True if the error reports the loss of a peer or of the network: not the root cause."""
     seen: BaseException | None = error
     while seen is not None:
         kind, message = type(seen).__name__, text_of(seen)

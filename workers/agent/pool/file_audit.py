@@ -94,7 +94,7 @@ class Earlier:
         return bool(self._newest)
 
     def holds(self, path: Path) -> bool:
-        """Whether a file that is read may be the training's state: a checkpoint of the job, a file
+        """True if a file that is read may be the training's state: a checkpoint of the job, a file
         in one, or a file beside one with a checkpoint's name, written since the job began."""
         if path.suffix in _NOT_STATE or not (self._is_known(path) or self._is_beside(path)):
             return False
@@ -114,18 +114,18 @@ class Earlier:
         return any(_STATE.search(path.relative_to(folder).parts[0]) for folder in above)
 
     def overwritten(self, path: Path) -> bool:
-        """Whether this takes the place of one, or is older than one."""
+        """True if this takes the place of a checkpoint, or is older than one."""
         series, numbers = series_of(path)
         return series in self._newest and numbers <= self._newest[series]
 
     def repeated(self, path: Path) -> bool:
-        """Whether one of the same name is in another directory, as if each start had its own."""
+        """True if another directory has a checkpoint of the name, as if each start had its own."""
         directory, name = series_of(path)[0]
         return any(name == known and directory != other for other, known in self._newest)
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a file of this name is a checkpoint."""
+    """True if a file of this name is a checkpoint."""
     if _FILE.search(name):
         return True
     if (end := _MAYBE_FILE.search(name)) is not None:
@@ -146,7 +146,7 @@ def checkpoint_of(path: Path, *, folder: bool) -> Path | None:
 
 
 def _trains(saves: bool) -> bool:
-    """Whether this process trains already. `saves`: it calls torch.save or the like."""
+    """True if this process trains already. `saves`: it calls torch.save or the like."""
     from holdfast.orchestrator import limits
     from holdfast.workers.session import inspection
 

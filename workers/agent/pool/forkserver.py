@@ -124,8 +124,8 @@ class Forkserver:
             template.waiting.append((message, fds))
 
     def _signal_later(self, message: fork_protocol.SignalWorker) -> None:
-        """To a worker that waits for the template. One with a rank need not be forked to end: a
-        stop is not to wait for an import."""
+        """Note a signal to a worker that waits for the template. A worker with a rank need not be
+        forked to end: a stop must not wait for an import."""
         template = self._template
         assert template is not None, "its worker waits for it"
         ends = message.signal in (signal.SIGKILL, signal.SIGTERM)

@@ -20,7 +20,7 @@ from ..process import process_env
 def open_context(
     job: TrainingJob, local_rank: int, make: Callable[[int], None] | None = None
 ) -> bool:
-    """Whether the context of GPU `local_rank` is open now. A failure is printed: the worker opens
+    """True if the context of GPU `local_rank` is open now. A failure is printed: the worker opens
     it later, and reports what is wrong."""
     if not wanted(job, local_rank):
         return False
@@ -34,7 +34,7 @@ def open_context(
 
 
 def wanted(job: TrainingJob, local_rank: int) -> bool:
-    """Only where every worker sees all GPUs of the node: with several GPUs for each, or parts of
+    """True only if every worker sees all GPUs of the node: with several GPUs for each, or parts of
     them, CUDA_VISIBLE_DEVICES comes with the rank."""
     named = job.spec.env.get(VISIBLE_DEVICES, os.environ.get(VISIBLE_DEVICES, ""))
     one_each = job.spec.resources.num_gpus == 1 and not is_mig(named.split(","))

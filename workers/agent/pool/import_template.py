@@ -70,7 +70,7 @@ class ImportTemplate:
         return [one for one in self.waiting if one[0].local_rank < 0]
 
     def serves(self, modules: Sequence[str]) -> bool:
-        """Whether it has, or will have, these modules as they are installed now."""
+        """True if the template has, or will have, these modules as they are installed now."""
         return set(self.modules).issuperset(modules) and self._installed == _installed()
 
     def fork(
@@ -86,7 +86,7 @@ class ImportTemplate:
         return answer
 
     def kill(self) -> None:
-        """Without waiting for its end: an import may hang in a file system."""
+        """Kill the template without waiting for its end: an import may hang in a file system."""
         self.link.close()
         for send, target in ((os.killpg, self.pid), (os.kill, self.pid)):
             with contextlib.suppress(ProcessLookupError):  # also before it has its group

@@ -76,7 +76,7 @@ def of_prefix(prefix: Path) -> dict[str, str]:
 
 
 def _is_our_prefix(prefix: Path) -> bool:
-    """Whether it is the virtual environment of this process."""
+    """True if the prefix is the virtual environment of this process."""
     return (prefix / "pyvenv.cfg").is_file() and prefix.resolve() == Path(sys.prefix).resolve()
 
 

@@ -1,6 +1,5 @@
 """What a worker printed before its own native code ended it: the stack that faulthandler wrote, the
-message before it, and whether the watchdog of NCCL in torch ended it for a lost peer.
-"""
+message before it, and whether the watchdog of NCCL in torch ended it for a lost peer."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from pathlib import Path
 from holdfast.workers.worker_protocol import Failed
 
 TAIL_BYTES = 64 * 1024
-"""After the watchdog's line faulthandler writes the stacks of all threads."""
+"""Bytes to read: after the watchdog's line, faulthandler writes the stacks of all threads."""
 MAX_LINE_CHARACTERS = 400
 
 _WATCHDOG = re.compile(
@@ -30,7 +29,7 @@ _CPP = "terminate called"
 
 
 def crash(text: str) -> Failed | None:
-    """How native code ended a worker: the line before the crash and Python's stack, or the line
+    """Worker's end by native code: the line before the crash and Python's stack, or the line
     that reports a lost peer. None: the output does not show it."""
     lines = (line.strip() for line in text.splitlines())
     watchdog = next((line for line in lines if _WATCHDOG.search(line)), "")

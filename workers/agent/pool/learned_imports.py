@@ -1,4 +1,4 @@
-"""Which modules a script imports: those of `spec.preload`, and installed ones, learned from its
+"""Modules that a script imports: those of `spec.preload`, and installed ones, learned from its
 workers for the standbys to come.
 
 The learned ones are kept in a file of the machine's cache, for later agents and the next run.

@@ -18,8 +18,8 @@ from pathlib import Path
 from holdfast.orchestrator.protocol.environment import CACHES
 
 SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
-"""Without it numpy's OpenBLAS starts threads at import, and a process with threads must not fork.
-Workers set their number of threads after the fork."""
+"""Environment without which numpy's OpenBLAS starts threads at import, and a process with threads
+must not fork. Workers set their number of threads after the fork."""
 
 MODULES = (
     "numpy",

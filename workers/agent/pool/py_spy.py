@@ -13,11 +13,11 @@ REFUSED = ("permission denied", "operation not permitted", "os error 1)", "os er
 
 
 class SpyError(Exception):
-    """It gave no result; the text says why and what to do."""
+    """py-spy gave no result; the text says why and what to do."""
 
 
 async def run(*arguments: str, timeout_s: float) -> bytes:
-    """Its standard output. Raises SpyError."""
+    """py-spy's standard output. Raises SpyError."""
     beside = Path(sys.executable).with_name("py-spy")
     tool = str(beside) if beside.exists() else shutil.which("py-spy")
     if tool is None:

@@ -29,7 +29,7 @@ UNABLE = ("T", "t", "D", "Z", "")
 SHOWN_TIMEOUT_S = 6.0
 """Limit for py-spy, where a user waits and no recovery does."""
 MAX_SPIES = 8
-"""At the same time, for a user."""
+"""Processes of py-spy at the same time, for a user."""
 STATES = {"T": "stopped", "t": "stopped", "D": "blocked in the kernel", "Z": "ended", "": "ended"}
 
 Ask = Callable[[int, float], Awaitable[Inspection]]

@@ -67,12 +67,12 @@ def expect_imported(job: TrainingJob) -> None:
 
 
 def _origin(module: object) -> str:
-    """Its file; "" if it has none."""
+    """Module's file; "" if it has none."""
     return getattr(getattr(module, "__spec__", None), "origin", None) or ""
 
 
 def cannot_fork() -> str:
-    """Why this process must not fork, "" if it may."""
+    """Reason why this process must not fork, "" if it may."""
     if (threads := preload.num_threads()) > 1:
         return f"started {threads - 1} threads"
     # CUDA's driver opens it, also to count devices; NVML does not.

@@ -67,7 +67,7 @@ def warm(job: TrainingJob, directory: str = ".") -> None:
 
 
 def calls_session(job: TrainingJob, directory: str) -> bool:
-    """Whether the entry file itself imports holdfast.session. The file is parsed, not run."""
+    """True if the entry file itself imports holdfast.session. The file is parsed, not run."""
     entry = job.spec.entrypoint.program
     if entry.is_foreign:
         return False

@@ -64,7 +64,7 @@ class WorkerProcess:
     reading: bool = False
     signalled: bool = False
     was_ending: bool = False
-    """Whether it was ending when our first signal was sent."""
+    """True if the process was ending when our first signal was sent."""
     log_file: str = ""
     stack_text: str = ""
     """Text of its newest StackReport."""

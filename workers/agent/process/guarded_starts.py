@@ -28,10 +28,10 @@ from .uploaded_code import CodeUnavailable, UploadedCode
 
 @dataclass(frozen=True)
 class StartSetting:
-    """Where a worker starts, and with which further environment variables."""
+    """Directory in which a worker starts, and its further environment variables."""
 
     directory: str
-    """To which spec.workingDirectory is relative."""
+    """Directory to which spec.workingDirectory is relative."""
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -173,7 +173,7 @@ def _other_size(tag: Path, written_by: int, num_ranks: int) -> str:
 
 
 def _is_guarded(fork: commands.Fork, job: TrainingJob, welcome: m.Welcome) -> bool:
-    """Whether the script may have checkpoints of its own."""
+    """True if the script may have checkpoints of its own."""
     membership, entry = fork.membership, job.spec.entrypoint
     first = not membership.restart_count or not welcome.submitted_ns
     guarded = job.spec.checkpoint.guard.chosen != "never" and entry.recipe is None

@@ -91,7 +91,7 @@ class ProgressServer:
         return found
 
     def _note(self) -> None:
-        """Once: such posts come every few seconds."""
+        """Log once: such posts come every few seconds."""
         if not self._noted:
             self._noted = True
             self._on_note(

@@ -20,7 +20,7 @@ from ..pool import py_spy, stacks
 from ..pool.worker_pool import WorkerPool
 
 SPY_START_S = 8.0
-"""To find the symbols of an interpreter with torch, and to write the file."""
+"""Seconds to find the symbols of an interpreter with torch, and to write the file."""
 
 
 async def answer(

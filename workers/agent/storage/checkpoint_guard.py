@@ -43,12 +43,12 @@ MAX_ROOTS = 16
 MAX_JUDGED = 3
 """Older checkpoints with which the newest one is compared."""
 LOOK_TIMEOUT_S = 5.0
-"""After this the workers are started all the same: a launch is sent again after 15 s."""
+"""Seconds after which the workers are started all the same: a launch is sent again after 15 s."""
 TOO_SLOW = f"the file system did not answer within {LOOK_TIMEOUT_S:.0f} s; the rest is unchanged"
 GROWTH_S = 0.5
 """A checkpoint that may be another job's is renamed only if it has not changed for this long."""
 SETTLED_S = 60.0
-"""Since so long what no rank reported must not have changed: a download from another node may
+"""Seconds in which what no rank reported must not have changed: a download from another node may
 pause."""
 SINGLE_FILES = (".ckpt", ".pt", ".pth", ".pth.tar")
 """Ends of the names of checkpoints that are one file, where no rank reported what it wrote."""
@@ -83,7 +83,7 @@ class Findings:
     """(when it was written, where) of the newest complete checkpoint of this job. A file that may
     be something else, such as a cache, counts only if there is no other."""
     certainty: int = 0
-    """How surely the script resumes from it: a folder or tag of a framework, 2; for files see
+    """Certainty that the script resumes from it: a folder or tag of a framework, 2; for files see
     `certainty_of`."""
     size: int = 0
     """Bytes of a file."""
@@ -95,7 +95,7 @@ class Findings:
     """(when it was written, where) of those."""
     num_entries: int = 0
     cut_short: str = ""
-    """Why not everything was looked at; empty: it was."""
+    """Reason why the search ended early; empty: it did not."""
 
     def complete(self, path: Path, written_ns: int, certainty: int, size: int = 0) -> None:
         if path in self.failed:
@@ -135,7 +135,7 @@ def roots(job: TrainingJob, spec_directory: str) -> list[Path]:
 
 
 def may_name(job: TrainingJob) -> bool:
-    """Whether the newest checkpoint of these directories is the job's. An argument may also name
+    """True if the newest checkpoint of these directories is the job's. An argument may also name
     what another job writes; the ranks of a script report what they write."""
     program = job.spec.entrypoint.program
     unseen = bool(program.words or program.python or program.runner)
@@ -394,8 +394,8 @@ def _number(path: Path) -> int:
 
 
 def in_use(path: Path) -> str:
-    """Who writes a checkpoint while no rank of this job runs; empty: no process that this node can
-    see."""
+    """Process that writes a checkpoint while no rank of this job runs; empty: no process that this
+    node can see."""
     before = _state(path)
     for process in Path("/proc").glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
@@ -408,7 +408,7 @@ def in_use(path: Path) -> str:
 
 
 def _recent(path: Path) -> str:
-    """How long ago a checkpoint changed, if it may change again; a time to come counts as now. The
+    """Age of a checkpoint's last change, if it may change again; a time to come counts as now. The
     clock is the file system's, where a file can be made."""
     changed_ns = max(written_ns for _, _, written_ns in _state(path))
     try:

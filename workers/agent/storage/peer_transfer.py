@@ -46,7 +46,7 @@ R = TypeVar("R")
 LOOPBACK = "127.0.0.1"
 
 TIMEOUT_S = 30.0
-"""Between two parts of a transfer, so that a dead peer does not hold a buffer."""
+"""Seconds between two parts of a transfer, so that a dead peer does not hold a buffer."""
 
 MAX_REQUEST_BYTES = 4096
 SEND_BYTES = 8 * 2**20
@@ -75,7 +75,7 @@ class Put(PeerMessage, frozen=True, kw_only=True, tag="put"):
 
 
 class Yes(PeerMessage, frozen=True, kw_only=True, tag="yes"):
-    """After Get: `num_bytes` follow. After Put: send the bytes; a second Yes confirms them."""
+    """Consent. After Get, `num_bytes` follow. After Put, a second Yes confirms the bytes sent."""
 
     num_bytes: int = 0
     num_shards: int = 0
@@ -97,7 +97,7 @@ class PeerError(Exception):
 
 @dataclass(frozen=True)
 class PeerCredentials:
-    """How agents of one job authenticate each other."""
+    """Credentials with which agents of one job authenticate each other."""
 
     token: str
     name: str = ""

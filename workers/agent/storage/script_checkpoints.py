@@ -1,4 +1,4 @@
-"""Which checkpoints of frameworks are complete, by the files that the frameworks write.
+"""Completeness of frameworks' checkpoints, by the files that the frameworks write.
 
 Invariant: what is not recognised is complete. Every function here only reads.
 
@@ -45,8 +45,8 @@ _OPTIMIZER_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.p
 
 @dataclass(frozen=True)
 class Share:
-    """Which files of single ranks a node opens: thousands take seconds. All nodes together open all
-    of them, also those of a checkpoint that more ranks wrote."""
+    """Share of the single ranks' files that a node opens: thousands take seconds. All nodes
+    together open all of them, also those of a checkpoint that more ranks wrote."""
 
     first_rank: int = 0
     ranks: int = 1
@@ -120,7 +120,7 @@ def problem(
 
 
 def _overwritten(directory: Path, names: Collection[str], share: Share) -> str:
-    """Why a folder of DCP that is written again and again is torn: a save had begun in it."""
+    """Reason why a folder of DCP that is written repeatedly is torn: a save had begun."""
     written_ns = (directory / ".metadata").stat().st_mtime_ns
     for name in share.of([name for name in names if name.endswith(".distcp")]):
         share.check()
@@ -258,7 +258,7 @@ def _optimizer_shards(names: Collection[str]) -> set[tuple[int, int]]:
 
 
 def deepspeed_problem(directory: Path, share: Share = ALL) -> str:
-    """Why what `latest` names cannot be loaded; empty: it can, as far as can be seen."""
+    """Reason why what `latest` names cannot be loaded; empty: it can, as far as can be seen."""
     tag = (directory / "latest").read_text(encoding="utf-8", errors="replace").strip()
     if not tag:
         return "latest is empty"

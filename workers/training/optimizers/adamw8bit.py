@@ -39,7 +39,7 @@ class AdamW8bit(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     def state_placements(self, key: str, whole: DTensor) -> Sequence[Any] | None:
-        """How a checkpoint divides state of this key for a parameter (see optimizer_state.py)."""
+        """Placements of a parameter's state of this key in checkpoints (see optimizer_state.py)."""
         return whole.placements if key.endswith("_scales") else None
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Which optimizer steps which parameter.
+"""Choice of the optimizer for each parameter.
 
 Muon and Dion step the matrices within the blocks. Embedding, norms and head are stepped by AdamW:
 their gradients are sparse, or they are no maps between hidden states.

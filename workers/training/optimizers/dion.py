@@ -48,7 +48,7 @@ class Dion(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def state_placements(self, key: str, whole: DTensor) -> Sequence[Any] | None:
-        """How a checkpoint divides state of this key for a parameter (see optimizer_state.py)."""
+        """Placements of a parameter's state of this key in checkpoints (see optimizer_state.py)."""
         if key != "right":
             return None
         return [Replicate() if p.is_replicate() else Shard(0) for p in whole.placements]
@@ -104,8 +104,7 @@ class Dion(torch.optim.Optimizer):
 def _orthonormal(left: Tensor, whole: DTensor | None) -> Tensor:
     """Cholesky QR of a matrix whose rows are divided; twice, it is orthonormal to rounding. The
     Gram matrix has the square of its condition number: in float32 a gradient of lower rank, as of a
-    few tokens, would make it indefinite.
-    Source: Fukaya et al., "CholeskyQR2", 2014."""
+    few tokens, would make it indefinite. Source: Fukaya et al., "CholeskyQR2", 2014."""
     wide = left.double()
     gram = _sum_of_parts(wide.T @ wide, whole)
     gram.diagonal().add_(_JITTER * gram.diagonal().mean() + torch.finfo(left.dtype).tiny)

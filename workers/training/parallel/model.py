@@ -1,6 +1,5 @@
 """A model on the mesh of a session: wrapped for its axes, its initial values, and the forward and
-backward of a step.
-"""
+backward of a step."""
 
 from __future__ import annotations
 
@@ -209,7 +208,7 @@ class Parallel:
         return numbers
 
     def may_step(self, numbers: Callable[[], tuple[float, float]]) -> bool:
-        """Whether the optimizer may step on these gradients; `numbers` is the result of
+        """True if the optimizer may step on these gradients; `numbers` is the result of
         reduce_and_clip. With a loss scale the host waits for the norm; all ranks decide alike."""
         if self.loss_scale is None or not self.refuse_non_finite:
             return True

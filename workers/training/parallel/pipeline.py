@@ -57,7 +57,7 @@ class StageModule(Transformer):
         """Last stage only: arguments of the head for the next micro-batch, and the loss of what
         the head gives."""
         self.positions_t: Tensor | None = None
-        """Where the tokens of all micro-batches are in their sequences; None: they are whole."""
+        """Positions of the tokens of all micro-batches in their sequences; None: they are whole."""
 
     def forward(self, tokens_bt: Tensor, *_: Any, **__: Any) -> Tensor:
         if self.next_batch is None:
@@ -69,12 +69,12 @@ class StageModule(Transformer):
 
 
 class _Stage(pipelining.PipelineStage):
-    """Before its first step torch 2.11 sends a message in each direction between neighbouring
-    stages, so that connections exist. The two stages in the middle of a V are on one rank, and
-    gloo has no connection from a rank to itself."""
+    """Stage without torch 2.11's first messages: before its first step torch sends one in each
+    direction between neighbouring stages, so that connections exist. The two stages in the middle
+    of a V are on one rank, and gloo has no connection from a rank to itself."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Not called by torch 2.15, which lacks it."""
+        """No operations; torch 2.15 lacks this method and never calls it."""
         ops = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
         return [op for op in ops if op.group_peer != self.group_rank]
 

@@ -54,7 +54,7 @@ class LossScale:
         self._good_steps = 0
 
     def update(self, norm: float) -> bool:
-        """Whether the step may be taken, from the norm over all ranks. An overflow halves the
+        """True if the step may be taken, from the norm over all ranks. An overflow halves the
         scale. Raises FloatingPointError if gradients without a scale are not finite either."""
         if not math.isfinite(norm):
             if self.value <= 1.0:

@@ -50,7 +50,7 @@ def shard(parts: Parts, session: Session, parallelism: Parallelism, dtype: torch
 
 
 def offloads(session: Session, parallelism: Parallelism) -> bool:
-    """Whether parameters, gradients and optimizer state are in main memory. With `shard: world` a
+    """True if parameters, gradients and optimizer state are in main memory. With `shard: world` a
     job may shrink to whole copies, which FSDP2 wraps beside a tensor axis or a pipeline; they are
     planned on the device."""
     sharded = session.shape.num_fsdp_shards > 1

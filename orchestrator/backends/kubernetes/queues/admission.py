@@ -36,7 +36,7 @@ class AdmissionPlan:
     """Nodes that were requested earlier and are admitted now; nothing is created then."""
     create: int = 0
     held: str = ""
-    """Why created pods are gated; empty: they are nodes at once."""
+    """Reason why created pods are gated; empty: they are nodes at once."""
 
 
 class Admission:
@@ -143,8 +143,8 @@ class Admission:
         return self._kueue and kueue.is_held(pod)
 
     def waits(self, pod: Document) -> bool:
-        """It is unscheduled, and its gang scheduler or queue decides when it runs. Pods that Kueue
-        has admitted are treated like any other pod."""
+        """True if the pod is unscheduled and its gang scheduler or queue decides when it runs. Pods
+        that Kueue has admitted are treated like any other pod."""
         if self._kueue:
             return self.is_held(pod)
         if (
@@ -157,7 +157,7 @@ class Admission:
         return not pod_conditions.is_over(pod) and (found is None or found.code == UNSCHEDULABLE)
 
     def problem(self, pod: Document) -> pod_conditions.PodProblem | None:
-        """Why it does not start, if its queue or gang scheduler is the reason."""
+        """Reason why the pod does not start, if its queue or gang scheduler is the reason."""
         if self._integration is None or pod_conditions.is_over(pod) or not self.waits(pod):
             return None
         if self._kueue:

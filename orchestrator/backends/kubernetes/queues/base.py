@@ -44,7 +44,7 @@ class Integration(Protocol):
     """One system. Documents that are passed in are not changed."""
 
     title: str
-    """Its name for users."""
+    """Name for users."""
     apis: tuple[Resource, ...]
     """The kind of object that it needs, in each supported version, newest first. The first one that
     the cluster serves is used."""

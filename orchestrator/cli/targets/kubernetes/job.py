@@ -1,6 +1,5 @@
 """One TrainingJob object: what the commands read of it, and the field or annotation that each
-request becomes. The operator decides whether it grants a request.
-"""
+request becomes. The operator decides whether it grants a request."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ LAST_EVENTS_S = 2.0
 LAST_LOGS_S = 5.0
 NEW_PODS_INTERVAL_S = 2.0
 MAX_PODS = 16
-"""Whose logs `holdfast run` reads until it is known which of them has rank 0."""
+"""Pods whose logs `holdfast run` reads until rank 0's pod is known."""
 _WORKER_LINE = re.compile(rb"\[rank (\d+), gen (\d+)\] ?")
 
 
@@ -160,7 +160,7 @@ class _EventPrinter:
 
 
 def event_ns(event: Document) -> int:
-    """When an Event happened last."""
+    """Time of an Event's last occurrence."""
     times = (
         event.get("lastTimestamp"),
         (event.get("series") or {}).get("lastObservedTime"),
@@ -260,8 +260,8 @@ class LineFilter:
         return text
 
     def check_found(self) -> None:
-        """After all lines, of which none was selected. Raises LogMissing if the selected generation
-        has none of this rank."""
+        """Check the end of the lines if none was selected. Raises LogMissing if the selected
+        generation has none of this rank."""
         rank, generation = self._selector.rank, self._selector.generation
         if generation is None or self._selector.node is not None:
             return

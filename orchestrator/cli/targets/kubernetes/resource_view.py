@@ -1,6 +1,5 @@
 """What the command line shows of a TrainingJob object: the JobView of its status, the nodes of its
-pods, and whether an operator handles it. Pure.
-"""
+pods, and whether an operator handles it. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from holdfast.orchestrator.runtime.observe.view import JobView, NodeState, NodeV
 RESPONSE_S = 15.0
 """An operator acts on a new or changed object within this time, however busy it is."""
 STATUS_TIMEOUT_S = 60.0
-"""While workers run, the status changes every few seconds."""
+"""Age at which a status is stale: while workers run, the status changes every few seconds."""
 
 
 class OperatorAbsence(NamedTuple):
@@ -36,7 +35,7 @@ def view_of_object(document: Document, now_ns: int) -> JobView:
 
 
 def operator_absence(document: Document, now_ns: int) -> OperatorAbsence | None:
-    """Whether an operator should have written something by now, and has not."""
+    """Operator's absence: it should have written something by now, and has not."""
     metadata, status = document["metadata"], document.get("status") or {}
     state = status.get("state")
     if state in TERMINAL:
@@ -65,7 +64,7 @@ def is_refused(document: Document) -> bool:
 
 
 def status_written_ns(document: Document) -> int:
-    """When the operator last changed the status; 0: never."""
+    """Time of the operator's last change of the status; 0: never."""
     return max(
         (
             time_ns(entry.get("time"))
@@ -77,7 +76,7 @@ def status_written_ns(document: Document) -> int:
 
 
 def spec_changed_ns(document: Document) -> int:
-    """When anything but the status was last changed by others than the operator."""
+    """Time of the last change of anything but the status by others than the operator."""
     metadata = document["metadata"]
     times = [
         time_ns(entry.get("time"))

@@ -32,7 +32,7 @@ from .jobs_api import OWNER, follow, forward, submit
 
 COMMANDS = ("status", "logs", "run", "submit")
 POLL_S = 0.2
-"""Between two looks for a view."""
+"""Seconds between two looks for a view."""
 MAX_LOGS = 32
 """Files that are read one after the other; of more, every Ray node reads its own at once."""
 OLD_S = 60.0
@@ -192,6 +192,6 @@ class DashboardTransport:
 
 
 def _failed(what: str, error: Exception) -> str:
-    """Why a command runs as a Ray job, which takes longer."""
+    """Reason why a command runs as a Ray job, which takes longer."""
     text = str(error).partition("\n")[0] or type(error).__name__
     return f"{what} through the dashboard ({text})"

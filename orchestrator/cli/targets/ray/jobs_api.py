@@ -32,7 +32,7 @@ OWNER = "holdfast_job"
 COMMAND = "holdfast_command_"
 """Prefix of the Ray job of a command; a submitted job is called holdfast-JOB-..."""
 STDERR_MARK = "\x1e"
-"""Between stdout and stderr of a command in the one log that a Ray job has."""
+"""Mark between stdout and stderr of a command in the one log that a Ray job has."""
 
 
 class Submitted(NamedTuple):

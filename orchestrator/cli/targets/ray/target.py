@@ -150,7 +150,7 @@ class RayTarget(Target):
         return job.name
 
     def _created(self, name: str, job_id: str) -> bool:
-        """Whether an earlier driver of this Ray job created the job before it was killed."""
+        """True if an earlier driver of this Ray job created the job before it was killed."""
         return kv.JobKeyValueStore(name).exists(kv.RECORD) and (
             self.transport(name).order.job_id == job_id
         )
@@ -167,7 +167,7 @@ class RayTarget(Target):
 
     @property
     def _outside(self) -> bool:
-        """Whether this machine is outside the cluster."""
+        """True if this machine is outside the cluster."""
         return self._address.startswith(cluster.CLIENT)
 
     def _checked(

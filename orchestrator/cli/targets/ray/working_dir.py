@@ -64,7 +64,7 @@ def _unlinked(
 
 
 def _target(root: Path, name: str) -> str | None:
-    """Where a name leads; None: to nothing, or out of the directory."""
+    """Target of a name; None: nothing, or a path outside the directory."""
     path = root / name
     if not path.is_symlink():
         return name
@@ -87,8 +87,8 @@ def _written(made: ZipFile, name: str, path: Path) -> Iterator[None]:
 
 
 def _entry(name: str, executable: int) -> ZipInfo:
-    """Without a time: the same files make the same archive, which Ray keeps once. Raises
-    UserError."""
+    """Archive entry without a time: the same files make the same archive, which Ray keeps once.
+    Raises UserError."""
     try:
         name.encode()
     except UnicodeEncodeError:

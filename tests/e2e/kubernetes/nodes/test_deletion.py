@@ -38,7 +38,7 @@ def slow(name: str) -> Document:
 
 
 def reach(job: Job, state: str) -> None:
-    """Also for jobs that are to fail, for which job.wait() raises."""
+    """Wait for a phase, also of a job that will fail, for which job.wait() raises."""
     until(
         lambda: job.status().get("state") == state, f"{job.name} to be {state}",
         timeout_s=START_TIMEOUT_S, every_s=0.2, last=job.report,
@@ -85,7 +85,7 @@ def recovering(kubectl: Kubectl) -> Job:
 
 
 def suspending(kubectl: Kubectl) -> Job:
-    """Its last checkpoint cannot be written; otherwise the state passes too quickly."""
+    """Job whose last checkpoint cannot be written, so that it stays suspending."""
     job = Job(kubectl, small("suspending"))
     reach(job, "running")
     place = Path(job.status()["checkpointPath"])

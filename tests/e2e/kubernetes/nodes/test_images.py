@@ -71,7 +71,7 @@ def test_the_operators_image_is_small_reproducible_and_without_a_shell(
 
 
 def test_the_operators_dockerfile_builds_on_a_plain_debian(tmp_path: Path) -> None:
-    """Its base is made here, of Debian's packages alone."""
+    """The base image is made here, of Debian's packages alone."""
     for program in ("buildah", "mmdebstrap"):
         if shutil.which(program) is None:
             pytest.skip(f"{program} not found; on Debian: apt install {program}")

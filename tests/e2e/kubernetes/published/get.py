@@ -74,7 +74,7 @@ def cache() -> Path:
 
 
 def refusal() -> str | None:
-    """Why they are missing, and the fix; None if they are there."""
+    """Missing binaries, and the fix; None if all are there."""
     if cache().is_dir():
         return None
     return (

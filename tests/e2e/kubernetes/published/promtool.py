@@ -17,7 +17,7 @@ PROGRAM = "usr/bin/promtool"
 
 
 def place() -> Path:
-    """Its path in the cache."""
+    """Path in the cache."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "holdfast" / "kubernetes" / "promtool"
 
@@ -31,7 +31,7 @@ def find() -> Path | None:
 
 
 def refusal() -> str | None:
-    """Why it is missing, and the fix; None if it is there."""
+    """Missing program, and the fix; None if it is there."""
     if find() is not None:
         return None
     return (

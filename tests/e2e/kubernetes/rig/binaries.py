@@ -43,7 +43,7 @@ class Binaries:
         return found
 
     def refusal(self, names: tuple[str, ...]) -> str | None:
-        """Why these programs cannot be run, and the fix; None if all are found."""
+        """Reason why these programs cannot be run, and the fix; None if all are found."""
         missing = [name for name in names if self.find(name) is None]
         if not missing:
             return None
@@ -63,7 +63,7 @@ def locate() -> Binaries:
 
 
 def machine_refusal() -> str | None:
-    """Why this machine cannot run nodes, and the fix; None if it can."""
+    """Reason why this machine cannot run nodes, and the fix; None if it can."""
     if os.uname().sysname != "Linux":
         return "nodes need the namespaces of Linux"
     if os.geteuid() != 0:

@@ -36,7 +36,7 @@ START_TIMEOUT_S = 60
 
 
 class ControlPlane:
-    """Can be killed in parts and started again; the run removes it."""
+    """Control plane that can be killed in parts and started again; the run removes it."""
 
     def __init__(
         self,

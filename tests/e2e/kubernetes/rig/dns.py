@@ -20,7 +20,7 @@ ADDRESS_RECORD = 1
 NO_ERROR, NO_SUCH_NAME = 0, 3
 TTL_S = 1
 LOOK_UP_S = 0.2
-"""How often the thread checks whether to end."""
+"""Seconds between the thread's checks whether to end."""
 
 Request = Callable[[str], bytes | None]
 """GET of a path of the API; None without a 2xx response."""

@@ -33,7 +33,7 @@ READY_TIMEOUT_S = 60
 
 
 class Node:
-    """Can be started, cut off the network, powered off, and removed."""
+    """Node that can be started, cut off the network, powered off, and removed."""
 
     def __init__(
         self,

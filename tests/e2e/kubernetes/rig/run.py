@@ -114,7 +114,7 @@ class Run:
 
 
 def started(pid: int) -> str:
-    """When a process started, in clock ticks since boot; empty when there is none."""
+    """Start time of a process, in clock ticks since boot; empty when there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -27,7 +27,7 @@ def training_job(gang: str, queue: str | None = None, **kubernetes: Any) -> Trai
 
 
 def queue_of(wanted: TrainingJob) -> Admission:
-    """Without a cluster: these tests send no requests."""
+    """Queue without a cluster: these tests send no requests."""
     return Admission(wanted, OWNER, cluster=None)  # type: ignore[arg-type]
 
 

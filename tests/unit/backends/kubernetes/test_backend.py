@@ -302,7 +302,7 @@ def test_a_job_with_a_new_smaller_minimum_keeps_its_nodes() -> None:
 
 
 def test_a_job_with_a_new_larger_minimum_releases_too_few_nodes_at_once() -> None:
-    """Also if none of its pods changes."""
+    """The release does not wait for a change of a pod."""
 
     async def scenario() -> None:
         api = FakeApi(listed=[pod("llm-a", "n1"), unschedulable("llm-b")])

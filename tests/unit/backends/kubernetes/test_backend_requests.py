@@ -23,7 +23,7 @@ CLASH = status(
 
 
 async def refuse_next(api: FakeApi, *refusals: dict[str, Any]) -> None:
-    """Once the watch is open, refuse the next requests."""
+    """Refuse the next requests once the watch is open."""
     await api.next_watch()
     api.refusals += refusals
 

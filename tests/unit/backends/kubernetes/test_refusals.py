@@ -1,4 +1,4 @@
-"""Why the API server does not create a pod, as the reason in the job's conditions."""
+"""Reason why the API server does not create a pod, as the reason in the job's conditions."""
 
 from __future__ import annotations
 

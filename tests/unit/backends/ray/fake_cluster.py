@@ -22,7 +22,7 @@ class FakeCluster:
         self.places: dict[str, dict[int, str]] = {}
         """Group -> bundle -> Ray node."""
         self.num_failures = 0
-        """So many calls to the head fail from now on."""
+        """Calls to the head that fail from now on."""
         self.num_probe_failures = 0
         self.num_probes = 0
         self.slow: dict[str, asyncio.Event] = {}

@@ -93,7 +93,7 @@ def test_groups_of_nodes_that_ended_without_a_controller_are_removed() -> None:
 
 
 def test_the_name_of_an_ended_node_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when its group still exists."""
+    """The name stays in use while its group still exists, too."""
 
     async def start_actor(_self: RayBackend, _node: str) -> None:
         return

@@ -1,5 +1,5 @@
-"""Which placement groups a job has: all wanted nodes are requested at once, a gang is placed as a
-whole or not at all, and no node is put on an excluded Ray node."""
+"""Placement groups of a job: all wanted nodes are requested at once, a gang is placed as a whole or
+not at all, and no node is put on an excluded Ray node."""
 
 from __future__ import annotations
 

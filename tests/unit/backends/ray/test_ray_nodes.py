@@ -1,4 +1,4 @@
-"""Which Ray nodes count as dead, and where new bundles can be placed."""
+"""Ray nodes that count as dead, and nodes for new bundles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which log files of a Ray node are read: the requested ones, and the names of the others."""
+"""Log files of a Ray node that are read: the requested ones, and the names of the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom a hang is suspected of by heartbeats, and what the sentence says."""
+"""Suspects of a hang by heartbeats, and the sentence about them."""
 
 from __future__ import annotations
 

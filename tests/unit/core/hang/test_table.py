@@ -1,4 +1,4 @@
-"""Which row decides, how long it lets the job make no progress, and since when."""
+"""Row that decides, its limit of time without progress, and since when."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """A fake API server that keeps objects, and operators that reconcile them: enough for the whole
-life of a job whose pods never start. A real API server is in tests/e2e/kubernetes.
-"""
+life of a job whose pods never start. A real API server is in tests/e2e/kubernetes."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Node:
         self.requests: list[wire.FetchCode] = []
         self.code = UploadedCode(self._request, repeat_s)
         self.lost = 0
-        """So many answers are lost."""
+        """Number of answers that are lost."""
 
     def _request(self, request: wire.FetchCode) -> None:
         self.requests.append(request)

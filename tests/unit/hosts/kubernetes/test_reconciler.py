@@ -1,6 +1,5 @@
 """The reconciler of one TrainingJob when the API server or the storage fails: earlier state is kept
-and requests are carried out in the end.
-"""
+and requests are carried out in the end."""
 
 from __future__ import annotations
 
@@ -331,7 +330,7 @@ def test_a_time_to_live_that_is_set_or_shortened_after_the_end_applies(
 def test_a_time_to_live_that_is_removed_or_raised_after_the_end_applies(
     after: int | None,
 ) -> None:
-    """Also after it has expired, while the API server rejects the deletion."""
+    """The change counts also after the expiry, while the API server rejects the deletion."""
 
     async def scenario() -> None:
         api = StatefulFakeApi(reject=busy_for("DELETE", "/trainingjobs/"))

@@ -1,6 +1,5 @@
-"""When the status writer ends, and when it writes. What it writes is tested against a real API
-server in tests/e2e/kubernetes/test_operator.py.
-"""
+"""Writes and end of the status writer. What it writes is tested against a real API server in
+tests/e2e/kubernetes/test_operator.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint paths an operator opens for which namespace, and with whose credentials."""
+"""Checkpoint paths that an operator opens for each namespace, and their credentials."""
 
 from __future__ import annotations
 

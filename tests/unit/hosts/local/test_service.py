@@ -236,7 +236,7 @@ def test_a_node_that_ends_while_no_controller_runs_is_detected_as_lost(tmp_path:
 
 
 def test_every_action_ends_in_exactly_one_result(tmp_path: Path) -> None:
-    """Also an action whose result arrives after its controller was killed."""
+    """The rule holds also for an action whose result arrives after its controller was killed."""
 
     async def scenario() -> None:
         harness = JobHarness(tmp_path, make_job())

@@ -96,7 +96,7 @@ def test_a_job_whose_directory_is_a_link_is_rejected(tmp_path: Path) -> None:
 
 @contextmanager
 def swapped(tmp_path: Path, path: str, to: str) -> Iterator[None]:
-    """While it is open, a directory and a link take turns at a path, as fast as they can."""
+    """Let a directory and a link take turns at a path, as fast as they can."""
     place, other = tmp_path / path, tmp_path / "other"
     over = threading.Event()
     renameat2 = ctypes.CDLL(None).renameat2

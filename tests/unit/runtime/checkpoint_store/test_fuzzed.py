@@ -106,7 +106,7 @@ def mutated_json(data: bytes, chance: random.Random) -> bytes:
 
 
 def mutated_shard(data: bytes, chance: random.Random) -> bytes:
-    """Without the checksum of the header, as an older version wrote it: nothing else detects it."""
+    """Shard without its header's checksum, of an older version: nothing else detects it."""
     if chance.random() < 0.3:
         return with_odd_bytes(data, chance)
     document = json.loads(data[8:])

@@ -112,7 +112,7 @@ def test_an_incident_that_was_not_over_comes_with_the_next_one() -> None:
 
 
 def test_a_script_of_which_nothing_is_seen_receives_the_last_incident() -> None:
-    """Whether it has trained since the one before is unknown."""
+    """The script may have trained since the incident before, which is unknown."""
     transcript = core.Transcript().started()
     for _ in range(2):
         transcript.exits(2, signal=9)

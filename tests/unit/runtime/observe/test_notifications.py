@@ -209,7 +209,7 @@ def test_slack_gets_text_in_which_a_jobs_texts_stay_texts() -> None:
 def test_a_job_reports_its_recoveries_and_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after a takeover, which repeats nothing. The server is slow; the recovery is not."""
+    """A takeover repeats nothing. The server is slow; the recovery is not."""
     monkeypatch.setattr(notifications, "NotifyTiming", lambda: TIMING)
 
     async def scenario() -> None:

@@ -1,6 +1,5 @@
 """Builds and stages a small sharded model as any rank of any mesh sees it, in one process with fake
-process groups.
-"""
+process groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Only a checkpoint that holds every value of every tensor is committed."""
+"""Commits of checkpoints that hold every value of every tensor, and of no others."""
 
 from __future__ import annotations
 

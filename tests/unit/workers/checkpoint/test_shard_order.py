@@ -1,4 +1,4 @@
-"""How many shards a rank opens when it restores on another mesh."""
+"""Number of shards that a rank opens when it restores on another mesh."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def part(shape: Sequence[int], index: int, rows: int, columns: int = 1) -> Box:
 def opened(
     shapes: list[tuple[int, ...]], rank: int, new: tuple[int, int], old: tuple[int, int]
 ) -> tuple[int, int]:
-    """How many shards a rank opens, and how many of them have values that it needs."""
+    """Number of shards that a rank opens, and how many of them have values that it needs."""
     num_new, num_old = math.prod(new), math.prod(old)
     wanted = [part(shape, rank, *new) for shape in shapes]
     filled = [0] * len(shapes)

@@ -222,7 +222,7 @@ FORMATS = (
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_every_format_of_safetensors_is_kept_to_the_bit(dtype: torch.dtype) -> None:
-    """Also by other shards, which copy parts of it."""
+    """Other shards copy parts of it to the bit, too."""
     bits = (torch.arange(64, dtype=torch.uint8) * 4 + 3).view(dtype).reshape(4, -1)
 
     def sharded(num: int, values: Tensor) -> nn.Module:

@@ -1,5 +1,5 @@
-"""How a training that goes on in the middle of an epoch skips what was trained. The fetcher has the
-methods of Lightning's; tests/frameworks runs that one."""
+"""Skipping of trained batches by a training that resumes in the middle of an epoch. The fetcher has
+the methods of Lightning's; tests/frameworks runs that one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which checkpoint a trainer goes on from that is started again. The trainers here have the methods
-of the real ones; tests/frameworks runs those."""
+"""Checkpoint from which a restarted trainer resumes. The trainers here have the methods of the real
+ones; tests/frameworks runs those."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def started_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trainer_of(**arguments: Any) -> Any:
-    """Its `train` returns from where it goes on."""
+    """Trainer whose `train` returns where it resumes."""
 
     class Trainer:
         def __init__(self) -> None:

@@ -1,6 +1,5 @@
 """What keeps no process, and what stops one that was kept: each case is a way to train on other
-numbers than a job whose workers all start again.
-"""
+numbers than a job whose workers all start again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which CPUs a worker is bound to, from a made-up /sys."""
+"""CPUs to which a worker is bound, from a made-up /sys."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_a_shard_count_that_does_not_fit_is_refused() -> None:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """So many are seen by torch."""
+    """Let torch see so many GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: request.param)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

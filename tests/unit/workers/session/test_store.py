@@ -1,4 +1,4 @@
-"""Where the store of rank 0 listens, and how often the other ranks try to connect."""
+"""Address of rank 0's store, and the other ranks' attempts to connect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.workers.session import store
 
 
 def attempts(world_size: int, seed: int, until_s: float) -> Iterator[float]:
-    """When one rank tries to connect; connecting takes no time."""
+    """Times at which one rank tries to connect; connecting takes no time."""
 
     def times() -> Iterator[float]:
         at = 0.0

@@ -64,7 +64,7 @@ class Device:
     product_s: float = 0.0001
     now_s: float = 0.0
     free_s: float = 0.0
-    """When all that is queued is done."""
+    """Time at which all that is queued is done."""
     probes: int = 0
     broken: bool = False
 

@@ -58,7 +58,7 @@ def test_the_end_that_a_tokenizer_appends_is_there_once(tmp_path: Path) -> None:
 
 
 def test_a_line_without_a_token_is_rejected(tmp_path: Path) -> None:
-    """Its targets would be those of the next document."""
+    """The line's targets would be the next document's."""
     tokenizer = Letters()
     tokenizer.eos_token_id = None  # type: ignore[assignment]
     empty = {"prompt": "", "completion": ""}

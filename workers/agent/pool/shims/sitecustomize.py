@@ -27,7 +27,7 @@ def _load(spec: importlib.machinery.ModuleSpec | None) -> ModuleType:
 
 
 def _become_the_script() -> None:
-    """Only in a rank: without RANK a launcher is itself."""
+    """Run the script instead of the launcher, in a rank only: without RANK a launcher is itself."""
     holdfast_python = os.environ.get("HOLDFAST_PYTHON")
     if "RANK" not in os.environ or not holdfast_python or not sys.executable:
         return

@@ -65,7 +65,7 @@ def test_an_address_without_a_listener_is_refused_at_once(address: str, holdfast
 def test_a_relative_checkpoint_path_of_a_job_that_runs_elsewhere_is_refused(
     path: str, holdfast: Holdfast, write: Write
 ) -> None:
-    """It would be in Ray's copy of the directory, on one machine."""
+    """The path would be in Ray's copy of the directory, on one machine."""
     file = write(RECIPE + f"  checkpoint: {{path: '{path}'}}\n")
     result = holdfast("submit", file, "--ray", NOWHERE)
     assert result.code == 2

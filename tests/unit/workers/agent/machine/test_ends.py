@@ -1,4 +1,4 @@
-"""How workers end: those that are done and take their time, and those that have failed."""
+"""Ends of workers: some are done and take their time, some have failed."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_a_node_fetches_the_shard_of_all_its_ranks_once() -> None:
 
 
 def test_ranks_of_another_mesh_are_sent_all_sources() -> None:
-    """They may need any shard, and a frame holds the sources of all."""
+    """The ranks may need any shard, and a frame holds the sources of all."""
     order = orders(Mesh(shard=4096), own_shards=False)[7]
     machine, forks, size = received(order)
     assert MAX_LAUNCH_BYTES < size < limits.MAX_FRAME_BYTES

@@ -17,7 +17,7 @@ REQUEST = m.Stage(action_id=9, generation=1, step=12, hold=True)
 
 @pytest.fixture
 def harness() -> AgentHarness:
-    """Its workers have finished step 11."""
+    """Agent whose workers have finished step 11."""
     harness = AgentHarness()
     harness.launch(1)
     request_buffers(harness)

@@ -1,4 +1,4 @@
-"""Whether an error of a worker is secondary, and what its stacks show."""
+"""Secondary errors of a worker, and what its stacks show."""
 
 from __future__ import annotations
 

@@ -383,7 +383,7 @@ def many_ranks(directory: Path) -> Path:
 def test_all_nodes_together_open_the_files_of_all_ranks(
     tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after half of the nodes were lost."""
+    """Half of the nodes suffice after the others were lost."""
     newest = many_ranks(tmp_path)
     opened: list[str] = []
     torn = script_checkpoints.torn

@@ -1,4 +1,4 @@
-"""How much a block keeps for its backward pass."""
+"""Bytes that a block keeps for its backward pass."""
 
 from __future__ import annotations
 
