@@ -68,8 +68,8 @@ WRITERS = {
 # A docstring that begins with one of these continues the name of what it describes. It begins with
 # a noun phrase or a verb instead.
 NO_BEGINNING = (
-    "After Also As At Before Between By For From How If In It Its Of On Once Only So That Then There "
-    "They Those Until When Where Whether Which While Who Why With Without"
+    "After Also As At Before Between By For From How If In It Its Of On Once Only So That Then "
+    "There They Those Until When Where Whether Which While Who Why With Without"
 )
 
 # Spelled in pieces, so that this file does not name them either. The package index has another
