@@ -201,6 +201,8 @@ class Halted(WorkerMessage, frozen=True, kw_only=True, tag="halted"):
 
     step: int
     """The last one that it has finished."""
+    fixed_size: str = ""
+    """Reason why the script cannot go on in a world of another size; empty: it can."""
 
 
 class Failed(WorkerMessage, frozen=True, kw_only=True, tag="failed"):

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from ..protocol.facts import Membership, Restore
 from ..protocol.mesh import Mesh
+from ..protocol.messages import GroupStopped
 from .context import StepContext
 from .failure import DIVERGED, Failure
 from .state import Cause, JobState
@@ -36,10 +37,11 @@ def may_keep(state: JobState, cause: Cause) -> bool:
     return wanted and trained and not state.keeping.why_never
 
 
-def kept(state: JobState, node: str, num_workers: int) -> None:
-    """A node has stopped its workers, and these processes wait."""
-    if num_workers:
-        state.keeping.workers[node] = num_workers
+def kept(state: JobState, node: str, fact: GroupStopped) -> None:
+    """A node has stopped its workers, and some processes wait."""
+    if fact.kept:
+        state.keeping.workers[node] = len(fact.kept)
+        state.keeping.fixed_size = state.keeping.fixed_size or fact.fixed_size
 
 
 def kept_from(
@@ -53,6 +55,8 @@ def kept_from(
         return 0
     was = before.membership.mesh
     if replace(was, replicate=1) != replace(mesh, replicate=1):
+        return 0
+    if mesh.replicate != was.replicate and state.keeping.fixed_size:
         return 0
     each = state.job.spec.workers_per_node
     whole = all(here.get(name) == each for name in members)
@@ -78,13 +82,16 @@ def describe(state: JobState, said: bool | str) -> str:
     return f"all workers start again: {why}" if why else ""
 
 
-def decision(state: JobState, members: tuple[str, ...], world_size: int) -> str:
-    num = sum(state.keeping.workers.get(name, 0) for name in members)
-    return f"; {num} of {world_size} workers keep their process"
+def decision(state: JobState, membership: Membership, members: tuple[str, ...]) -> str:
+    """The part of a launch's decision about kept processes; empty: there were none."""
+    num, why = sum(state.keeping.workers.get(name, 0) for name in members), state.keeping.fixed_size
+    if membership.kept_from:
+        return f"; {num} of {membership.world_size} workers keep their process"
+    return f"; all workers start again: {why}" if why else ""
 
 
 def launched(state: JobState, membership: Membership) -> None:
-    state.keeping.workers = {}
+    state.keeping.workers, state.keeping.fixed_size = {}, ""
     if not membership.kept_from:
         state.keeping.replicas = membership.mesh.replicate
 

@@ -127,8 +127,7 @@ def _launch(ctx: StepContext, size: int) -> None:
         kept_from=kept_from,
     )
     decision = _describe(state, before, members, restore)
-    if kept_from:
-        decision += keeping.decision(state, members, mesh.world_size)
+    decision += keeping.decision(state, membership, members)
     if len(members) < len(before):
         decision += provisioning.why_no_wait(ctx)
     _begin_generation(ctx, membership, members)

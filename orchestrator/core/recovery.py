@@ -283,7 +283,7 @@ def group_stopped(ctx: StepContext, node: str, fact: GroupStopped) -> None:
     assert stop is not None
     stop.waiting.pop(node, None)
     nodes.group_stopped(state, node, fact)
-    keeping.kept(state, node, len(fact.kept))
+    keeping.kept(state, node, fact)
     for exit in fact.exits:
         state.group.exited(node, exit)
         _date_failure(ctx, exit)

@@ -283,6 +283,8 @@ class Keeping(Struct):
 
     workers: dict[str, int] = {}
     """Node -> processes that it has kept of the newest generation."""
+    fixed_size: str = ""
+    """Reason why they cannot go on in a world of another size."""
     replicas: int = 1
     """Replicas in the last generation whose workers all were new."""
     num_failures: int = 0

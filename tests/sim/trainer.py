@@ -267,7 +267,8 @@ class SimWorker:
         """Leave the step, and wait."""
         if not self._runs(self.halted):
             return
-        self.send(worker_protocol.Halted(step=self.step))
+        fixed_size = "the script reads world_size" if self.world.fixed_size else ""
+        self.send(worker_protocol.Halted(step=self.step, fixed_size=fixed_size))
         self.alive, self.ready, self.kept = False, False, True
         if self.world.keeps.random() < 0.05:
             self.world.after(self.world.keeps.uniform(0, 2), lambda: self.end(None, 9))
@@ -279,6 +280,7 @@ class SimWorker:
         require(seat.shard == self.seat.shard, f"shard {seat.shard} for one of {self.seat.shard}")
         same = membership.world_size == was.world_size
         require(not same or seat.rank == self.rank, f"rank {seat.rank} for one of {self.rank}")
+        require(same or not self.world.fixed_size, "another size for a script of a fixed one")
         require(membership.restore is not None, "a kept process has nothing to restore")
         self.kept = False
         self.world.num_kept += 1

@@ -83,6 +83,8 @@ class World(VirtualTime):
         self.keeps = random.Random(f"keeps {self.seed}")
         """Fate of halted and kept workers; half of the seeds keep none."""
         self.keeps_any = self.keeps.random() < 0.5
+        self.fixed_size = random.Random(f"size {self.seed}").random() < 0.25
+        """The script reads the size outside its attempts."""
         self.num_kept = 0
         """Seats that kept processes got."""
         self.oracle = Oracle(self)

@@ -157,13 +157,13 @@ class AgentChannel:
         self.send(worker_protocol.StackReport(text=inspection.main_stack()))
         self.send(worker_protocol.CollectivesReport(groups=inspection.collectives()))
 
-    def next_seat(self, last_step: int) -> worker_transport.Attached:
+    def next_seat(self, last_step: int, fixed_size: str) -> worker_transport.Attached:
         """Wait for a seat in the next generation, and take it; what was sent to this one is
-        dropped. Raises AgentGone."""
+        dropped. `fixed_size`: why it cannot have another size. Raises AgentGone."""
         assert worker_transport.attached is not None and self._buffer_thread is None
         before, assign = worker_transport.attached, None
         assert before.take_seat is not None
-        self.send(worker_protocol.Halted(step=last_step))
+        self.send(worker_protocol.Halted(step=last_step, fixed_size=fixed_size))
         while not isinstance(assign, worker_protocol.Assign):
             assign, fd = worker_transport.receive(self._connection)
             if assign is None:

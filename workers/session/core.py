@@ -418,12 +418,10 @@ class Session:
             time.sleep(2 * limits.HALT_S)  # the agent kills this process
             raise NotKept(why)
         before = self.shape.world_size
-        attached = channel.next_seat(self._last_step)
+        attached = channel.next_seat(self._last_step, self._why_fixed_size())
         attempts.resumed()
         self._take_seat(rank_env(), attached.assign.membership.mesh, attached)
         if self.shape.world_size != before:
-            if why := self._why_not_resized():
-                raise NotKept(why)
             self.meshes.resized(self.shape)
         self._enter("build")
         self._connect(groups)
@@ -436,7 +434,7 @@ class Session:
             one.optimizer.state.clear()
         self._begin_at(state, 0)
 
-    def _why_not_resized(self) -> str:
+    def _why_fixed_size(self) -> str:
         """Reason why the script would go on with what it has computed from another size; empty: it
         reads the size in each step, and nowhere else."""
         if "size" in self._read_outside:

@@ -57,6 +57,31 @@ def test_a_generation_that_has_not_trained_keeps_nothing_and_nor_does_a_suspende
     assert job.all(StopGroup) and not any(stop.keep for stop in job.all(StopGroup))
 
 
+@pytest.mark.parametrize("grows", [False, True])
+def test_processes_whose_script_has_a_fixed_size_are_forked_in_another_size_without_a_failed_try(
+    grows: bool,
+) -> None:
+    why = {"fixed_size": "the script reads world_size outside its attempts"}
+    job = Transcript(KEEPS).started("a", "b", step=3)
+    job.apply(ResizeRequested(nodes=1))
+    job.wait(5)
+    job.stopped("a", 3, kept=(0, 1), **({} if grows else why))
+    job.stopped("b", 3, kept=(2, 3))
+    launch = job.all(LaunchGroup)[-1]
+    assert launch.membership.kept_from == (1 if grows else 0)
+    assert launch.reason.text.endswith("outside its attempts") != grows
+    job.succeed(LaunchGroup)
+    job.step(5)
+    job.apply(ResizeRequested(nodes=2))
+    job.join("c")
+    job.wait(5)
+    job.stopped("a", 6, kept=(0, 1), **(why if grows else {}))
+    launch = job.all(LaunchGroup)[-1]
+    assert launch.membership.world_size == 4 and launch.membership.kept_from == 0
+    assert launch.reason.text.endswith("outside its attempts") == grows
+    assert job.state.keeping.num_failures == 0 and not job.state.keeping.fixed_size
+
+
 @pytest.mark.parametrize("kept", [(0, 1), ()])
 def test_a_job_that_grows_keeps_processes_that_were_made_with_several_replicas(
     kept: tuple[int, ...],

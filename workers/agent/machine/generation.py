@@ -82,6 +82,8 @@ class Worker:
     """(generation, rank) of the kept worker whose process it takes over."""
     kept: bool = False
     """True if the process waits for a seat in the next generation; here it counts as ended."""
+    fixed_size: str = ""
+    """Reason why a kept process cannot go on in a world of another size."""
     signals: set[int] = field(default_factory=set)
     """Signals that the controller ordered; SIGTERM may have come as a StopNotice."""
     wants_notice: bool = False
@@ -107,6 +109,8 @@ class Worker:
                 self.phase = "finish"
             case worker_protocol.KeepReported():
                 self.keeps = message.why_not or True
+            case worker_protocol.Halted():
+                self.fixed_size = message.fixed_size
             case worker_protocol.Pulse():
                 if message.collectives != self.collectives:
                     self.collectives = message.collectives

@@ -558,6 +558,7 @@ class AgentMachine:
 
     def _stopped(self, action_id: int, generation: int, group: Generation | None) -> Command:
         """No worker of the generation runs here any more. `group` is None when it never ran."""
+        kept = group.kept if group else []
         message = m.GroupStopped(
             action_id=action_id,
             generation=generation,
@@ -565,7 +566,8 @@ class AgentMachine:
             staged=self.tiers.inventory(),
             stacks=group.stop.stacks if group and group.stop else (),
             offered_port=self._port,
-            kept=tuple(worker.seat.rank for worker in group.kept) if group else (),
+            kept=tuple(worker.seat.rank for worker in kept),
+            fixed_size=max((worker.fixed_size for worker in kept), default=""),
         )
         return commands.Send(message)
 

@@ -316,6 +316,6 @@ def test_another_size_keeps_processes_only_of_scripts_that_read_it_in_each_step_
             for name in within.split():
                 getattr(s, name)
             s.step(step)
-    said = s._why_not_resized()
+    said = s._why_fixed_size()
     assert why in said if why else not said
     session.leave()

@@ -63,6 +63,17 @@ def test_workers_that_leave_their_step_are_reported_as_ended_by_us_and_get_the_n
     assert not kills(out)
 
 
+def test_a_stop_reports_why_kept_processes_cannot_have_another_size() -> None:
+    for ended in (False, True):
+        agent = training(0, 1)
+        stop(agent)
+        agent.from_worker(0, worker_protocol.Halted(step=3, fixed_size="it reads world_size"))
+        if ended:
+            agent.worker_ends(0, signal=9)
+        report = stopped(halted(agent, 1))
+        assert report.fixed_size == ("" if ended else "it reads world_size")
+
+
 def test_a_worker_that_cannot_be_kept_is_killed_at_once_and_one_that_halts_late_after_1_s() -> None:
     agent = training(0)
     assert kills(stop(agent)) == [(1, 1)]
