@@ -48,7 +48,7 @@ BUDGETS = {
     "workers/agent": 10808,
     "workers/checkpoint": 5012,
     "workers/integrations": 2185,
-    "workers/session": 3822,
+    "workers/session": 3820,
     "workers/training": 3304,
 }
 
