@@ -41,7 +41,7 @@ if KIND == "ddp":
 else:
     if KIND == "tensor":
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        parallelize_module(model, s.mesh["tensor"], plan)
+        parallelize_module(model, s.mesh["tensor"], plan, src_data_rank=None)  # sends nothing
     for layer in (model[0], model):
         fully_shard(layer, mesh=s.fsdp_mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
