@@ -165,7 +165,7 @@ class Killer:
         self.steps = Steps(job.place)
         self.killed: Counter[str] = Counter()
         self.num_recoveries = self.num_survivors = self.num_kept = 0
-        """Recoveries from single kills; processes that these did not end, and those that were kept."""
+        """Recoveries from single kills, processes that these left alive, and kept ones."""
 
     @property
     def num_kills(self) -> int:
