@@ -193,7 +193,12 @@ class Killer:
         kind = self.rng.choices(list(self.kinds), list(self.kinds.values()))[0]
         time.sleep(self.rng.uniform(0, 0.06))
         at_s = time.monotonic()
-        kills, killed = [kind], self._strike(kind, {rank: pid for rank, (pid, _) in before.items()})
+        try:
+            killed = self._strike(kind, {rank: pid for rank, (pid, _) in before.items()})
+        except ProcessLookupError:  # the last kill came after the steps that were waited for
+            self.until(0, begin)
+            return self.recover()
+        kills = [kind]
         while self.rng.random() < self.nested and len(kills) < 3:
             time.sleep(self.rng.uniform(0, 0.4))
             again = self.rng.choice(["worker", "worker", "rank 0", "node"])
