@@ -94,7 +94,6 @@ AXES = {
 }  # fmt: skip
 NUM_RANKS = 4
 KINDS = {"worker": 8, "rank 0": 3, "twins": 3, "node": 2, "stop": 1}
-"""What is killed -> how often, relative to the others."""
 
 
 def scripted(place: Path, kind: str, steps: int, **changes: Any) -> Job:
@@ -131,7 +130,6 @@ class Steps:
         self.of: dict[tuple[int, int], tuple[int, int]] = {}
         """(rank, generation) -> pid and id of the model."""
         self.last: dict[int, tuple[int, int]] = {}
-        """Rank -> its last step, and the generation."""
         self.read()
 
     def read(self) -> None:

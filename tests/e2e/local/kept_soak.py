@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +44,12 @@ def run(job: Job, killer: Killer, report: Path, kills: int, steps: int) -> None:
                 now = killer.steps.processes(killer.steps.generation)
                 row["resources"] = resources(job, {rank: pid for rank, (pid, _) in now.items()})
             print(json.dumps(row), file=out, flush=True)
-    while job.command.poll() is None:
-        time.sleep(0.5)
+    job.command.wait()
     assert job.wait().state == "succeeded", job.output()
     killer.steps.read()
 
 
 def undisturbed(place: Path, kind: str, steps: int) -> Job:
-    """The job without kills, which earlier runs may have left here."""
     job = scripted(place / f"calm-{kind}-{steps}", kind, steps)
     if not (job.place / "done").exists():
         job.run()
