@@ -39,7 +39,7 @@ workflows: $(STAMP)
 	$(BIN)/zizmor --offline --quiet .github
 	if command -v actionlint > /dev/null; then actionlint; else echo "actionlint: not installed, skipped"; fi
 
-check: lint docs workflows  ## style, types, import rules, language, unit tests, simulation: under 3 minutes on two cores
+check: lint docs workflows  ## style, types, import rules, language, unit tests, simulation: ten minutes on two cores
 	$(BIN)/python -m pytest -n 2 -q tests/unit tests/sim tests/tidy --deselect tests/tidy/test_tools.py
 
 # Hundreds of processes of the tests import the package; where Python may not write bytecode, as in many
@@ -47,7 +47,7 @@ check: lint docs workflows  ## style, types, import rules, language, unit tests,
 bytecode: $(STAMP)
 	$(BIN)/python -m compileall -q holdfast orchestrator workers
 
-test: bytecode  ## everything that is checked before a change lands
+test: bytecode  ## everything but the long tests, before a change lands
 	$(BIN)/python -m pytest -n 3 --max-worker-restart 2 --durations 100 --durations-min 5
 
 test-all: bytecode  ## and the long tests, see tests/long_tests.py

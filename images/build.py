@@ -26,6 +26,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -40,7 +41,7 @@ PREFIX = "/opt/holdfast"
 PYTHON = (3, 11)  # Debian's
 PACKAGES = f"{PREFIX}/lib/python3.11/site-packages"
 MERGED = ("bin", "lib", "lib64", "sbin")  # links into usr, which a package need not know
-TORCH = re.compile(r"(torch|triton|nvidia_.*|cuda_.*)-\d")  # wheels with a layer of their own
+TORCH = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)==")  # wheels with a layer of their own
 UNUSED = re.compile(
     r"usr/share/(bug|info|lintian|locale|man)(/|$)|usr/share/doc/.*/(?!copyright)[^/]+$"
 )
@@ -113,17 +114,26 @@ def debian_packages(role: str, work: Path) -> list[Path]:
     return [p for p in sorted((apt / role).glob("*.deb")) if p.name.split("_")[0] not in left_out]
 
 
-def wheels(lock: Path, place: Path) -> list[Path]:
+def lock_parts(lock: Path) -> tuple[str, str]:
+    """The lines of torch with its libraries, and all others."""
+    entries = re.split(r"^(?=\w)", lock.read_text(), flags=re.MULTILINE)
+    torch = [entry for entry in entries if TORCH.match(entry)]
+    return "".join(torch), "".join(entry for entry in entries if entry not in torch)
+
+
+def wheels(lock: str, place: Path) -> list[Path]:
     """The wheels of a lock, verified by pip against its hashes and kept for the next build."""
-    place /= hashlib.sha256(lock.read_bytes()).hexdigest()[:16]
-    if place.exists():
-        return sorted(place.glob("*.whl"))
-    shutil.rmtree(place.parent, ignore_errors=True)
-    partial = place.with_name("partial")
-    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes")
-    wanted = f"to download the wheels of {lock.name} (network needed)"
-    run(*pip, "--only-binary", ":all:", "--dest", partial, "--requirement", lock, wanted=wanted)
-    partial.rename(place)
+    place /= hashlib.sha256(lock.encode()).hexdigest()[:16]
+    if not place.exists():
+        shutil.rmtree(place.parent, ignore_errors=True)
+        partial = place.with_name("partial")
+        partial.mkdir(parents=True)
+        file = partial / "requirements.txt"
+        file.write_text(lock)
+        pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes")
+        wanted = f"to download wheels of {place.parent.name} (network needed)"
+        run(*pip, "--only-binary", ":all:", "--dest", partial, "--requirement", file, wanted=wanted)
+        partial.rename(place)
     return sorted(place.glob("*.whl"))
 
 
@@ -221,6 +231,20 @@ class Layer:
         return blob.close("application/vnd.oci.image.layer.v1.tar+gzip")
 
 
+@dataclass
+class Written:
+    """A layer that another build wrote."""
+
+    blob: Path
+    descriptor: dict[str, Any]
+    content: str
+    entries = True
+
+    def write(self, blobs: Path, level: int) -> tuple[dict[str, Any], str]:
+        shutil.copy(self.blob, blobs)
+        return self.descriptor, self.content
+
+
 class Blob:
     """A file that is compressed and named by its digest while it is written."""
 
@@ -316,32 +340,33 @@ def wheel_layer(paths: Iterable[Path], leave_out: Sequence[str] = ()) -> Layer:
     return layer
 
 
+def own_layer(role: str, holdfast: Path) -> Layer:
+    absent = {"orchestrator", "workers"} - set(FACTS["images"][role]["packages"])
+    return wheel_layer([holdfast], [f"holdfast/{name}/" for name in absent])
+
+
 def write_image(
-    role: str, debian: list[Path], wheels: list[Path], holdfast: Path, out: Path
+    role: str, debian: list[Path], torch: list[Path], rest: list[Path], holdfast: Path, out: Path
 ) -> str:
     """Write one image as an OCI layout, with its bill of materials; returns its digest."""
-    facts = FACTS["images"][role]
     version = holdfast.name.split("-")[1]
-    torch = [wheel for wheel in wheels if TORCH.match(wheel.name)]
-    rest = [wheel for wheel in wheels if wheel not in torch]
-    absent = {"orchestrator", "workers"} - set(facts["packages"])
-    own = wheel_layer([holdfast], [f"holdfast/{name}/" for name in absent])
     layers = [
         (system_layer(debian), 6),
         (wheel_layer(torch), 1),
         (wheel_layer(rest), 6),
-        (own, 6),
+        (own_layer(role, holdfast), 6),
     ]
-    labels = {"title": f"holdfast {role}", "description": facts["description"], "version": version}
+    description = FACTS["images"][role]["description"]
+    labels = {"title": f"holdfast {role}", "description": description, "version": version}
     labels = {f"org.opencontainers.image.{key}": text for key, text in labels.items()}
     digest = write_layout(out / role, layers, {**config(role), "Labels": labels}, version)
-    parts = [*debian, *wheels, holdfast]
+    parts = [*debian, *sorted([*torch, *rest]), holdfast]
     (out / f"{role}.cdx.json").write_text(json.dumps(materials(role, version, parts), indent=1))
     return digest
 
 
 def write_layout(
-    layout: Path, layers: Iterable[tuple[Layer, int]], config: dict[str, Any], name: str
+    layout: Path, layers: Iterable[tuple[Layer | Written, int]], config: dict[str, Any], name: str
 ) -> str:
     """Write layers, each with its level of compression, as an OCI layout; returns its digest."""
     shutil.rmtree(layout, ignore_errors=True)
@@ -450,14 +475,14 @@ def dockerfile(role: str, version: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def build(role: str, out: Path, work: Path, torch: Path | None, holdfast: Path) -> str:
-    lock = ROOT / "images" / role / "requirements.txt"
-    place = work / "wheels" / role
-    paths = wheels(lock, place)
-    if torch and role == "worker":
-        paths = [wheel for wheel in paths if not TORCH.match(wheel.name)]
-        paths += wheels(torch, work / "wheels" / "torch")
-    return write_image(role, debian_packages(role, work), sorted(paths), holdfast, out)
+def build(role: str, out: Path, work: Path, torch_lock: Path | None, holdfast: Path) -> str:
+    torch, rest = lock_parts(ROOT / "images" / role / "requirements.txt")
+    if torch and torch_lock:
+        torch = torch_lock.read_text()
+    places = work / "wheels"
+    torch_wheels = wheels(torch, places / "torch") if torch else []
+    rest_wheels = wheels(rest, places / role)
+    return write_image(role, debian_packages(role, work), torch_wheels, rest_wheels, holdfast, out)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

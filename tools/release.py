@@ -77,9 +77,9 @@ def package_chart(out: Path, registry: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         chart = shutil.copytree(CHART, Path(directory) / "holdfast")
         values = (chart / "values.yaml").read_text()
-        for line in ("  repository: holdfast/operator\n", '  image: ""\n'):
+        for line in ("  repository: registry.invalid/holdfast/operator\n", '  image: ""\n'):
             assert values.count(line) == 1, line
-        values = values.replace("holdfast/operator\n", f"{registry}/operator\n")
+        values = values.replace("registry.invalid/holdfast/operator\n", f"{registry}/operator\n")
         values = values.replace('  image: ""\n', f"  image: {registry}/worker:{RELEASE}\n")
         (chart / "values.yaml").write_text(values)
         helm("package", chart, "--destination", out)

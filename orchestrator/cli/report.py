@@ -34,7 +34,7 @@ def print_report(
     can_read: bool = True,
 ) -> None:
     shown = report(view, stacks=stacks, command=command, can_read=can_read)
-    console.print(shown, soft_wrap=not console.is_terminal)
+    console.print(shown)
 
 
 def report(

@@ -20,8 +20,8 @@ def problem(*, torch: bool = True) -> str:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         return (
-            f"a node of a job needs {', '.join(needed)} (torch {oldest} or newer); missing here: "
-            f"{', '.join(missing)}; "
+            f"this Python needs {', '.join(needed)}{f' (torch {oldest} or newer)' * torch}; "
+            f"missing: {', '.join(missing)}; "
             f"{'pip install torch, and ' * ('torch' in missing)}{installation('train')}"
         )
     spec = importlib.util.find_spec("torch") if torch else None

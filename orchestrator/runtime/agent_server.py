@@ -272,7 +272,8 @@ class AgentServer:
             return (
                 f"Holdfast: got {first.release} (protocol {first.version}); expected "
                 f"{limits.RELEASE} (protocol {limits.PROTOCOL_VERSION}), which the controller has; "
-                f"on that node, run: {installation('train')} {limits.RELEASE}"
+                f"on that node, run: {installation('train')} {limits.RELEASE}; a pod needs the "
+                "worker image of that release"
             )
         if route is None:
             # The reply does not reveal which jobs are registered.

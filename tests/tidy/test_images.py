@@ -63,12 +63,19 @@ def test_without_a_network_the_build_says_what_it_needs(
     monkeypatch.setenv("PIP_RETRIES", "0")
     (sources := tmp_path / "x.list").write_text("deb [trusted=yes] http://127.0.0.1:9/ a main\n")
     monkeypatch.setattr(build, "DEBIAN_SOURCES", (str(sources),))
-    lock = build.ROOT / "images" / "operator" / "requirements.txt"
+    _, lock = build.lock_parts(build.ROOT / "images" / "operator" / "requirements.txt")
     with pytest.raises(build.BuildError, match=r"network needed|apt install apt"):
         if kind == "wheels":
             build.wheels(lock, tmp_path / "wheels")
         else:
             build.debian_packages("operator", tmp_path)
+
+
+def test_torch_and_its_libraries_have_a_layer_of_their_own() -> None:
+    torch, rest = build.lock_parts(build.ROOT / "images" / "worker" / "requirements.txt")
+    assert torch.startswith("cuda-bindings==") and "\ntorch==" in torch and "\ntriton==" in torch
+    assert "\nnumpy==" in rest and "\ntorchao==" in rest and "nvidia" not in rest
+    assert build.lock_parts(build.ROOT / "images" / "operator" / "requirements.txt")[0] == ""
 
 
 def test_a_missing_tool_is_named_with_its_package(tmp_path: Path) -> None:

@@ -104,5 +104,5 @@ seccompProfile:
 {{- end -}}
 
 {{- define "holdfast.workerImage" -}}
-{{- .Values.worker.image | default (printf "holdfast/worker:%s" .Chart.AppVersion) -}}
+{{- .Values.worker.image | default (printf "registry.invalid/holdfast/worker:%s" .Chart.AppVersion) -}}
 {{- end -}}

@@ -70,7 +70,7 @@ def list_(job_or_path: TargetArgument, as_json: JsonOption = False, *, target: T
     if not manifests:
         typer.echo(f"no committed checkpoint in {path}", err=True)
         return
-    names = ("step", "generation", "mesh", "files", "size", "committed", "directory")
+    names = ("last step", "generation", "mesh", "files", "size", "committed", "directory")
     table = columns(*names, leaves_out=("generation", "files", "mesh", "committed"))
     for manifest in manifests:
         table.add_row(
@@ -93,7 +93,7 @@ def _list_view(view: JobView, as_json: bool) -> None:
         where = f" in {view.checkpoint_path}" if view.checkpoint_path else ""
         typer.echo(f"no committed checkpoint{where}", err=True)
         return
-    table = columns("step", "generation", "size", "committed", "path")
+    table = columns("last step", "generation", "size", "committed", "path")
     for one in view.checkpoints:
         at = date(one.committed_ns) if one.committed_ns else ""
         cells = (str(one.step), str(one.generation), size(one.num_bytes), at)
@@ -449,8 +449,10 @@ def _run(arguments: list[str], as_json: bool) -> tuple[int, dict[str, Any]]:
     """Exit code and JSON output of the child process. Raises the error that it reports."""
     import json
 
-    from holdfast.orchestrator.protocol import python_command
+    from holdfast.orchestrator.protocol import python_command, training_packages
 
+    if missing := training_packages.problem(torch=False):
+        raise UserError(f"checkpoint {arguments[0]}: {missing}")
     done = subprocess.run(
         [*python_command.start("holdfast.workers.checkpoint"), *arguments],
         env={**os.environ, "PYTHONPATH": python_command.import_path()},

@@ -84,7 +84,7 @@ def status(
         can_read = target.can_read(view.checkpoint_path)
         print_report(console, view, stacks=stacks, command=target.command, can_read=can_read)
     else:
-        console.print(render(view), soft_wrap=not console.is_terminal)
+        console.print(render(view))
     for remark in found.remarks(view):
         stderr().print(remark, style="yellow", soft_wrap=True)
 

@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from helm import render
+from holdfast.orchestrator.limits import RELEASE
 from tests.e2e.kubernetes.conftest import fresh, skip_without
 from tests.e2e.kubernetes.rig import binaries as programs
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
@@ -537,3 +538,22 @@ def test_uninstall_keeps_the_jobs_and_the_manifests_install_over_them(
     assert kubectl.get("tj", "kept") is not None
     kubectl.run("auth", "can-i", "create", "pods", f"--as={OPERATOR}")
     kubectl.run("delete", "--kustomize", str(render.MANIFESTS), "--wait=false")
+
+
+def test_the_install_lines_of_the_docs_work_as_written(
+    helm: Helm, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the test above has uninstalled the chart."""
+    monkeypatch.chdir(render.ROOT)
+    for page in ("user/quickstart-kubernetes.md", "operations/kubernetes.md"):
+        text = (render.ROOT / "docs" / page).read_text().replace("\\\n", "")
+        (line,) = re.findall(r"^helm install .*", text, re.MULTILINE)
+        helm.run(*shlex.split(line)[1:])
+        system = plane.kubectl(render.NAMESPACE)
+        deployment = system.get("deployment", "holdfast-operator") or {}
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        (image,) = re.findall(r"image.repository=(\S+)", line)
+        assert container["image"] == f"{image}:{RELEASE}"
+        (worker,) = re.findall(r"worker.image=(\S+)", line)
+        assert f"--worker-image={worker}" in container["args"]
+        helm.run("uninstall", "holdfast", "--namespace", render.NAMESPACE, "--wait")

@@ -36,7 +36,7 @@ def packages(directory: Path, torch: str | None, *parts: str, asks: str = "") ->
 
 def test_what_is_missing_is_named_with_the_line_that_installs_it(tmp_path: Path) -> None:
     text = packages(tmp_path, None, "numpy", "psutil")
-    assert "missing here: torch, safetensors, xxhash;" in text
+    assert "missing: torch, safetensors, xxhash;" in text
     assert text.endswith("pip install torch, and pip install '.[train]' in a checkout of Holdfast")
 
 

@@ -92,9 +92,9 @@ def test_a_job_is_resized_suspended_and_reported(client: Client, tmp_path: Path)
         job.wait(timeout_s=3)
     assert job.resume()
     has(lambda view: view.world_size == 2 and view.step > stopped.step, "steps after resume")
-    report = job.report()
-    assert 0 < report.goodput < 1 and report.steps_lost == 0
-    assert report.num_incidents == 2, "the two planned stops"
+    view = job.view()
+    assert 0 < view.goodput < 1 and view.steps_lost == 0
+    assert view.num_incidents == 2, "the two planned stops"
     assert job.cancel()
     assert job.wait(BOUND_S).state == "cancelled"
     job.delete()

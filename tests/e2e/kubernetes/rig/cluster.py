@@ -39,14 +39,8 @@ class Cluster:
         self.nodes: dict[str, Node] = {}
         self._num_made = 0
         self.registry = registry.start(run, self.network.address) if pulls else ""
-        """Host and port from which nodes pull; empty: they have images of this machine's files."""
-        archives = run.directory / "images"
-        archives.mkdir()
-        names = ("pause",) if pulls else ("pause", "operator", "worker")
-        self._images = tuple(archives / f"{name}.tar" for name in names)
-        images.write_pause(self._images[0], binaries.path("pause"))
-        for role, archive in zip(names[1:], self._images[1:], strict=True):
-            images.write_holdfast(archive, role)
+        """Host and port from which nodes pull; empty: nodes have all images but torch."""
+        self._unpacked = images.unpacked(run, binaries, holdfast=not pulls)
         self._names = NameServer(self.network.address, self.control_plane.request)
         run.at_end(self._names.close)
 
@@ -63,7 +57,7 @@ class Cluster:
             self.control_plane,
             self.network,
             self._num_made,
-            self._images,
+            self._unpacked,
             labels or {},
             self.registry,
         )

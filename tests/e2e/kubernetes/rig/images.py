@@ -1,87 +1,156 @@
-"""Writes images as archives of OCI layouts, without a container engine.
+"""The images of the nodes: those of `make images`, as archives, without torch's own layer.
 
-Images are laid out from images/files.yaml. The layer holds the files of Holdfast; the node mounts
-the system, Python and the libraries from this machine, read-only. So little is copied, and pods
-need no volumes that a real cluster would not give them. test_images.py runs whole images.
+Torch has 3 GB, and a wheel for CPUs alone is not on the package index: nodes mount it from this
+machine's environment, read-only. test_images.py pulls and runs the whole images. What was built
+and unpacked is kept in build/images for the next run.
 """
 
 from __future__ import annotations
 
-import sys
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
 import sysconfig
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from holdfast.orchestrator.limits import RELEASE
 from images import build
-from images.build import PREFIX, Layer
-from tests.e2e.kubernetes.rig.run import REPOSITORY
+from images.build import PREFIX, Layer, Written
+from tests.e2e.kubernetes.rig.binaries import Binaries
+from tests.e2e.kubernetes.rig.process import Server
+from tests.e2e.kubernetes.rig.run import Run
 
 PAUSE = "holdfast.test/pause:rig"
-REGISTRY = "docker.io"  # the default registry
 LIBRARIES = f"{PREFIX}/libraries"
+TORCH = ("torch", "torch-*", "torchgen", "functorch", "triton", "triton-*", "nvidia", "cuda")
+CACHE = build.ROOT / "build" / "images"
+UNPACKING = """\
+version = 2
+root = "{root}"
+state = "{state}"
+disabled_plugins = ["io.containerd.grpc.v1.cri"]
+[grpc]
+  address = "{socket}"
+"""
 
 
 def image(role: str) -> str:
     """The image name of a role, as in the chart."""
-    return f"holdfast/{role}:{RELEASE}"
+    return f"registry.invalid/holdfast/{role}:{RELEASE}"
 
 
 def binds() -> dict[str, Path]:
-    """Path in the container -> directory of this machine."""
-    found = {"/usr": Path("/usr"), LIBRARIES: Path(sysconfig.get_path("purelib"))}
-    base = Path(sys.base_prefix).resolve()
-    if not base.is_relative_to("/usr"):
-        found[str(base)] = base
-    return found
+    """Path in the container -> directory of this machine, of torch and its libraries.
+
+    In the environment of other frameworks, which no image has, the path of all libraries.
+    """
+    libraries = Path(sysconfig.get_path("purelib"))
+    if (libraries / "transformers").exists():
+        return {LIBRARIES: libraries}
+    places = [place for pattern in TORCH for place in sorted(libraries.glob(pattern))]
+    return {f"{LIBRARIES}/{place.name}": place for place in places}
 
 
-def add_package(layer: Layer, source: Path, place: str) -> None:
-    """Add a package. Bytecode contains the time of its source, so all files keep their times."""
-    for path in source.rglob("*"):
-        if path.is_file():
-            status = path.stat()
-            inside = f"{place}/{path.relative_to(source)}"
-            layer.file(inside, path.read_bytes(), status.st_mode & 0o777, status.st_mtime)
-
-
-def write_archive(path: Path, reference: str, layer: Layer, config: dict[str, Any]) -> None:
-    """An archive of one layer, as `ctr images import` reads it."""
+def write_archive(
+    path: Path, reference: str, layers: list[Layer | Written], config: dict[str, Any]
+) -> None:
+    """An archive as `ctr images import` reads it."""
     layout = path.with_suffix("")
-    build.write_layout(layout, [(layer, 1)], config, reference)
+    build.write_layout(layout, [(layer, 1) for layer in layers], config, reference)
     with tarfile.open(path, "w") as archive:
         archive.add(layout, "")
 
 
-def write_pause(path: Path, program: Path) -> None:
+def mount_points() -> Layer:
+    """The directories that nodes mount into every container, and where Python finds them."""
     layer = Layer()
-    layer.file("pause", program.read_bytes(), 0o755)
-    for place in binds():  # the node binds them into every container
+    for place in binds():
         layer.directory(place)
+    layer.file(f"{build.PACKAGES}/libraries.pth", f"{LIBRARIES}\n".encode())
+    return layer
+
+
+def write_pause(path: Path, program: Path) -> None:
+    layer = mount_points()
+    layer.file("pause", program.read_bytes(), 0o755)
     config = {"Entrypoint": ["/pause"], "User": "65535:65535", "WorkingDir": "/"}
-    write_archive(path, PAUSE, layer, config)
+    write_archive(path, PAUSE, [layer], config)
 
 
-def write_holdfast(path: Path, role: str) -> None:
-    """The image of the operator or of a worker."""
-    facts = build.FACTS["images"][role]
-    layer = build.system_layer([])
-    for name in binds():
-        layer.directory(name)
-    environment(layer)
-    packages = f"{PREFIX}/lib/python{sysconfig.get_python_version()}/site-packages"
-    for name in facts["packages"]:
-        # holdfast/ links to the folders beside it, and pip installs them as packages of it.
-        inside = "holdfast" if name == "holdfast" else f"holdfast/{name}"
-        add_package(layer, REPOSITORY / name, f"{packages}/{inside}")
-    write_archive(path, f"{REGISTRY}/{image(role)}", layer, build.config(role))
+def unpacked(run: Run, binaries: Binaries, *, holdfast: bool) -> Path:
+    """A root of containerd that nodes share: the image of pauses and, if wanted, Holdfast's."""
+    archives = run.directory / "images"
+    archives.mkdir()
+    write_pause(archives / "pause.tar", binaries.path("pause"))
+    root = run.directory / "unpacked"
+    if not holdfast:
+        unpack(run, binaries, archives, root)
+        return root
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as one_at_a_time:
+        fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
+        write_holdfast(archives)
+        unpack(run, binaries, archives, CACHE / "unpacked")
+        shutil.copytree(CACHE / "unpacked", root, symlinks=True, copy_function=link)
+    return root
 
 
-def environment(layer: Layer) -> None:
-    """A virtual environment of the host's Python, with the libraries in another directory."""
-    python = Path(sys.base_prefix).resolve() / "bin" / "python3"
-    layer.link(f"{PREFIX}/bin/python", str(python))
-    layer.file(f"{PREFIX}/pyvenv.cfg", f"home = {python.parent}\n".encode())
-    packages = f"{PREFIX}/lib/python{sysconfig.get_python_version()}/site-packages"
-    layer.file(f"{packages}/libraries.pth", f"{LIBRARIES}\n".encode())
+def link(source: str, target: str) -> None:
+    """Link a file of a layer, which nobody changes; copy a database."""
+    if not source.endswith(".db"):
+        try:
+            os.link(source, target)
+            return
+        except OSError:  # on another file system
+            pass
+    shutil.copy2(source, target)
+
+
+def unpack(run: Run, binaries: Binaries, archives: Path, root: Path) -> None:
+    socket = archives / "socket"
+    config = archives / "containerd.toml"
+    config.write_text(UNPACKING.format(root=root, state=archives / "state", socket=socket))
+    private = ("unshare", "--mount", "--propagation=private")
+    server = Server(run, "unpacking", [*private, binaries.path("containerd"), f"--config={config}"])
+    server.start()
+    ctr = (binaries.path("ctr"), f"--address={socket}", "--namespace=k8s.io")
+    server.wait_ready(
+        lambda: subprocess.run([*ctr, "version"], capture_output=True).returncode == 0, timeout_s=20
+    )
+    for archive in sorted(archives.glob("*.tar")):
+        subprocess.run([*ctr, "images", "import", archive], check=True, capture_output=True)
+    server.end()
+
+
+def write_holdfast(directory: Path) -> None:
+    """The images of operator and worker, with the code of this checkout."""
+    with tempfile.TemporaryDirectory() as dist:
+        holdfast = build.distributions(Path(dist))
+        for role in build.ROLES:
+            layers = [*lower_layers(role), build.own_layer(role, holdfast), mount_points()]
+            write_archive(directory / f"{role}.tar", image(role), layers, build.config(role))
+
+
+def lower_layers(role: str) -> list[Written]:
+    """The layers of Debian's packages and of wheels, from the last run if nothing has changed."""
+    lock = build.ROOT / "images" / role / "requirements.txt"
+    sources = (Path(build.__file__), build.ROOT / "images" / "files.yaml", lock)
+    key = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+    place = CACHE / "layers" / f"{role}-{key}"
+    index = place / "index.json"
+    if not index.exists():
+        place.mkdir(parents=True, exist_ok=True)
+        wheels = build.wheels(build.lock_parts(lock)[1], CACHE / "wheels" / role)
+        system = build.system_layer(build.debian_packages(role, CACHE))
+        written = [layer.write(place, 1) for layer in (system, build.wheel_layer(wheels))]
+        index.write_text(json.dumps(written))
+    return [
+        Written(place / descriptor["digest"].removeprefix("sha256:"), descriptor, content)
+        for descriptor, content in json.loads(index.read_text())
+    ]

@@ -40,7 +40,7 @@ class Node:
         control_plane: ControlPlane,
         network: Network,
         index: int,
-        images: tuple[Path, ...],
+        unpacked: Path,
         labels: Mapping[str, str],
         registry: str,
     ) -> None:
@@ -53,6 +53,10 @@ class Node:
         self.directory = self.run.directory / self.name
         self.directory.mkdir()
         self._registry = registry
+        # Memory, unless whole images are pulled.
+        self._containerd = (
+            self.directory / "containerd" if registry else Path("/var/lib/containerd")
+        )
         self._write_configuration()
         hierarchies = cgroups.make(self.run.name, self.name)
         self._server = Server(
@@ -65,7 +69,8 @@ class Node:
                 "NODE_ADDRESS": self.address,
                 "NODE_DIRECTORY": str(self.directory),
                 "NODE_HIERARCHIES": " ".join(hierarchies),
-                "NODE_IMAGES": " ".join(str(image) for image in images),
+                "NODE_UNPACKED": str(unpacked),
+                "NODE_CONTAINERD": str(self._containerd),
                 "NODE_LABELS": ",".join(f"{key}={value}" for key, value in labels.items()),
                 "GOMAXPROCS": "2",
                 "PATH": self._path(),
@@ -85,10 +90,7 @@ class Node:
                 self.directory,
                 plugins=binaries.path("bridge").parent,
                 runc=binaries.path("runc"),
-                # Memory, unless whole images are pulled.
-                root=self.directory / "containerd"
-                if self._registry
-                else Path("/var/lib/containerd"),
+                root=self._containerd,
             ),
         )
         if self._registry:

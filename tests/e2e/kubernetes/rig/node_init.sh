@@ -7,7 +7,7 @@
 # are empty, /etc is a copy that can be written.
 #
 # From the rig: NODE_NAME NODE_ADDRESS NODE_DIRECTORY (configuration and logs) NODE_HIERARCHIES
-# (cgroup mount options) NODE_IMAGES (archives to load) NODE_LABELS.
+# (cgroup mount options) NODE_CONTAINERD (its root) NODE_UNPACKED (images, for all nodes) NODE_LABELS.
 set -euo pipefail
 cd /
 
@@ -47,13 +47,23 @@ ip link set eth0 master cni0 up
 ip addr add "$NODE_ADDRESS/16" dev cni0
 ip link set cni0 up
 
+# Layers are shared with the other nodes; what containerd writes to is the node's own.
+content=io.containerd.content.v1.content
+snapshots=io.containerd.snapshotter.v1.overlayfs
+mkdir -p "$NODE_CONTAINERD"/{$content,io.containerd.metadata.v1.bolt,$snapshots/snapshots}
+for database in io.containerd.metadata.v1.bolt/meta.db $snapshots/metadata.db; do
+    cp "$NODE_UNPACKED/$database" "$NODE_CONTAINERD/$database"
+done
+for shared in "$NODE_UNPACKED"/{$content/blobs,$snapshots/snapshots/*}; do
+    place="$NODE_CONTAINERD/${shared#"$NODE_UNPACKED/"}"
+    mkdir -p "$place"
+    mount --bind "$shared" "$place"
+done
+
 containerd --config "$NODE_DIRECTORY/containerd.toml" >"$NODE_DIRECTORY/containerd.log" 2>&1 &
 while ! ctr version >/dev/null 2>&1; do
     kill -0 $! || { echo "containerd ended; see containerd.log"; exit 1; }
     sleep 0.05
-done
-for image in $NODE_IMAGES; do
-    ctr --namespace k8s.io images import "$image"
 done
 
 kubelet --config="$NODE_DIRECTORY/kubelet.yaml" --kubeconfig="$NODE_DIRECTORY/kubeconfig" \

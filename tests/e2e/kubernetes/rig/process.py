@@ -71,7 +71,10 @@ class Server:
 
     def kill(self) -> None:
         """SIGKILL, and wait for the end of the process."""
-        self.signal(signal.SIGKILL)
+        self.end(signal.SIGKILL)
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self.signal(number)
         assert self._process is not None
         self._process.wait(timeout=20)
         self._run.forget(self.name)

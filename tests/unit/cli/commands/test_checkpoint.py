@@ -1,4 +1,4 @@
-"""`holdfast checkpoint adopt`: checkpoints get another job."""
+"""`holdfast checkpoint`: checkpoints get another job, and are verified."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.orchestrator.protocol import training_packages
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 from tests.unit.cli.conftest import Holdfast
 from tests.unit.runtime.checkpoint_store.test_store import MESH, put
@@ -40,6 +41,15 @@ def test_adopt_changes_only_the_job_of_all_checkpoints(
     assert [(one.step, one.files, one.committed_at) for one in after] == [
         (one.step, one.files, one.committed_at) for one in before
     ]
+
+
+def test_without_the_packages_that_read_tensors_verify_names_them(
+    tier: CheckpointStore, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_packages, "PARTS", ("json", "no_such_package"))
+    done = holdfast("checkpoint", "verify", tier.path)
+    assert done.code == 2
+    assert "missing: no_such_package; pip install '.[train]'" in " ".join(done.err.split())
 
 
 def test_an_interrupted_adoption_is_completed_by_the_next_one(
