@@ -196,7 +196,10 @@ def _checkpoints(
         return
     last = view.checkpoints[-1]
     yield f"checkpoint {render.after(last)} ({size(last.num_bytes)}) in {view.checkpoint_path}"
-    if can_read:
+    if view.result:
+        if view.state == "succeeded":
+            yield f"the trained model is in {view.result}"
+    elif can_read:
         yield f"export it with: {command('checkpoint', 'export', view.name, 'DIRECTORY')}"
     else:
         yield "export it where that path is mounted: holdfast checkpoint export PATH DIRECTORY"

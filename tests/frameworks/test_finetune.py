@@ -36,7 +36,8 @@ RATES = {"learningRate": RATE, "warmupSteps": 0, "learningRateSchedule": {"const
 DIGITS = 2e-3
 FILES = {"model": "m", "data": "d", "output": "o", "method": "lora"}
 RANKS = {"1": (1, {"shard": 1}), "FSDP 2": (2, {"shard": 2}), "HSDP 2 x 2": (4, {"shard": 2}),
-         "DDP 2": (2, {"shard": 1})}  # fmt: skip
+         "DDP 2": (2, {"shard": 1}), "TP 2": (2, {"tensor": 2}),
+         "TP 2 x FSDP 2": (4, {"tensor": 2, "shard": 2})}  # fmt: skip
 CASES = [("llama", "full"), ("qwen2", "full"), ("qwen3", "lora"), ("mistral", "lora"),
          ("wide", "qlora")]  # fmt: skip
 
@@ -190,13 +191,14 @@ def test_losses_and_exports_are_those_of_transformers_and_peft(
     from transformers import AutoModelForCausalLM
 
     count, mesh = RANKS[ranks]
+    cases = [case for case in CASES if case[1] != "qlora" or "tensor" not in mesh]
     jobs = [document(f"{kind}-{method}", place, kind, count, mesh, method=method)
-            for kind, method in CASES]  # fmt: skip
+            for kind, method in cases]  # fmt: skip
     jobs.append(
         document("merged", place, "qwen3", count, mesh, method="lora", merge=True, microBatch=1)
     )
     found = several(tmp_path, jobs, count)
-    for case in CASES:
+    for case in cases:
         name, (one, expected) = "-".join(case), alone[case]
         compare(name, found[name], expected, DIGITS)
         model = AutoModelForCausalLM.from_pretrained(
@@ -324,6 +326,11 @@ def test_models_that_do_not_fit_are_rejected(place: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"larger without tokenizer.json; expected the token"):
         pretrained.tokenizer_of(tmp_path / "larger")
     model = pretrained.build(qwen, torch.float32)
+    with pytest.raises(UserError, match=r"tensor: got 4; expected a divisor of num_key_value_he"):
+        pretrained.plan_of(model.config, 4)
+    model.config.base_model_tp_plan = {"layers.*.mlp.up_proj": "another"}
+    with pytest.raises(UserError, match=r"tensor: got 2 with the architecture qwen2, for which"):
+        pretrained.plan_of(model.config, 2)
     for target in ("q_prj", "embed_tokens", "self_attn"):
         config = Finetune.model_validate(FILES | {"adapter": {"targets": [target]}})
         with pytest.raises(UserError, match=f"got {target}; the model has .*o_proj, q_proj"):
@@ -376,6 +383,35 @@ def test_an_output_replaces_nothing_but_an_earlier_result(output: str, tmp_path:
     (tmp_path / "result" / MARKER).touch()
     for free in ("result", "new", str(tmp_path / "far" / "away")):
         expect_free(Finetune.model_validate(FILES | {"output": free}), str(tmp_path))
+
+
+def test_a_chunk_of_logits_at_a_time_changes_no_loss(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from holdfast.workers.training.recipes import finetune
+
+    monkeypatch.setattr(finetune, "LOGITS", 272 * 5)
+    tokens = torch.arange(2 * 12).view(2, 12)
+    for scaling in (1.0, 4.0):
+        model = AutoModelForCausalLM.from_pretrained(place / "qwen2")
+        model.config.logits_scaling = scaling
+        wanted = torch.nn.functional.cross_entropy(
+            (model(tokens).logits / scaling).flatten(0, 1), tokens.flatten(), reduction="none"
+        )
+        wanted.sum().backward()
+        gradients = [one.grad.clone() for one in model.parameters()]
+        model.zero_grad()
+        finetune.give_losses(model)
+        model.lm_head.targets_bt = tokens
+        losses = model(tokens).logits / scaling  # as granite divides
+        assert losses.shape == tokens.shape
+        assert torch.allclose(losses.flatten(), wanted, atol=1e-5)
+        losses.sum().backward()
+        for one, gradient in zip(model.parameters(), gradients, strict=True):
+            assert torch.allclose(one.grad, gradient, atol=1e-4)
 
 
 def test_an_export_without_room_names_the_directory(place: Path, tmp_path: Path) -> None:

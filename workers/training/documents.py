@@ -6,9 +6,14 @@ Only completions have a loss: the prompt, the padding and the first token of a d
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from datetime import date
 from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +30,9 @@ CONFIG = "spec.entrypoint.recipe.config"
 IGNORED = -100
 """Next token without a loss, as torch's cross entropy has it."""
 EXPECTED = "a JSON object with prompt and completion, with messages, or with text"
+DAY = date(2024, 7, 26)  # the default of Llama 3's template
+FORMAT = 1
+"""Of the tokens that are kept; another one where the same lines give others."""
 Numbers = npt.NDArray[np.int64]
 
 
@@ -39,41 +47,41 @@ class Document(NamedTuple):
 class Packed:
     """The documents of a file, in its order, in samples of at most `length` tokens."""
 
-    def __init__(self, path: str, field: str, tokenizer: Any, vocab_size: int, length: int) -> None:
-        """Raises UserError for a line that is not a document, and for tokens that the model does
-        not have."""
+    def __init__(
+        self, path: str, field: str, tokenizer: Any, vocab_size: int, length: int,
+        cache: Path | None = None,
+    ) -> None:  # fmt: skip
+        """Tokens are kept in the directory `cache`, if one is given. Raises UserError for a line
+        that is not a document, and for tokens that the model does not have."""
         self.length = length
         self._samples: list[tuple[int, int]] = []
         """Documents of each sample: the first, and the one after the last."""
-        self.num_cut = self.num_silent = first = room = 0
-        documents = _documents(path, field, tokenizer)
-        tokens, targets, begins = [], [], [0]
-        for number, (ids, trained, num_silent) in enumerate(documents):
-            self.num_silent += num_silent
-            self.num_cut += len(ids) > length
-            ids, trained = ids[:length], trained[:length]
-            if max(ids, default=0) >= vocab_size:
-                raise UserError(
-                    f"{CONFIG}.model: got a tokenizer with the token {max(ids)} and a model with "
-                    f"{vocab_size} tokens; expected a tokenizer of this model; copy the one that "
-                    "was published with it into the directory"
-                )
-            if number and len(ids) > room:
+        first = room = 0
+        ids, trained, sizes, silent = _tokens_of(path, field, tokenizer, cache)
+        self.num_silent = int(silent.sum())
+        if not len(sizes):
+            raise UserError(f"{field}: got no lines in {path}; expected {EXPECTED} on each")
+        kept = np.arange(len(ids)) - np.repeat(np.cumsum(sizes) - sizes, sizes) < length
+        self.num_cut, sizes = int((sizes > length).sum()), np.minimum(sizes, length)
+        self._tokens: Numbers = ids[kept].astype(np.int64)
+        if (largest := self._tokens.max()) >= vocab_size:
+            raise UserError(
+                f"{CONFIG}.model: got a tokenizer with the token {largest} and a model with "
+                f"{vocab_size} tokens; expected a tokenizer of this model; copy the one that "
+                "was published with it into the directory"
+            )
+        for number, size in enumerate(sizes.tolist()):
+            if number and size > room:
                 self._samples.append((first, number))
                 first, room = number, length
-            room = (room or length) - len(ids)
-            tokens.append(np.array(ids))
-            after = [one if has else IGNORED for one, has in zip(ids, trained, strict=True)]
-            targets.append(np.array([*after[1:], IGNORED]))
-            begins.append(begins[-1] + len(ids))
-        if not tokens:
-            raise UserError(f"{field}: got no lines in {path}; expected {EXPECTED} on each")
-        self._samples.append((first, len(tokens)))
-        self._tokens: Numbers = np.concatenate(tokens)
-        self._targets: Numbers = np.concatenate(targets)
-        self._begins = begins
+            room = (room or length) - size
+        self._begins = [0, *np.cumsum(sizes).tolist()]
+        own = np.where(trained[kept], self._tokens, IGNORED)
+        self._targets: Numbers = np.append(own[1:], IGNORED)
+        self._targets[np.cumsum(sizes) - 1] = IGNORED
+        self._samples.append((first, len(sizes)))
         self.num_targets = [
-            int((self._targets[begins[low] : begins[high]] != IGNORED).sum())
+            int((self._targets[self._begins[low] : self._begins[high]] != IGNORED).sum())
             for low, high in self._samples
         ]
         """Tokens of each sample that have a loss."""
@@ -117,7 +125,11 @@ class Conversations:
     def __init__(self, config: Finetune, directory: str, tokenizer: Any, vocab_size: int) -> None:
         def packed(name: str, path: str) -> Packed:
             place = str(files.resolve(directory, path))
-            return Packed(place, f"{CONFIG}.{name}", tokenizer, vocab_size, config.sequence_length)
+            length = config.sequence_length
+            return Packed(place, f"{CONFIG}.{name}", tokenizer, vocab_size, length, self.cache)
+
+        output = files.resolve(directory, config.output)
+        self.cache = output.with_name(f"{output.name}.tokens")
 
         self.train = packed("data", config.data)
         self.validation: Any = ()
@@ -140,6 +152,42 @@ class Conversations:
             return sum(self.validation.num_targets[index] for index in indices)
         ids = sample_ids(tuple(indices), len(self.train), self._seed)
         return sum(self.train.num_targets[one] for one in ids)
+
+
+def _tokens_of(path: str, field: str, tokenizer: Any, cache: Path | None) -> list[Any]:
+    """Tokens of all documents, which have a loss, the size of each document, and its silent
+    answers. A directory has them for the next start, in a file by a hash of all that they depend
+    on; the first rank that comes makes it."""
+    if cache is None:
+        return _tokenize(path, field, tokenizer)
+    parts = (tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.eos_token_id)
+    key = hashlib.sha256(repr((FORMAT, version("transformers"), parts)).encode())
+    try:
+        with open(path, "rb") as lines:  # noqa: PTH123
+            while block := lines.read(2**20):
+                key.update(block)
+        cache.mkdir(parents=True, exist_ok=True)
+        with (cache / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            place = cache / f"{key.hexdigest()}.npz"
+            if not place.exists():
+                made = _tokenize(path, field, tokenizer)
+                np.savez(cache / "part.npz", *made)
+                (cache / "part.npz").replace(place)
+            with np.load(place) as stored:
+                return [stored[name] for name in stored.files]
+    except OSError:  # a full disk, or a directory without locks
+        return _tokenize(path, field, tokenizer)
+
+
+def _tokenize(path: str, field: str, tokenizer: Any) -> list[Any]:
+    documents = [*_documents(path, field, tokenizer)]
+    return [
+        np.array([token for one in documents for token in one.tokens], np.int32),
+        np.array([has for one in documents for has in one.trained], np.bool_),
+        np.array([len(one.tokens) for one in documents], np.int64),
+        np.array([one.num_silent for one in documents], np.int64),
+    ]
 
 
 def _documents(path: str, field: str, tokenizer: Any) -> Iterator[Document]:
@@ -201,7 +249,10 @@ def _conversation(messages: list[Any], tools: Any, got: str, tokenizer: Any) -> 
             "chat_template.jinja in the model's directory; add it, or write prompt and completion"
         )
     try:
-        template = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
+        # Some templates have the day in them: tokens must not depend on it.
+        template = partial(
+            tokenizer.apply_chat_template, tools=tools, tokenize=False, strftime_now=DAY.strftime
+        )
         text = template(messages)
         spans = []
         for number, message in enumerate(messages):

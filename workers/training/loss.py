@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 
 def token_losses(logits_nv: Tensor, targets_n: Tensor, z_loss: float = 0.0) -> Tensor:
@@ -23,3 +26,26 @@ def token_losses(logits_nv: Tensor, targets_n: Tensor, z_loss: float = 0.0) -> T
     if z_loss:
         losses_n = losses_n + z_loss * torch.logsumexp(logits_nv, dim=-1).square()
     return losses_n
+
+
+def losses_in_chunks(
+    head: Callable[[Tensor], Tensor], x_btd: Tensor, targets_bt: Tensor, chunk_tokens: int,
+    z_loss: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Losses (B, T) of the logits that `head` makes of activations (B, T, D), `chunk_tokens` tokens
+    at a time: logits are freed after the loss, and computed again in backward. The weight's
+    gradient is summed over the chunks in the format of the weight."""
+
+    def losses(x_nd: Tensor, targets_n: Tensor) -> Tensor:
+        return token_losses(head(x_nd), targets_n, z_loss)
+
+    chunks = zip(
+        torch.split(x_btd.flatten(0, 1), chunk_tokens),
+        torch.split(targets_bt.flatten(), chunk_tokens),
+        strict=True,
+    )
+    kept = [
+        checkpoint(losses, *chunk, use_reentrant=False, preserve_rng_state=False)
+        for chunk in chunks
+    ]
+    return torch.cat(kept).view_as(targets_bt)

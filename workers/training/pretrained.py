@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, empty
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.checkpoint.state import plain_name
+from holdfast.workers.session import Session
 
 from .documents import CONFIG
+from .parallel.tensor import copied
 
 FIELD = f"{CONFIG}.model"
 INDEX = "model.safetensors.index.json"
@@ -126,12 +139,79 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def stored_name(name: str) -> str:
-    """The name in the model's directory, of a parameter beside adapters."""
-    plain = plain_name(name).removeprefix("base_model.model.")
-    return plain.replace(".base_layer.", ".")
+    """The name in the model's directory, of a parameter or layer beside adapters."""
+    return plain_name(name).removeprefix("base_model.model.").replace(".base_layer", "")
 
 
-def load(parameters: dict[str, nn.Parameter], directory: Path) -> None:
+class _Same(ParallelStyle):
+    """All ranks of the axis have the whole module, and compute the same."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def entire(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            return tuple(
+                DTensor.from_local(one, mesh, [Replicate()], run_check=False) for one in inputs
+            )
+
+        return distribute_module(
+            module, device_mesh, None, entire, lambda _, output, __: output.to_local()
+        )
+
+
+STYLES: dict[str, ParallelStyle] = {
+    "colwise": ColwiseParallel(),
+    "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": RowwiseParallel(),
+    "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+    # Each rank normalises its own heads (B, T, H, E), by weights that all ranks share.
+    "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+"""Names in the plans of transformers."""
+
+
+def plan_of(config: Any, tensor: int) -> dict[str, str]:
+    """How transformers divides the layers of the blocks. Raises UserError for a model that cannot
+    be divided."""
+    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    if not plan or {*plan.values()} - {*STYLES}:
+        raise UserError(
+            f"spec.parallelism.tensor: got {tensor} with the architecture {config.model_type}, for "
+            "which transformers has no plan that can be used; expected 1; use shard"
+        )
+    sides = "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"
+    for name in sides:
+        if getattr(config, name) % tensor:
+            raise UserError(
+                f"spec.parallelism.tensor: got {tensor}; expected a divisor of {name} in "
+                f"config.json ({getattr(config, name)}); use a divisor, or shard"
+            )
+    return {f"model.{name}": style for name, style in plan.items()}
+
+
+def divide(model: Any, plan: dict[str, str], mesh: DeviceMesh) -> None:
+    """Divide the parameters over a tensor axis. An adapter's matrices follow their layer; embedding
+    and head are divided by vocabulary, the logits come divided."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = embedding.weight is head.weight
+    logits = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    for name, module in [*model.named_modules()]:
+        if not [*module.parameters(recurse=False)]:
+            continue
+        layer, _, adapter = stored_name(name).partition(".lora_")
+        style = plan.get(re.sub(r"\.\d+\.", ".*.", layer), "")
+        chosen = STYLES.get(style, _Same())
+        if layer == "lm_head":
+            style, chosen = "colwise", logits
+        if adapter and not style.startswith("row" if adapter.startswith("A") else "col"):
+            chosen = _Same()
+        if module is embedding:
+            chosen = RowwiseParallel(input_layouts=Replicate())
+            module.register_forward_hook(copied)
+        parallelize_module(module, mesh, chosen)
+    if tied:
+        head.weight = embedding.weight
+
+
+def load(parameters: Mapping[str, Tensor], directory: Path) -> None:
     """Fill parameters, by stored name, each rank its own part. Raises UserError for values that the
     directory lacks."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -156,8 +236,9 @@ GROUP = 64 * 256
 """Values that NF4 with double quantization keeps together: a shard is a multiple of them."""
 
 
-def quantize(model: nn.Module, directory: Path, device: torch.device, block: nn.Module) -> None:
-    """Give the frozen matrices of a block their values in NF4."""
+def quantize(model: nn.Module, directory: Path, session: Session, block: nn.Module) -> None:
+    """Give the frozen matrices of a block their values in NF4. Each rank reads its part of them;
+    scales need the whole matrix."""
     from torchao.quantization import NF4Tensor
 
     inside = {id(one) for one in block.modules()}
@@ -166,14 +247,22 @@ def quantize(model: nn.Module, directory: Path, device: torch.device, block: nn.
         for name, one in model.named_modules()
         if id(one) in inside and isinstance(one, nn.Linear) and ".lora_" not in name
     }
-    values = {
-        name: nn.Parameter(torch.empty_like(one.weight, device=device), requires_grad=False)
-        for name, one in linear.items()
-    }
+    values = {name: _empty(one.weight, session) for name, one in linear.items()}
     load(values, directory)
     for name, one in linear.items():
-        weight = NF4Tensor.from_tensor(values.pop(name).data, 64, 256)
+        value = values.pop(name)
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        weight = NF4Tensor.from_tensor(value, 64, 256)
         one.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def _empty(like: Tensor, session: Session) -> Tensor:
+    """A matrix without values, divided over the ranks that shard it."""
+    if session.shape.num_fsdp_shards == 1:
+        return torch.empty_like(like, device=session.device)
+    mesh = session.fsdp_mesh
+    places = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    return empty(*like.shape, dtype=like.dtype, device_mesh=mesh, placements=places)
 
 
 def is_quantized(parameter: Tensor) -> bool:
@@ -194,6 +283,39 @@ def expect_whole_groups(blocks: list[nn.Module], shape: Mesh) -> None:
                 f"ranks; expected a multiple of {GROUP} values on each, which NF4 keeps together; "
                 "use fewer shards (parallelism.shard), or lora"
             )
+
+
+SHARD_BYTES = 5 * 10**9
+
+
+def write(values: Iterable[tuple[str, Tensor]], directory: Path) -> None:
+    """Write values as they come, in files of at most SHARD_BYTES, or of one tensor that is larger.
+    Memory has those of a file, and the next value."""
+    part: dict[str, Tensor] = {}
+    files: list[list[str]] = []
+    total = room = 0
+
+    def finish() -> None:
+        save_file(part, directory / f"{len(files)}.part", {"format": "pt"})
+        files.append([*part])
+        part.clear()
+
+    directory.mkdir(parents=True)
+    for name, value in values:
+        if part and value.nbytes > room:
+            finish()
+        room = (room if part else SHARD_BYTES) - value.nbytes
+        part[name], total = value.contiguous(), total + value.nbytes
+    finish()
+    weight_map = {}
+    for number, names in enumerate(files):
+        place = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        place = place if len(files) > 1 else "model.safetensors"
+        (directory / f"{number}.part").rename(directory / place)
+        weight_map.update(dict.fromkeys(names, place))
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -159,21 +159,24 @@ def _axes(spec: SizedSpec) -> str:
         return ""
     sizes = {"tensor": mesh.tensor, "context": mesh.context, "pipeline": mesh.pipeline_ranks}
     for axis, size in sizes.items():
-        if size > 1 and axis not in recipe.config.axes:
+        if size > 1 and (reason := recipe.config.rejects_axis(axis)):
             return (
-                f"parallelism.{axis}: got {size} with recipe {recipe.name}; expected 1, as it "
-                f"shards models by FSDP2 only; use parallelism.shard"
+                f"parallelism.{axis}: got {size} with recipe {recipe.name}; expected 1, as "
+                f"{reason}; use parallelism.shard"
             )
     return ""
 
 
 def _tensor(spec: SizedSpec) -> str:
     """The recipe divides these sizes over the tensor axis, which stays within a node."""
-    config, tensor = pretraining(spec.entrypoint.recipe), spec.parallelism.tensor
-    if config is None or tensor == 1:
+    recipe, tensor = spec.entrypoint.recipe, spec.parallelism.tensor
+    if recipe is None or tensor == 1:
         return ""
     if problem := tensor_over_nodes(spec):
         return problem
+    config = pretraining(recipe)
+    if config is None:
+        return ""
     model = config.model
     divided = {
         "model.numHeads": model.num_heads,

@@ -242,6 +242,17 @@ class RecipeConfig(Part):
         """Steps of the whole job; 0: the workers report it."""
         return 0
 
+    @property
+    def result(self) -> str:
+        """Where the workers write the result; empty: checkpoints have it."""
+        return ""
+
+    def rejects_axis(self, axis: str) -> str:
+        """What excludes an axis of spec.parallelism; empty: nothing does."""
+        if axis in self.axes:
+            return ""
+        return f"models are divided over {' and '.join(('shard', *self.axes))} only"
+
     def sources(self) -> Iterator[tuple[str, str]]:
         """(field, file or directory) that the workers read."""
         return iter(())
@@ -321,6 +332,7 @@ class Finetune(RecipeConfig):
     1e-5 for method full and 2e-4 for adapters, that of weightDecay is 0."""
 
     main = PARTS["recipe finetune"]
+    axes = ("tensor",)
     preload = ("transformers", "peft")
 
     model: str = Field(min_length=1)
@@ -392,6 +404,15 @@ class Finetune(RecipeConfig):
     @property
     def total_steps(self) -> int:
         return self.steps or 0
+
+    @property
+    def result(self) -> str:
+        return self.output
+
+    def rejects_axis(self, axis: str) -> str:
+        if axis == "tensor" and self.method == "qlora":
+            return "weights of method qlora are divided over shard only"
+        return super().rejects_axis(axis)
 
     def sources(self) -> Iterator[tuple[str, str]]:
         yield from (("model", self.model), ("data", self.data))

@@ -23,6 +23,12 @@ def _rate(job: TrainingJob) -> Iterator[str]:
     recipe = job.spec.entrypoint.recipe
     if recipe is None or not isinstance(config := recipe.config, Finetune):
         return
+    warmup, steps = config.optimizer.warmup_steps, config.total_steps
+    if steps and warmup >= steps:
+        yield (
+            f"spec.entrypoint.recipe.config.optimizer.warmupSteps: {warmup} with steps: {steps}; "
+            "learningRate is not reached; usual is a twentieth of the steps"
+        )
     rate, full = config.optimizer.learning_rate, config.method == "full"
     if rate > 1e-4 if full else rate <= 1e-5:
         yield (

@@ -323,8 +323,10 @@ class JobProjection:
             newest[peak] = max(newest[peak], numbers[peak])
             numbers |= {name: value for name, value in newest.items() if value}
         recipe = self._job.spec.entrypoint.recipe
-        if recipe is not None and recipe.config.total_steps:
-            numbers["total_steps"] = recipe.config.total_steps
+        if recipe is not None:
+            view.result = recipe.config.result
+            if recipe.config.total_steps:
+                numbers["total_steps"] = recipe.config.total_steps
         for name, value in numbers.items():
             setattr(view, name, value)
         if view.step_s > 0:

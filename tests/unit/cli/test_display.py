@@ -154,6 +154,13 @@ def test_the_report_names_no_command_for_checkpoints_that_cannot_be_read_from_he
     assert "export it where that path is mounted: holdfast checkpoint export PATH" in text_of(to)
 
 
+def test_the_report_names_the_result_of_a_recipe_that_writes_one() -> None:
+    view = make_view(state="succeeded", finished_ns=T0 + 71 * NS, result="tuned")
+    lines = list(report_lines(view))
+    assert "the trained model is in tuned" in lines
+    assert not any("export" in line for line in lines)
+
+
 def test_the_report_says_how_it_ended_and_what_each_incident_cost() -> None:
     view = make_view(state="succeeded", incidents=[make_incident()], finished_ns=T0 + 71 * NS)
     lines = list(report_lines(view))

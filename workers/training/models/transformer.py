@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from holdfast.orchestrator.api.v1alpha1.recipe import Model
-from holdfast.workers.training.loss import token_losses
+from holdfast.workers.training.loss import losses_in_chunks
 
 
 class RMSNorm(nn.Module):
@@ -91,11 +90,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """Activations (B, T, D) -> logits (B, T, V), or with targets (B, T) the loss of each token.
-
-    `chunk_tokens` tokens at a time: their logits are freed after the loss, and computed again in
-    backward. The weight's gradient is summed over the chunks in the format of the weight.
-    """
+    """Activations (B, T, D) -> logits (B, T, V), or with targets (B, T) the loss of each token."""
 
     def forward(
         self, x_btd: Tensor, targets_bt: Tensor | None = None, chunk_tokens: int = 0,
@@ -103,20 +98,7 @@ class Head(nn.Linear):
     ) -> Tensor:  # fmt: skip
         if targets_bt is None:
             return super().forward(x_btd)
-
-        def losses(x_nd: Tensor, targets_n: Tensor) -> Tensor:
-            return token_losses(F.linear(x_nd, self.weight), targets_n, z_loss)
-
-        chunks = zip(
-            torch.split(x_btd.flatten(0, 1), chunk_tokens),
-            torch.split(targets_bt.flatten(), chunk_tokens),
-            strict=True,
-        )
-        kept = [
-            checkpoint(losses, *chunk, use_reentrant=False, preserve_rng_state=False)
-            for chunk in chunks
-        ]
-        return torch.cat(kept).view_as(targets_bt)
+        return losses_in_chunks(super().forward, x_btd, targets_bt, chunk_tokens, z_loss)
 
 
 class Transformer(nn.Module):

@@ -46,10 +46,10 @@ def parallelize(model: Transformer, mesh: DeviceMesh) -> None:
     here = {name: style for name, style in plan.items() if getattr(model, name) is not None}
     parallelize_module(model, mesh, here)
     if model.embedding is not None:
-        model.embedding.register_forward_hook(_copied)
+        model.embedding.register_forward_hook(copied)
 
 
-def _copied(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+def copied(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     """The embedding's output is an AsyncCollectiveTensor, a view of a DTensor's local part. With
     torch 2.15 a compiled block that gets it computes wrong gradients, without an error: their norm
     was three quarters. With a copy it is right."""

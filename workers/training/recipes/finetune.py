@@ -21,8 +21,10 @@ from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol import files
 from holdfast.workers.checkpoint.state import plain_name
 from holdfast.workers.training import loop, pretrained
+from holdfast.workers.training.data import MicroBatch
 from holdfast.workers.training.documents import CONFIG, Conversations
 from holdfast.workers.training.initial_values import fill
+from holdfast.workers.training.loss import losses_in_chunks
 from holdfast.workers.training.optimizers import make_optimizer
 from holdfast.workers.training.parallel import Parallel
 from holdfast.workers.training.parallel.precision import parameter_dtype
@@ -40,18 +42,31 @@ class Tuner(loop.BaseTrainer):
     keep = "trainable"
 
     def conclude(self) -> None:
-        """Rank 0 writes the result, complete or not at all."""
+        """Rank 0 writes the result, complete or not at all; a model in parts, as it is gathered."""
+        with self.session.phase("save"):
+            self._export()
+
+    def _export(self) -> None:
+        shutil.rmtree(self.data.cache, ignore_errors=True)
         directory, model = self.session.directory, cast(Any, self.parallel.model)
         target = files.resolve(directory, self.config.output)
         partial = target.with_name(f"{target.name}.partial")
         adapter = self.config.method != "full" and not self.config.merge
-        values = dict(_adapter(model) if adapter else _whole_model(model, self.session.rank == 0))
+        values = _adapter(model).items() if adapter else _whole_model(model, self.session)
         if self.session.rank:
+            for _ in values:  # each rank has a part of each
+                pass
             return
         try:
             shutil.rmtree(partial, ignore_errors=True)
-            written = model.get_base_model() if self.config.merge else model
-            written.save_pretrained(partial, state_dict=values)
+            if adapter:
+                model.save_pretrained(partial, state_dict=dict(values))
+            else:
+                pretrained.write(values, partial)
+                written = model.get_base_model() if self.config.merge else model
+                written.config.architectures = [type(written).__name__]
+                written.config.save_pretrained(partial)
+                written.generation_config.save_pretrained(partial)
             source = files.resolve(directory, self.config.model)
             pretrained.tokenizer_of(source).save_pretrained(partial)
             (partial / MARKER).touch()
@@ -96,6 +111,7 @@ def build(job: TrainingJob, config: Finetune, s: session.Session) -> Tuner:
     dtype = torch.float32 if config.method == "full" else frozen
     model = pretrained.build(directory, dtype)
     model.config.use_cache = False
+    plan = pretrained.plan_of(model.config, mesh.tensor) if mesh.tensor > 1 else {}
     data = Conversations(
         config, s.directory, pretrained.tokenizer_of(directory), model.config.vocab_size
     )
@@ -115,12 +131,19 @@ def build(job: TrainingJob, config: Finetune, s: session.Session) -> Tuner:
         s,
         mesh,
         config.compile,
-        prepare=partial(pretrained.quantize, model, directory, s.device) if quantize else None,
+        lambda axis: pretrained.divide(model, plan, axis),
+        prepare=partial(pretrained.quantize, model, directory, s) if quantize else None,
     )
-    # Positions that begin again keep attention inside documents.
-    parallel.call = lambda module, batch: (
-        module(batch.inputs_bt, position_ids=batch.positions_t).logits
-    )
+    if mesh.tensor == 1:  # which divides the logits itself
+        give_losses(model)
+
+    def call(module: nn.Module, batch: MicroBatch) -> Tensor:
+        """Logits, or losses. Positions that begin again keep attention inside documents."""
+        model.get_output_embeddings().targets_bt = batch.targets_bt
+        output: Tensor = module(batch.inputs_bt, position_ids=batch.positions_t).logits
+        return output
+
+    parallel.call = call
 
     def initialise(module: nn.Module) -> None:
         if tied:  # each module has got memory of its own
@@ -144,8 +167,36 @@ def build(job: TrainingJob, config: Finetune, s: session.Session) -> Tuner:
         sequence_length=config.sequence_length,
         flops_per_token=4.0 * total + 2.0 * ours,  # a frozen parameter has no gradient
         title=f"finetune {config.method}: {total / 1e6:.1f} M parameters, "
-        f"{ours / 1e6:.2f} M trained{data.train.losses()}",
+        f"{ours / 1e6:.2f} M trained{data.train.losses()}{_warmup(config, data.steps)}",
     )
+
+
+def _warmup(config: Finetune, steps: int) -> str:
+    warmup = config.optimizer.warmup_steps
+    return f", warmupSteps {warmup} of {steps} steps" if warmup >= steps else ""
+
+
+LOGITS = 2**27
+"""Logits of a rank that exist at a time, in float32 half a GiB, some three times."""
+
+
+def give_losses(model: Any) -> None:
+    """Make the head compute the losses of `targets_bt`: the logits of 8,192 tokens of Llama 3 need
+    about 13 GB."""
+    head, scaling = model.get_output_embeddings(), getattr(model.config, "logits_scaling", 1.0)
+    chunk_tokens, logits = max(1, LOGITS // model.config.vocab_size), head.forward
+
+    def losses(x_btd: Tensor) -> Tensor:
+        def scaled(x_nd: Tensor) -> Tensor:
+            part: Tensor = logits(x_nd) / scaling
+            return part
+
+        if x_btd.shape[0] * x_btd.shape[1] <= chunk_tokens:
+            return cast(Tensor, logits(x_btd))
+        # The model divides what its head returns.
+        return losses_in_chunks(scaled, x_btd, head.targets_bt, chunk_tokens) * scaling
+
+    head.forward = losses
 
 
 def _fill(module: nn.Module, directory: Path | None, seed: int) -> None:
@@ -214,21 +265,23 @@ def _adapter(model: nn.Module) -> dict[str, Tensor]:
     return {name: pretrained.whole(one) for name, one in named.items() if ".lora_" in name}
 
 
-def _whole_model(model: Any, keeps: bool) -> Iterator[tuple[str, Tensor]]:
-    """Names and values of the model's directory, with adapters added to the weights; on one rank,
+def _whole_model(model: Any, s: session.Session) -> Iterator[tuple[str, Tensor]]:
+    """Names and values of the model's directory, with adapters added to the weights; on rank 0,
     each takes part."""
     modules = {plain_name(name): one for name, one in model.named_modules()}
     adapters = _adapter(model)
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             continue
-        value, plain = pretrained.whole(parameter), plain_name(name)
-        owner = plain.removesuffix(".base_layer.weight")
+        value = pretrained.whole(parameter)
+        s.tick()
+        if s.rank:
+            continue
+        owner = plain_name(name).removesuffix(".base_layer.weight")
         if f"{owner}.lora_A.default.weight" in adapters:
             first, second = (adapters[f"{owner}.lora_{one}.default.weight"] for one in "AB")
             value = value.float() + modules[owner].scaling["default"] * (second @ first)
-        if keeps:
-            yield pretrained.stored_name(name), value.to(model.config.dtype)
+        yield pretrained.stored_name(name), value.to(model.config.dtype)
 
 
 if __name__ == "__main__":

@@ -51,8 +51,27 @@ def test_a_package_adds_a_recipe_by_an_entry_point(monkeypatch: pytest.MonkeyPat
         (with_recipe("finetune", {**FILES, "steps": 9, "epochs": 2}), "epochs: got 2 with steps"),
         (with_recipe("finetune", {**FILES, "optimizer": {"muon": {}}}), "muon: got it with recipe"),
         (
-            with_recipe("finetune", FILES, workersPerNode=2, parallelism={"tensor": 2}),
-            "parallelism.tensor: got 2 with recipe finetune; expected 1",
+            with_recipe("finetune", FILES, workersPerNode=2, parallelism={"context": 2}),
+            "parallelism.context: got 2 with recipe finetune; expected 1",
+        ),
+        (
+            with_recipe(
+                "finetune",
+                FILES | {"method": "qlora"},
+                workersPerNode=2,
+                parallelism={"tensor": 2},
+            ),
+            "parallelism.tensor: got 2 with recipe finetune; expected 1, as weights of method",
+        ),
+        (
+            with_recipe(
+                "finetune",
+                FILES,
+                nodes={"min": 2, "max": 2},
+                workersPerNode=3,
+                parallelism={"tensor": 2},
+            ),
+            "parallelism.tensor: got 2; expected a divisor of workersPerNode (3)",
         ),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value,
@@ -82,3 +101,11 @@ def test_the_learning_rate_of_the_other_method_is_remarked(
     config = FILES | {"method": method, "optimizer": {"learningRate": rate}}
     (text,) = remarks(job_from_mapping(with_recipe("finetune", config))) or [""]
     assert text.endswith(usual) and bool(text) == bool(usual)
+
+
+def test_a_warm_up_without_an_end_is_remarked() -> None:
+    texts = [
+        remarks(job_from_mapping(with_recipe("finetune", FILES | {"steps": steps})))
+        for steps in (20, 21)
+    ]
+    assert "warmupSteps: 20 with steps: 20" in texts[0][0] and texts[1] == []

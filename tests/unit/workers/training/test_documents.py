@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from holdfast.orchestrator.errors import UserError
-from holdfast.workers.training import pretrained
+from holdfast.workers.training import documents, pretrained
 from holdfast.workers.training.documents import IGNORED, Packed
 
 END = 300
@@ -139,3 +143,64 @@ def test_a_directory_without_all_weights_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "model-1.safetensors").touch()
     with pytest.raises(UserError, match=r"without model-2.safetensors"):
         pretrained.expect_weights(tmp_path)
+
+
+class Counting(Ending):
+    """One that a file of tokens can be kept for."""
+
+    lines = 0
+    words = "any"
+
+    @property
+    def backend_tokenizer(self) -> Counting:
+        return self
+
+    def to_str(self) -> str:
+        return self.words
+
+    def __call__(self, text: str, **options: Any) -> dict[str, Any]:
+        self.lines += 1
+        return super().__call__(text, **options)
+
+
+def test_a_second_start_makes_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "version", lambda name: "1")
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "abc"}\n{"prompt": "d", "completion": "efgh"}\n')
+    first, second, other = Counting(), Counting(), Counting()
+    other.words = "changed"
+
+    def made(tokenizer: Counting, cache: Path | None = tmp_path / "kept") -> list[Any]:
+        kept = Packed(str(path), "data", tokenizer, 400, 4, cache)
+        return [kept.num_cut, *(one.tolist() for one in kept.read([*range(len(kept))]))]
+
+    whole = made(Counting(), None)
+    assert made(first) == made(second) == made(other) == whole
+    assert (first.lines, second.lines, other.lines) == (3, 0, 3)
+    path.write_text('{"text": "xyz"}\n')
+    assert made(second) != whole
+    (tmp_path / "file").touch()
+    made(second, tmp_path / "file" / "below")  # cannot be made
+    assert second.lines == 2
+
+
+def test_a_model_is_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrained, "SHARD_BYTES", 100)
+    taken = []
+
+    def values() -> Iterator[tuple[str, Tensor]]:
+        for number, size in enumerate((10, 10, 30, 2)):
+            taken.append(len([*(tmp_path / "model").glob("*.part")]))
+            yield str(number), torch.full((size,), float(number))
+
+    pretrained.write(values(), tmp_path / "model")
+    assert taken == [0, 0, 0, 1]  # parts on disk when a value is made
+    index = json.loads((tmp_path / "model" / pretrained.INDEX).read_text())
+    assert index["metadata"] == {"total_size": 208}
+    names = [f"model-{number:05}-of-00003.safetensors" for number in (1, 1, 2, 3)]
+    assert index["weight_map"] == dict(zip("0123", names, strict=True))
+    for name, file in index["weight_map"].items():
+        assert set(load_file(tmp_path / "model" / file)[name].tolist()) == {float(name)}
+    monkeypatch.setattr(pretrained, "SHARD_BYTES", 10**9)
+    pretrained.write(values(), tmp_path / "whole")
+    assert [one.name for one in (tmp_path / "whole").iterdir()] == ["model.safetensors"]
