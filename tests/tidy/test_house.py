@@ -29,7 +29,7 @@ MAX_WORDS = 40000
 BUDGETS = {
     "orchestrator": 53356,
     "workers": 25868,
-    "tests": 88947,
+    "tests": 88936,
     "orchestrator/api": 4407,
     "orchestrator/backends": 6326,
     "orchestrator/catalogue": 990,
