@@ -32,7 +32,7 @@ IGNORED = -100
 EXPECTED = "a JSON object with prompt and completion, with messages, or with text"
 DAY = date(2024, 7, 26)  # the default of Llama 3's template
 FORMAT = 1
-"""Of the tokens that are kept; another one where the same lines give others."""
+"""Number of the files of tokens; another one where the same lines give other tokens."""
 Numbers = npt.NDArray[np.int64]
 
 

@@ -169,8 +169,8 @@ STYLES: dict[str, ParallelStyle] = {
 
 
 def plan_of(config: Any, tensor: int) -> dict[str, str]:
-    """How transformers divides the layers of the blocks. Raises UserError for a model that cannot
-    be divided."""
+    """Styles of the layers by name, as transformers divides them. Raises UserError for a model that
+    cannot be divided."""
     plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     if not plan or {*plan.values()} - {*STYLES}:
         raise UserError(

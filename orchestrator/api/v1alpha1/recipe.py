@@ -244,7 +244,7 @@ class RecipeConfig(Part):
 
     @property
     def result(self) -> str:
-        """Where the workers write the result; empty: checkpoints have it."""
+        """Directory that the workers write the result to; empty: checkpoints have it."""
         return ""
 
     def rejects_axis(self, axis: str) -> str:

@@ -227,7 +227,7 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     """Reason why the job does not go on without a user's decision; empty: it does."""
     checkpoint_path: str = ""
     result: str = ""
-    """Where the recipe writes the trained model; empty: its checkpoints have it."""
+    """Directory of the trained model; empty: checkpoints have it."""
     nodes: list[NodeView] = []
     incidents: list[Incident] = []
     """The newest ones, oldest first; the counters below cover all."""
