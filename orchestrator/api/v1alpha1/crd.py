@@ -21,7 +21,8 @@ from holdfast.orchestrator import limits
 from .base import QUANTITY_PATTERN
 from .job import API_VERSION, KIND, TrainingJob
 from .load import job_from_mapping
-from .rules import RETIRED, RULES, Rule, retired_message
+from .retired import SCHEMAS, description
+from .rules import RULES, Rule
 from .status import TrainingJobStatus
 
 GROUP, _, VERSION = API_VERSION.partition("/")
@@ -229,11 +230,8 @@ class _Converter:
             name: self.convert(child, f"{path}.{name}")
             for name, child in node["properties"].items()
         }
-        for place, (schema, _) in RETIRED.items():
-            part, _, name = place.rpartition(".")
-            if part == path:
-                text = retired_message(place).replace("%s", "...")
-                made["properties"][name] = {"description": text, **schema}
+        for name, schema in SCHEMAS.get(path, {}).items():
+            made["properties"][name] = {"description": description(path, name), **schema}
         return made
 
     def _union(self, choices: list[Node]) -> Node:

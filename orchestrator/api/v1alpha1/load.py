@@ -25,7 +25,7 @@ from holdfast.orchestrator.errors import Problem, SpecError, UserError
 from .effects import without_effect
 from .job import NAME_PATTERN, PATTERNS, TrainingJob, redacted
 from .recipe import RecipeConfig, config_of
-from .rules import RETIRED, retired_message
+from .retired import without_retired
 
 
 class BadDocument(UserError):
@@ -76,12 +76,15 @@ def job_from_mapping(document: Any, source: str = "") -> TrainingJob:
         raise SpecError([problem], source)
     if problems := document_problems(document):
         raise SpecError(problems, source)
+    document, problems = without_retired(document)
     try:
-        return TrainingJob.model_validate(document)
+        job = TrainingJob.model_validate(document)
     except ValidationError as error:
         recipe = _mapping(dict(document), ["spec", "entrypoint", "recipe"]).get("name")
-        problems = [_problem(details, recipe) for details in error.errors(include_url=False)]
-        raise SpecError(_distinct(problems), source) from None
+        problems += [_problem(details, recipe) for details in error.errors(include_url=False)]
+    if problems:
+        raise SpecError(_distinct(problems), source)
+    return job
 
 
 def _with_words(document: Any, text: str) -> Any:
@@ -306,10 +309,6 @@ def _problem(details: ErrorDetails, recipe: Any) -> Problem:
     kind, context = details["type"], details.get("ctx", {})
     if kind == "value_error":
         return _from_rule(field, details["input"], str(context["error"]))
-    if field in RETIRED:
-        value = details["input"]
-        shown = value if isinstance(value, str) else json.dumps(value)
-        return Problem.from_text(retired_message(field).replace("%s", shown))
     if kind == "extra_forbidden":
         known = _known_keys(location[:-1], recipe)
         close = difflib.get_close_matches(str(location[-1]), known, n=1)
@@ -361,8 +360,6 @@ def _fix(field: str, details: ErrorDetails, recipe: Any) -> str:
         return f"give it a value{empty}, or remove the key"
     if kind == "model_type" and value in _known_keys([*field.split(".")], recipe):
         return f"write {{{value}: {{}}}}"
-    if kind == "model_type" and field == "spec.parallelism.pipeline":
-        return f"write {{ranks: {value}}}"
     if field in ("spec.nodes.max", "spec.nodes.min") and value == 0:
         return "for no nodes set suspend: true"
     if kind in _ABOVE_MAXIMUM and field in _NO_LIMIT_IF_ABSENT:

@@ -60,7 +60,8 @@ class Retention(Part):
 
 class OwnCheckpointGuard(Choice):
     """Care for a script's own checkpoints before a restart: incomplete ones are renamed; trainers
-    of transformers, Lightning and DeepSpeed resume. See docs/user/script-checkpoints.md."""
+    of transformers, Lightning and DeepSpeed resume. See docs/user/script-checkpoints.md.
+    For guard: never of earlier files write guard: {never: {}}, for auto nothing."""
 
     choices = ("directories", "never")
     default_choice = "auto"

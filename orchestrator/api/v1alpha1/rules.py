@@ -11,12 +11,23 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from .base import Choice, yaml_name
 from .job import CONTRACT_NAMES, RESERVED_PREFIXES, JobSpec
 from .parallelism import ActivationCheckpointing, Parallelism
 from .resilience import OwnCheckpointGuard
+from .retired import (
+    CHECKPOINTING,
+    FSDP,
+    GUARD,
+    MODES,
+    MOVED,
+    PIPELINE,
+    SCHEMAS,
+    line,
+    rejected,
+    removed,
+)
 from .workload import BESIDE, Entrypoint
 
 
@@ -81,49 +92,52 @@ def _one_choice(name: str, path: str, part: type[Choice]) -> Rule:
     return Rule(name, path, f"size({written}) {sign} 1", message, (words,))
 
 
-_TEXT, _NUMBER = {"type": "string", "maxLength": 64}, {"type": "number"}
-_TEXTS = {"type": "array", "maxItems": 2, "items": _TEXT}
-_CHECKPOINTING = "spec.parallelism.activationCheckpointing"
-_OPTIMIZER = "spec.entrypoint.recipe.config.optimizer"
-_AXES = "spec.parallelism"
-RETIRED: dict[str, tuple[dict[str, Any], str]] = {
-    f"{_CHECKPOINTING}.mode": (_TEXT, "{full: {}}, {selective: {}} or {budget: 0.5}"),
-    f"{_CHECKPOINTING}.everyNthBlock": (_NUMBER, "{full: {everyNthBlock: %s}}"),
-    f"{_CHECKPOINTING}.keep": (_TEXTS, "{selective: {keep: %s}}"),
-    f"{_AXES}.pipelineSchedule": (_TEXT, "{pipeline: {ranks: 2, schedule: %s}}"),
-    f"{_AXES}.pipelineStagesPerRank": (_NUMBER, "{pipeline: {ranks: 2, stagesPerRank: %s}}"),
-    f"{_AXES}.reshardAfterForward": ({"type": "boolean"}, "{fsdp: {reshardAfterForward: %s}}"),
-    f"{_AXES}.accumulateGradients": (_TEXT, "{fsdp: {accumulateGradients: %s}}"),
-    f"{_AXES}.prefetchBlocks": (_NUMBER, "{fsdp: {prefetchBlocks: %s}}"),
-    "spec.checkpoint.guardDirectories": (_TEXTS, "{guard: {directories: %s}}"),
-    f"{_OPTIMIZER}.name": (_TEXT, "{%s: {}}"),
-    f"{_OPTIMIZER}.momentum": (_NUMBER, "{muon: {momentum: %s}}"),
-    f"{_OPTIMIZER}.rankFraction": (_NUMBER, "{dion: {rankFraction: %s}}"),
-    f"{_OPTIMIZER}.inBackward": ({"type": "boolean"}, "{adamw: {inBackward: %s}}"),
-    f"{_OPTIMIZER}.schedule": (_TEXT, "{learningRateSchedule: {%s: {}}}"),
-    f"{_OPTIMIZER}.decaySteps": (_NUMBER, "{learningRateSchedule: {wsd: {decaySteps: %s}}}"),
-    f"{_OPTIMIZER}.minLearningRateRatio": (
-        _NUMBER,
-        "{learningRateSchedule: {cosine: {minRatio: %s}}}",
-    ),
-}
-"""A field of an earlier form of the spec, which the CRD has to reject it -> its schema, and what to
-write in its part, with %s for the value."""
+def _settings(names: dict[str, str]) -> str:
+    """The fields of these names that are given, under their new names, in CEL."""
+    text = "''"
+    for count in range(1, len(names) + 1):
+        for given in itertools.combinations(names, count):
+            condition = " && ".join(f"has(self.{name})" for name in given)
+            shown = _text(", ".join(f"{names[name]}: %s" for name in given))
+            values = ", ".join(f"dyn(self.{name})" for name in given)
+            text = f"{condition} ? {shown}.format([{values}]) : {text}"
+    return f"({text})"
 
 
-def retired_message(path: str) -> str:
-    part = path.split(".")[-2]
-    return f"{path}: got %s; expected a choice as a key; write {part}: {RETIRED[path][1]}"
+def _mode(name: str) -> str:
+    return f"has(self.mode) && self.mode == {_text(name)}"
+
+
+_PIPELINE_LINE = (
+    f"has(self.pipeline) ? {_text(line(PIPELINE))}.format(["
+    f"'ranks: %s, %s'.format([self.pipeline.ranks, {_settings(MOVED[PIPELINE])}])])"
+    f" : {_text(removed(PIPELINE))}"
+)
+_FSDP_LINE = (
+    f"has(self.pipeline) || has(self.ddp) ? {_text(removed(FSDP))}"
+    f" : {_text(line(FSDP))}.format([{_settings(MOVED[FSDP])}])"
+)
+_GUARD_LINE = f"{_text(line(GUARD))}.format([{_settings(MOVED[GUARD])}])"
+_CHECKPOINTING_LINE = (
+    f"{_text(line(CHECKPOINTING))}.format([{_mode('none')} ? '' : "
+    f"{_mode('budget')} ? 'budget: %s'.format([has(self.budget) ? self.budget : 0.5]) : "
+    f"{_mode('selective')} || !has(self.mode) && has(self.keep) ? "
+    f"'selective: {{%s}}'.format([{_settings(MODES['selective'])}]) : "
+    f"'full: {{%s}}'.format([{_settings(MODES['full'])}])])"
+)
 
 
 def _not_retired() -> Iterator[Rule]:
-    for path in RETIRED:
-        if path.startswith(_OPTIMIZER):
-            continue  # the CRD has no fields of recipes
-        part, _, name = path.rpartition(".")
-        message, value = retired_message(path), f"self.{name}"
-        values = (value,) * message.count("%s")
-        yield Rule(f"retired-{name}", part, f"!has({value})", message, values, f".{name}")
+    for place, written in (
+        (PIPELINE, _PIPELINE_LINE),
+        (FSDP, _FSDP_LINE),
+        (GUARD, _GUARD_LINE),
+        (CHECKPOINTING, _CHECKPOINTING_LINE),
+    ):
+        above, _, name = place.rpartition(".")
+        part = above if place in MOVED else place
+        rule = " && ".join(f"!has(self.{old})" for old in MOVED.get(place, SCHEMAS.get(place, ())))
+        yield Rule(f"retired-{name}", part, rule, f"{rejected(place)}; %s", (written,))
 
 
 def _excluded() -> Iterator[Rule]:
@@ -153,9 +167,9 @@ CHECKS = (
         ".metadata.name",
     ),
     _one_choice("one-entrypoint", "spec.entrypoint", Entrypoint),
-    _one_choice("one-activation-checkpointing", _CHECKPOINTING, ActivationCheckpointing),
-    _one_choice("one-way-of-sharding", _AXES, Parallelism),
-    _one_choice("one-guard", "spec.checkpoint.guard", OwnCheckpointGuard),
+    _one_choice("one-activation-checkpointing", CHECKPOINTING, ActivationCheckpointing),
+    _one_choice("one-way-of-sharding", "spec.parallelism", Parallelism),
+    _one_choice("one-guard", GUARD, OwnCheckpointGuard),
     *_excluded(),
     Rule(
         "a-node-at-least",

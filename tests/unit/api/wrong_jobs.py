@@ -55,39 +55,48 @@ def checkpointing(**fields: Any) -> Document:
     return recipe(parallelism={"activationCheckpointing": fields})
 
 
-# Field of an earlier form -> value and the line to write.
-OPTIMIZER = {
-    "name": ("muon", "{muon: {}}"),
-    "momentum": (0.9, "{muon: {momentum: 0.9}}"),
-    "rankFraction": (0.5, "{dion: {rankFraction: 0.5}}"),
-    "inBackward": (True, "{adamw: {inBackward: true}}"),
-    "schedule": ("constant", "{learningRateSchedule: {constant: {}}}"),
-    "decaySteps": (5, "{learningRateSchedule: {wsd: {decaySteps: 5}}}"),
-    "minLearningRateRatio": (0.5, "{learningRateSchedule: {cosine: {minRatio: 0.5}}}"),
-}
-CHECKPOINTING = {
-    "mode": ("full", "{full: {}}"),
-    "everyNthBlock": (2, "{full: {everyNthBlock: 2}}"),
-    "keep": (["matmul"], '{selective: {keep: ["matmul"]}}'),
-}
-PARALLELISM = {
-    "pipelineSchedule": ("gpipe", "{pipeline: {ranks: 2, schedule: gpipe}}"),
-    "pipelineStagesPerRank": (2, "{pipeline: {ranks: 2, stagesPerRank: 2}}"),
-    "reshardAfterForward": (False, "{fsdp: {reshardAfterForward: false}}"),
-    "accumulateGradients": ("whole", "{fsdp: {accumulateGradients: whole}}"),
-    "prefetchBlocks": (1, "{fsdp: {prefetchBlocks: 1}}"),
-}
+# Place of the choice -> the earlier form and what to write. Each field has its old schema.
+EARLIER: tuple[tuple[str, Document, str], ...] = (
+    (
+        "pipeline",
+        recipe(parallelism={"pipeline": {"ranks": 2}, "pipelineStagesPerRank": "auto"}),
+        "pipeline: {ranks: 2, stagesPerRank: auto}, without pipelineSchedule and pipelineStagesPe",
+    ),
+    ("pipeline", recipe(parallelism={"pipelineSchedule": "gpipe"}), "remove pipelineSchedule and"),
+    (
+        "fsdp",
+        recipe(parallelism={"reshardAfterForward": False, "prefetchBlocks": 1}),
+        "fsdp: {reshardAfterForward: false, prefetchBlocks: 1}, without reshard",
+    ),
+    (
+        "fsdp",
+        recipe(parallelism={"ddp": {}, "reshardAfterForward": False}),
+        "remove reshardAfterForward, accumulateGradients and prefetchBlocks: no effect",
+    ),
+    (
+        "guard",
+        script(checkpoint={"guardDirectories": ["a" * 70, "b", "c"]}),
+        f'guard: {{directories: ["{"a" * 70}", "b", "c"]}}, without guardDirectories beside it',
+    ),
+    *(
+        ("activationCheckpointing", checkpointing(**old), f"activationCheckpointing: {line}")
+        for old, line in (
+            ({"mode": "none"}, "{}"),
+            ({"mode": "budget", "budget": 0.25}, "{budget: 0.25}"),
+            ({"mode": "full", "everyNthBlock": 2}, "{full: {everyNthBlock: 2}}"),
+            (
+                {"mode": "selective", "everyNthBlock": 2, "keep": ["matmul"]},
+                '{selective: {everyNthBlock: 2, keep: ["matmul"]}}',
+            ),
+        )
+    ),
+)
 
 
 WRONG = (
     *(
-        Wrong(f"retired-{name}", recipe(parallelism={name: value}), (f"parallelism: {line}",))
-        for name, (value, line) in PARALLELISM.items()
-    ),
-    Wrong(
-        "retired-guardDirectories",
-        script(checkpoint={"guardDirectories": ["out"]}),
-        ('checkpoint: {guard: {directories: ["out"]}}',),
+        Wrong(f"retired-{place}", spec, (f"{place}: got its earlier form; ", line))
+        for place, spec, line in EARLIER
     ),
     Wrong(
         "one-guard",
@@ -98,10 +107,6 @@ WRONG = (
         "one-way-of-sharding",
         recipe(workersPerNode=2, parallelism={"ddp": {}, "fsdp": {}}),
         ("spec.parallelism: got ddp and fsdp; expected at most one of ddp, fsdp, pipeline",),
-    ),
-    *(
-        Wrong(f"retired-{name}", checkpointing(**{name: value}), (f"Checkpointing: {line}",))
-        for name, (value, line) in CHECKPOINTING.items()
     ),
     Wrong(
         "one-activation-checkpointing",
@@ -235,10 +240,6 @@ WRONG = (
 
 # Mistakes that only the models refuse; on Kubernetes the operator reports them.
 MODELS_ONLY = (
-    *(
-        Wrong(f"retired-{name}", recipe({"optimizer": {name: value}}), (f"optimizer: {line}",))
-        for name, (value, line) in OPTIMIZER.items()
-    ),
     Wrong(
         "one-optimizer",
         recipe({"optimizer": {"muon": {}, "dion": {}}}),

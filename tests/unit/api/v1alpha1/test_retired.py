@@ -1,0 +1,113 @@
+"""The earlier form of fields that are choices now: following the printed line is valid."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
+from holdfast.orchestrator.api.v1alpha1.load import read_yaml
+from holdfast.orchestrator.errors import SpecError
+from tests.unit.api.wrong_jobs import job, recipe
+
+OPTIMIZER = "entrypoint.recipe.config.optimizer"
+CHECKPOINTING = "parallelism.activationCheckpointing"
+
+# Part of the spec, its earlier form and its present form.
+CASES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+    (OPTIMIZER, {"name": "adamw"}, {"adamw": {}}),
+    (OPTIMIZER, {"name": "adamw", "inBackward": True}, {"adamw": {"inBackward": True}}),
+    (OPTIMIZER, {"name": "adamw8bit", "inBackward": False}, {"adamw8bit": {}}),
+    (OPTIMIZER, {"name": "dion", "momentum": 0.9}, {"dion": {"momentum": 0.9}}),
+    (OPTIMIZER, {"rankFraction": 0.5}, {"dion": {"rankFraction": 0.5}}),
+    (OPTIMIZER, {"muon": {}, "momentum": 0.9}, {"muon": {"momentum": 0.9}}),
+    (
+        OPTIMIZER,
+        {"name": "muon", "schedule": "wsd", "minLearningRateRatio": 0.2, "decaySteps": 5},
+        {"muon": {}, "learningRateSchedule": {"wsd": {"minRatio": 0.2, "decaySteps": 5}}},
+    ),
+    (
+        OPTIMIZER,
+        {"schedule": "linear", "minLearningRateRatio": 0.2, "learningRate": 0.01},
+        {"learningRate": 0.01, "learningRateSchedule": {"linear": {"minRatio": 0.2}}},
+    ),
+    (OPTIMIZER, {"schedule": "constant"}, {"learningRateSchedule": {"constant": {}}}),
+    (CHECKPOINTING, {"mode": "none", "budget": 0.5}, {}),
+    (CHECKPOINTING, {"mode": "full", "keep": ["matmul"]}, {"full": {}}),
+    (CHECKPOINTING, {"mode": "budget"}, {"budget": 0.5}),
+    (
+        CHECKPOINTING,
+        {"mode": "selective", "everyNthBlock": 3},
+        {"selective": {"everyNthBlock": 3}},
+    ),
+    ("parallelism", {"pipeline": 1, "pipelineSchedule": "gpipe"}, {}),
+    ("parallelism", {"pipelineSchedule": "gpipe", "shard": 2}, {"shard": 2}),
+    ("parallelism", {"pipeline": 4}, {"pipeline": {"ranks": 4}}),
+    (
+        "parallelism",
+        {"pipeline": 4, "pipelineSchedule": "1f1b", "reshardAfterForward": False, "tensor": 1},
+        {"pipeline": {"ranks": 4, "schedule": "1f1b"}, "tensor": 1},
+    ),
+    (
+        "parallelism",
+        {"shard": 4, "reshardAfterForward": 2, "accumulateGradients": "whole"},
+        {"shard": 4, "fsdp": {"reshardAfterForward": 2, "accumulateGradients": "whole"}},
+    ),
+    ("checkpoint", {"guard": "auto"}, {}),
+    ("checkpoint", {"guard": "never", "guardDirectories": ["a"]}, {"guard": {"never": {}}}),
+    (
+        "checkpoint",
+        {"guard": "auto", "guardDirectories": ["a", "b: c"]},
+        {"guard": {"directories": ["a", "b: c"]}},
+    ),
+)
+
+
+def document(part: str, value: dict[str, Any]) -> dict[str, Any]:
+    made = job(recipe({}, nodes={"min": 4, "max": 4}))
+    *path, last = part.split(".")
+    inner = made["spec"]
+    for key in path:
+        inner = inner.setdefault(key, {})
+    inner[last] = value
+    return made
+
+
+def follow(part: str, value: dict[str, Any], fix: str) -> dict[str, Any]:
+    """The part as the fix says."""
+    _, _, listed = fix.partition(", without " if fix.startswith("write ") else "remove ")
+    names = re.split(", | and ", listed.removesuffix(" beside it").removesuffix(": no effect"))
+    kept = {key: child for key, child in value.items() if key not in names}
+    if not fix.startswith("write "):
+        return kept
+    line: dict[str, Any] = read_yaml(fix.removeprefix("write ").partition(", without ")[0])
+    return line[part.rpartition(".")[2]] if part in (OPTIMIZER, CHECKPOINTING) else {**kept, **line}
+
+
+@pytest.mark.parametrize("part, old, new", CASES, ids=str)
+def test_the_line_to_write_means_the_same(
+    part: str, old: dict[str, Any], new: dict[str, Any]
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        job_from_mapping(document(part, old))
+    written = old
+    for problem in caught.value.problems:
+        assert "got its earlier form; expected each choice as a key; " in str(problem)
+        written = follow(part, written, problem.fix)
+    assert job_from_mapping(document(part, written)) == job_from_mapping(document(part, new))
+
+
+def test_a_part_has_one_problem_and_other_mistakes_are_listed_beside_it() -> None:
+    wrong = document(OPTIMIZER, {"name": "dion", "momentum": 0.9, "schedule": "wsd", "beta3": 1})
+    with pytest.raises(SpecError) as caught:
+        job_from_mapping(wrong)
+    fields = [problem.field.rpartition(".")[2] for problem in caught.value.problems]
+    assert fields == ["optimizer", "beta3"]
+
+
+@pytest.mark.parametrize("name", ["adam", ["muon"], None])
+def test_an_unknown_choice_has_no_line(name: Any) -> None:
+    with pytest.raises(SpecError, match=r"optimizer.name: got an unknown key; expected one of ad"):
+        job_from_mapping(document(OPTIMIZER, {"name": name}))
