@@ -21,7 +21,7 @@ from holdfast.orchestrator import limits
 from .base import QUANTITY_PATTERN
 from .job import API_VERSION, KIND, TrainingJob
 from .load import job_from_mapping
-from .retired import SCHEMAS, description
+from .retired import RETYPED, SCHEMAS, description
 from .rules import RULES, Rule
 from .status import TrainingJobStatus
 
@@ -166,7 +166,7 @@ class _Converter:
         node = self._resolved(node)
         made = self._shape(node, path)
         if text := node.get("description"):
-            made = {"description": _plain(text), **made}
+            made = {"description": _plain(text + RETYPED.get(path, "")), **made}
         default = _default(node.get("default"))
         if default is not None:
             made["default"] = default

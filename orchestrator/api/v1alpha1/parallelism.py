@@ -101,8 +101,7 @@ class Fsdp(Part):
 
 
 class PipelineAxis(Part):
-    """The outermost axis, over which the recipe divides the layers. It may span nodes.
-    For pipeline: 2 of earlier files write pipeline: {ranks: 2}."""
+    """The outermost axis, over which the recipe divides the layers. It may span nodes."""
 
     ranks: Annotated[int, Field(ge=2, le=limits.MAX_NODES)]
     """Size of the axis."""

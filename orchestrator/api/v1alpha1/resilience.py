@@ -60,8 +60,7 @@ class Retention(Part):
 
 class OwnCheckpointGuard(Choice):
     """Care for a script's own checkpoints before a restart: incomplete ones are renamed; trainers
-    of transformers, Lightning and DeepSpeed resume. See docs/user/script-checkpoints.md.
-    For guard: never of earlier files write guard: {never: {}}, for auto nothing."""
+    of transformers, Lightning and DeepSpeed resume. See docs/user/script-checkpoints.md."""
 
     choices = ("directories", "never")
     default_choice = "auto"

@@ -68,6 +68,12 @@ MODES: dict[str, Fields] = {
     "budget": {},
 }
 
+RETYPED = {
+    PIPELINE: " Earlier form, rejected: N; write pipeline: {ranks: N}.",
+    GUARD: " Earlier form, rejected: auto or never; write guard: {} or guard: {never: {}}.",
+}
+"""End of the CRD's description of a field whose type changed, which no rule of the CRD reaches."""
+
 
 def line(place: str) -> str:
     """What to write, with %s for the settings of the choice."""
