@@ -1,7 +1,8 @@
 """What patches of other people's frameworks share. Each framework has one file beside this one,
 with the versions that it was tried with; framework_hooks.py says which module each file patches.
 
-Patches are for what a resume needs only. A trainer that is started again goes on from the newest
+Patches are for what a resume needs only; the steps of transformers are counted from the first
+start, so that a resume knows which ones it repeats. A trainer started again resumes from the newest
 complete checkpoint that it wrote itself, where its script does not say from which one. Its own: in
 the folder that this trainer writes to, and written since the job was submitted. Ranks agree on it.
 What a script gives, `False` included, is left alone, and so is a second training into the same
@@ -66,9 +67,8 @@ def _version(package: str) -> str:
 
 
 def _release_line(version: str) -> tuple[str, ...]:
-    """Versions with the same one are taken for compatible: 5.23 -> 5, 0.19.8 -> 0.19."""
-    parts = version.split(".")
-    return tuple(parts[:2] if parts[0] == "0" else parts[:1])
+    """Versions of one minor release are taken for compatible: 5.23.1 -> 5.23."""
+    return tuple(version.split(".")[:2])
 
 
 def resume_own(

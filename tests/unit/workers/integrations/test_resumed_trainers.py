@@ -27,7 +27,7 @@ def started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(environment.RESUME_SINCE, str(SINCE_S * 10**9))
     monkeypatch.setattr(patches, "_begun", set())
     monkeypatch.setattr(patches, "_left_alone", set())
-    for name, version in (("transformers", "5.2.1"), ("lightning", "2.0")):
+    for name, version in (("transformers", "5.23.1"), ("lightning", "2.6.1")):
         package = ModuleType(name)
         package.__version__ = version  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, package)
@@ -122,8 +122,8 @@ def test_searches_and_checkpoints_without_the_optimizer_begin_at_step_0(
 @pytest.mark.parametrize(
     ("version", "why"),
     [
-        ("5.99.0", "it is not as expected: train has no resume_from_checkpoint=None"),
-        ("6.0.0.dev0", "tried with 5.23.0"),
+        ("5.23.9", "it is not as expected: train has no resume_from_checkpoint=None"),
+        ("5.24.0", "tried with 5.23.0"),
         (None, "tried with 5.23.0"),
     ],
 )

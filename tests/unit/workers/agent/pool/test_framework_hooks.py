@@ -91,7 +91,7 @@ def test_a_trainer_is_patched_where_it_is_started_again_and_counts_its_steps_alw
 ) -> None:
     folder = tmp_path / "transformers"
     folder.mkdir()
-    (folder / "__init__.py").write_text("__version__ = '5.4'\n")
+    (folder / "__init__.py").write_text("__version__ = '5.23.1'\n")
     source = "class Trainer:\n    def train(self, resume_from_checkpoint=None):\n        pass\n"
     (folder / "trainer.py").write_text(source)
     methods = "".join(f"    def on_{name}(self): pass\n" for name in ("train_begin", "step_end"))
