@@ -60,7 +60,8 @@ def choose_mesh(
     if used < num_nodes:
         why += f"; {used} of {num_nodes} nodes used, to keep replica groups of {mesh.num_shards}"
     elif used < spec.nodes.max:
-        why += f"; {mesh.replicate} whole replica group{'s' * (mesh.replicate > 1)}, nodes used: {used}"
+        groups = f"{mesh.replicate} whole replica group{'s' * (mesh.replicate > 1)}"
+        why += f"; {groups}, nodes used: {used}"
     return mesh, why
 
 
