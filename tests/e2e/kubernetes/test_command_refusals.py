@@ -3,7 +3,6 @@ messages."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -235,18 +234,14 @@ def test_a_rejected_token_is_reloaded_before_an_error_is_reported(
     assert holdfast("status", "demo").code == 0
 
 
-def test_a_replaced_client_certificate_is_used_by_the_same_client(
+async def test_a_replaced_client_certificate_is_used_by_the_same_client(
     own_control_plane: ControlPlane, jobs: Kubectl, tmp_path: Path
 ) -> None:
     theirs = Authority(tmp_path).sign("ann", "ann", organization="system:masters")
     ours = own_control_plane.authority.sign("ann", "ann", organization="system:masters")
     path = own_control_plane.write_kubeconfig(f"ann-{jobs.namespace}", pair=theirs)
-
-    async def story() -> None:
-        async with await KubeClient.connect(kubeconfig=path) as cluster:
-            with pytest.raises(NotAuthenticated):
-                await cluster.list_all(JOBS, jobs.namespace)
-            own_control_plane.write_kubeconfig(f"ann-{jobs.namespace}", pair=ours)
-            assert (await cluster.list_all(JOBS, jobs.namespace))[0] == []
-
-    asyncio.run(story())
+    async with await KubeClient.connect(kubeconfig=path) as cluster:
+        with pytest.raises(NotAuthenticated):
+            await cluster.list_all(JOBS, jobs.namespace)
+        own_control_plane.write_kubeconfig(f"ann-{jobs.namespace}", pair=ours)
+        assert (await cluster.list_all(JOBS, jobs.namespace))[0] == []

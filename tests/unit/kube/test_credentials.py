@@ -68,78 +68,63 @@ async def connected(api: FakeApi, plugin: Plugin) -> AsyncIterator[KubeClient]:
             yield cluster
 
 
-def test_a_refused_token_is_reloaded_once_for_all_waiting_requests(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        api, plugin = FakeApi(token="first"), Plugin(tmp_path)
-        plugin.set_token("first")
-        async with connected(api, plugin) as cluster:
-            await cluster.list_all(PODS)
-            assert plugin.num_runs == 1
+async def test_a_refused_token_is_reloaded_once_for_all_waiting_requests(tmp_path: Path) -> None:
+    api, plugin = FakeApi(token="first"), Plugin(tmp_path)
+    plugin.set_token("first")
+    async with connected(api, plugin) as cluster:
+        await cluster.list_all(PODS)
+        assert plugin.num_runs == 1
+        api.token = "second"
+        plugin.set_token("second")
+        await asyncio.gather(*(cluster.list_all(PODS) for _ in range(5)))
+        assert plugin.num_runs == 2
+
+
+async def test_a_watch_continues_with_a_new_token_after_the_first_expired(tmp_path: Path) -> None:
+    api, plugin = FakeApi(token="first"), Plugin(tmp_path)
+    plugin.set_token("first")
+    async with connected(api, plugin) as cluster:
+        versions = []
+        for version in ("1", "2"):
+            event = asyncio.ensure_future(anext(cluster.watch(PODS, version)))
+            watch = await api.next_watch()
+            watch.send("BOOKMARK", {"metadata": {"resourceVersion": watch.version}})
+            versions.append((await event)[1]["metadata"]["resourceVersion"])
+            watch.end()
             api.token = "second"
             plugin.set_token("second")
-            await asyncio.gather(*(cluster.list_all(PODS) for _ in range(5)))
-            assert plugin.num_runs == 2
-
-    asyncio.run(scenario())
+        assert versions == ["1", "2"] and plugin.num_runs == 2
 
 
-def test_a_watch_continues_with_a_new_token_after_the_first_expired(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        api, plugin = FakeApi(token="first"), Plugin(tmp_path)
-        plugin.set_token("first")
-        async with connected(api, plugin) as cluster:
-            versions = []
-            for version in ("1", "2"):
-                event = asyncio.ensure_future(anext(cluster.watch(PODS, version)))
-                watch = await api.next_watch()
-                watch.send("BOOKMARK", {"metadata": {"resourceVersion": watch.version}})
-                versions.append((await event)[1]["metadata"]["resourceVersion"])
-                watch.end()
-                api.token = "second"
-                plugin.set_token("second")
-            assert versions == ["1", "2"] and plugin.num_runs == 2
-
-    asyncio.run(scenario())
-
-
-def test_a_token_that_was_replaced_in_a_kubeconfig_is_read_again(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        api, path = FakeApi(token="first"), tmp_path / "kubeconfig"
-        async with serving(api) as url:
-            path.write_text(kubeconfig_text(url, {"token": "first"}))
-            async with await KubeClient.connect(kubeconfig=path) as cluster:
-                await cluster.list_all(PODS)
-                api.token = "second"
-                with pytest.raises(NotAuthenticated, match="log in again"):
-                    await cluster.list_all(PODS)
-                path.write_text(kubeconfig_text(url, {"token": "second"}))
-                await cluster.list_all(PODS)
-
-    asyncio.run(scenario())
-
-
-def test_the_refusal_is_reported_when_the_plugin_fails_later(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        api, plugin = FakeApi(token="first"), Plugin(tmp_path)
-        plugin.set_token("first")
-        async with connected(api, plugin) as cluster:
-            await cluster.list_all(PODS)
-            api.token = "second"
-            (tmp_path / "token").unlink()
-            with pytest.raises(NotAuthenticated, match="rejected the credentials"):
-                await cluster.list_all(PODS)
-            plugin.set_token("second")
-            await cluster.list_all(PODS)
-
-    asyncio.run(scenario())
-
-
-def test_tokens_do_not_show_in_logs(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        path = tmp_path / "kubeconfig"
-        path.write_text(kubeconfig_text("http://127.0.0.1:1", {"token": "a-secret"}))
+async def test_a_token_that_was_replaced_in_a_kubeconfig_is_read_again(tmp_path: Path) -> None:
+    api, path = FakeApi(token="first"), tmp_path / "kubeconfig"
+    async with serving(api) as url:
+        path.write_text(kubeconfig_text(url, {"token": "first"}))
         async with await KubeClient.connect(kubeconfig=path) as cluster:
-            auth = cluster._credentials.auth
-            assert "a-secret" in auth.token and "a-secret" not in f"{auth} {auth!r}"
+            await cluster.list_all(PODS)
+            api.token = "second"
+            with pytest.raises(NotAuthenticated, match="log in again"):
+                await cluster.list_all(PODS)
+            path.write_text(kubeconfig_text(url, {"token": "second"}))
+            await cluster.list_all(PODS)
 
-    asyncio.run(scenario())
+
+async def test_the_refusal_is_reported_when_the_plugin_fails_later(tmp_path: Path) -> None:
+    api, plugin = FakeApi(token="first"), Plugin(tmp_path)
+    plugin.set_token("first")
+    async with connected(api, plugin) as cluster:
+        await cluster.list_all(PODS)
+        api.token = "second"
+        (tmp_path / "token").unlink()
+        with pytest.raises(NotAuthenticated, match="rejected the credentials"):
+            await cluster.list_all(PODS)
+        plugin.set_token("second")
+        await cluster.list_all(PODS)
+
+
+async def test_tokens_do_not_show_in_logs(tmp_path: Path) -> None:
+    path = tmp_path / "kubeconfig"
+    path.write_text(kubeconfig_text("http://127.0.0.1:1", {"token": "a-secret"}))
+    async with await KubeClient.connect(kubeconfig=path) as cluster:
+        auth = cluster._credentials.auth
+        assert "a-secret" in auth.token and "a-secret" not in f"{auth} {auth!r}"

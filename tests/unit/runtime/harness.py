@@ -388,3 +388,11 @@ class JobHarness:
     def read_place(self) -> dict[str, Any]:
         place: dict[str, Any] = json.loads(self.directory.controller_file.read_text())
         return place
+
+
+async def running(tmp_path: Path, job: TrainingJob | None = None, **options: Any) -> JobHarness:
+    """A job with a controller, whose workers run."""
+    harness = JobHarness(tmp_path, job or make_job(), **options)
+    harness.start()
+    await harness.running()
+    return harness

@@ -17,7 +17,7 @@ from holdfast.orchestrator.protocol import tls
 from holdfast.orchestrator.runtime.agent_server import AgentConnection, AgentServer, ReplyStream
 
 from . import certificates
-from .harness import BOUND_S, Frames, drive, node_facts
+from .harness import BOUND_S, Frames, node_facts
 
 
 @dataclass
@@ -119,51 +119,45 @@ def two_jobs(tmp_path: Path, *, with_tls: bool = True) -> tuple[Job, Job]:
     )
 
 
-def test_every_job_gets_its_own_welcome_over_the_same_port(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        one, two = two_jobs(tmp_path)
-        endpoint = AgentServer()
-        await endpoint.open(tls=True)
-        one.register(endpoint)
-        two.register(endpoint)
-        for num_heartbeats, (job, other) in enumerate(((one, two), (two, one))):
-            frames = await job.dial(endpoint)
-            frames.send(job.hello())
-            assert (await frames.receive()).spec == {"name": job.name}
-            frames.send(wire.Heartbeat(generation=0))
-            await until(lambda job=job: ("Heartbeat", "n") in job.sink.log)
-            assert list(job.links) == ["n"] and not other.links
-            assert sum(kind == "Heartbeat" for kind, _node in other.sink.log) <= num_heartbeats
-            frames.close()
-            await until(lambda job=job: not job.links)
-        await endpoint.close()
-
-    drive(scenario())
+async def test_every_job_gets_its_own_welcome_over_the_same_port(tmp_path: Path) -> None:
+    one, two = two_jobs(tmp_path)
+    endpoint = AgentServer()
+    await endpoint.open(tls=True)
+    one.register(endpoint)
+    two.register(endpoint)
+    for num_heartbeats, (job, other) in enumerate(((one, two), (two, one))):
+        frames = await job.dial(endpoint)
+        frames.send(job.hello())
+        assert (await frames.receive()).spec == {"name": job.name}
+        frames.send(wire.Heartbeat(generation=0))
+        await until(lambda job=job: ("Heartbeat", "n") in job.sink.log)
+        assert list(job.links) == ["n"] and not other.links
+        assert sum(kind == "Heartbeat" for kind, _node in other.sink.log) <= num_heartbeats
+        frames.close()
+        await until(lambda job=job: not job.links)
+    await endpoint.close()
 
 
-def test_a_client_without_the_key_of_the_job_cannot_connect(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        one, two = two_jobs(tmp_path)
-        endpoint = AgentServer()
-        await endpoint.open(tls=True)
-        one.register(endpoint)
-        two.register(endpoint)
-        # The server's certificate is not the one that this client trusts.
-        with pytest.raises(OSError):  # ssl.SSLError is one
-            await one.dial(endpoint, name=two.tls_name)
-        with pytest.raises(OSError):  # ssl.SSLError is one
-            await one.dial(endpoint, name="unknown.jobs.holdfast.dev")
-        # A client that trusts every server, without a certificate or with that of another job.
-        for certificate in (None, tls.files(one.directory)):
-            careless = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            careless.check_hostname, careless.verify_mode = False, ssl.CERT_NONE
-            if certificate:
-                careless.load_cert_chain(*certificate)
-            assert await refused_in_the_handshake(endpoint, careless, two)
-        assert one.sink.log == [] and two.sink.log == []
-        await endpoint.close()
-
-    drive(scenario())
+async def test_a_client_without_the_key_of_the_job_cannot_connect(tmp_path: Path) -> None:
+    one, two = two_jobs(tmp_path)
+    endpoint = AgentServer()
+    await endpoint.open(tls=True)
+    one.register(endpoint)
+    two.register(endpoint)
+    # The server's certificate is not the one that this client trusts.
+    with pytest.raises(OSError):  # ssl.SSLError is one
+        await one.dial(endpoint, name=two.tls_name)
+    with pytest.raises(OSError):  # ssl.SSLError is one
+        await one.dial(endpoint, name="unknown.jobs.holdfast.dev")
+    # A client that trusts every server, without a certificate or with that of another job.
+    for certificate in (None, tls.files(one.directory)):
+        careless = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        careless.check_hostname, careless.verify_mode = False, ssl.CERT_NONE
+        if certificate:
+            careless.load_cert_chain(*certificate)
+        assert await refused_in_the_handshake(endpoint, careless, two)
+    assert one.sink.log == [] and two.sink.log == []
+    await endpoint.close()
 
 
 async def refused_in_the_handshake(
@@ -183,87 +177,77 @@ async def refused_in_the_handshake(
     return answer is None
 
 
-def test_a_client_without_a_server_name_or_without_tls_is_refused(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        one, _two = two_jobs(tmp_path)
-        endpoint = AgentServer()
-        await endpoint.open(tls=True)
-        one.register(endpoint)
-        nameless = one.client()
-        nameless.check_hostname = False
-        with pytest.raises(OSError):
-            await asyncio.open_connection(
-                endpoint.address, endpoint.port, ssl=nameless, server_hostname=""
-            )
+async def test_a_client_without_a_server_name_or_without_tls_is_refused(tmp_path: Path) -> None:
+    one, _two = two_jobs(tmp_path)
+    endpoint = AgentServer()
+    await endpoint.open(tls=True)
+    one.register(endpoint)
+    nameless = one.client()
+    nameless.check_hostname = False
+    with pytest.raises(OSError):
+        await asyncio.open_connection(
+            endpoint.address, endpoint.port, ssl=nameless, server_hostname=""
+        )
+    frames = await Frames.dial(endpoint.address, endpoint.port)
+    frames.send(one.hello())
+    assert await frames.receive() is None
+    assert one.sink.log == []
+    frames.close()
+    await endpoint.close()
+
+
+async def test_the_key_of_one_job_gives_no_access_to_another_even_with_its_token(
+    tmp_path: Path,
+) -> None:
+    one, two = two_jobs(tmp_path)
+    endpoint = AgentServer()
+    await endpoint.open(tls=True)
+    one.register(endpoint)
+    two.register(endpoint)
+    frames = await one.dial(endpoint)
+    frames.send(two.hello())
+    refused = await frames.receive()
+    assert "space/two" in refused.detail and await frames.receive() is None
+    assert two.sink.log == []
+    frames.close()
+    frames = await one.dial(endpoint)
+    frames.send(wire.Request(token=two.token, job=two.name, verb="cancel"))
+    assert not (await frames.receive()).ok
+    frames.close()
+    await endpoint.close()
+
+
+async def test_an_agent_of_an_unknown_job_may_reconnect(tmp_path: Path) -> None:
+    one, two = two_jobs(tmp_path, with_tls=False)
+    endpoint = AgentServer()
+    await endpoint.open()
+    one.register(endpoint)
+    frames = await Frames.dial(endpoint.address, endpoint.port)
+    frames.send(two.hello())
+    refused = await frames.receive()
+    assert refused.detail == "job: got space/two; this is not its controller, or not yet"
+    assert not refused.final and await frames.receive() is None
+    frames.close()
+    for hello in (one.hello(token=two.token), one.hello(node="given-up")):
         frames = await Frames.dial(endpoint.address, endpoint.port)
-        frames.send(one.hello())
-        assert await frames.receive() is None
-        assert one.sink.log == []
+        frames.send(hello)
+        assert (await frames.receive()).final
         frames.close()
-        await endpoint.close()
-
-    drive(scenario())
+    await endpoint.close()
 
 
-def test_the_key_of_one_job_gives_no_access_to_another_even_with_its_token(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        one, two = two_jobs(tmp_path)
-        endpoint = AgentServer()
-        await endpoint.open(tls=True)
-        one.register(endpoint)
-        two.register(endpoint)
-        frames = await one.dial(endpoint)
-        frames.send(two.hello())
-        refused = await frames.receive()
-        assert "space/two" in refused.detail and await frames.receive() is None
-        assert two.sink.log == []
-        frames.close()
-        frames = await one.dial(endpoint)
-        frames.send(wire.Request(token=two.token, job=two.name, verb="cancel"))
-        assert not (await frames.receive()).ok
-        frames.close()
-        await endpoint.close()
-
-    drive(scenario())
-
-
-def test_an_agent_of_an_unknown_job_may_reconnect(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        one, two = two_jobs(tmp_path, with_tls=False)
-        endpoint = AgentServer()
-        await endpoint.open()
-        one.register(endpoint)
-        frames = await Frames.dial(endpoint.address, endpoint.port)
-        frames.send(two.hello())
-        refused = await frames.receive()
-        assert refused.detail == "job: got space/two; this is not its controller, or not yet"
-        assert not refused.final and await frames.receive() is None
-        frames.close()
-        for hello in (one.hello(token=two.token), one.hello(node="given-up")):
-            frames = await Frames.dial(endpoint.address, endpoint.port)
-            frames.send(hello)
-            assert (await frames.receive()).final
-            frames.close()
-        await endpoint.close()
-
-    drive(scenario())
-
-
-def test_another_protocol_is_refused_and_both_releases_are_named(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        one, _two = two_jobs(tmp_path, with_tls=False)
-        endpoint = AgentServer()
-        await endpoint.open()
-        one.register(endpoint)
-        frames = await Frames.dial(endpoint.address, endpoint.port)
-        frames.send(one.hello(version=limits.PROTOCOL_VERSION + 1, release="7.1.0"))
-        refused = await frames.receive()
-        assert refused.final and "got 7.1.0 (protocol 2)" in refused.detail, refused.detail
-        assert f"'.[train]' in a checkout of Holdfast {__version__}" in refused.detail
-        frames.close()
-        await endpoint.close()
-
-    drive(scenario())
+async def test_another_protocol_is_refused_and_both_releases_are_named(tmp_path: Path) -> None:
+    one, _two = two_jobs(tmp_path, with_tls=False)
+    endpoint = AgentServer()
+    await endpoint.open()
+    one.register(endpoint)
+    frames = await Frames.dial(endpoint.address, endpoint.port)
+    frames.send(one.hello(version=limits.PROTOCOL_VERSION + 1, release="7.1.0"))
+    refused = await frames.receive()
+    assert refused.final and "got 7.1.0 (protocol 2)" in refused.detail, refused.detail
+    assert f"'.[train]' in a checkout of Holdfast {__version__}" in refused.detail
+    frames.close()
+    await endpoint.close()
 
 
 def test_the_first_message_carries_its_version_though_it_is_the_default(tmp_path: Path) -> None:
@@ -274,54 +258,48 @@ def test_the_first_message_carries_its_version_though_it_is_the_default(tmp_path
         assert (sent["version"], sent["release"]) == (limits.PROTOCOL_VERSION, __version__)
 
 
-def test_a_request_without_a_job_goes_to_the_only_one(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        one, two = two_jobs(tmp_path, with_tls=False)
-        endpoint = AgentServer()
-        await endpoint.open()
-        one.register(endpoint)
+async def test_a_request_without_a_job_goes_to_the_only_one(tmp_path: Path) -> None:
+    one, two = two_jobs(tmp_path, with_tls=False)
+    endpoint = AgentServer()
+    await endpoint.open()
+    one.register(endpoint)
 
-        async def ask(job: str, token: str) -> wire.Reply:
-            frames = await Frames.dial(endpoint.address, endpoint.port)
-            frames.send(wire.Request(token=token, job=job, verb="status"))
-            reply: wire.Reply = await frames.receive()
-            frames.close()
-            return reply
+    async def ask(job: str, token: str) -> wire.Reply:
+        frames = await Frames.dial(endpoint.address, endpoint.port)
+        frames.send(wire.Request(token=token, job=job, verb="status"))
+        reply: wire.Reply = await frames.receive()
+        frames.close()
+        return reply
 
-        assert (await ask("", one.token)).detail == "status of space/one"
-        two.register(endpoint)
-        assert "job: got none" in (await ask("", one.token)).detail
-        assert (await ask("space/two", two.token)).detail == "status of space/two"
-        assert "token" in (await ask("space/two", one.token)).detail
-        await endpoint.close()
-
-    drive(scenario())
+    assert (await ask("", one.token)).detail == "status of space/one"
+    two.register(endpoint)
+    assert "job: got none" in (await ask("", one.token)).detail
+    assert (await ask("space/two", two.token)).detail == "status of space/two"
+    assert "token" in (await ask("space/two", one.token)).detail
+    await endpoint.close()
 
 
-def test_unregistering_a_job_closes_its_connections_and_no_others(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        one, two = two_jobs(tmp_path)
-        endpoint = AgentServer()
-        await endpoint.open(tls=True)
-        one.register(endpoint)
-        two.register(endpoint)
-        frames = {job.name: await job.dial(endpoint) for job in (one, two)}
-        for job in (one, two):
-            frames[job.name].send(job.hello())
-            assert isinstance(await frames[job.name].receive(), wire.Welcome)
-        endpoint.unregister(one.name)
-        endpoint.unregister(one.name)
-        assert await frames[one.name].receive() is None
-        assert ("disconnected", "n") not in one.sink.log, "it left, the node did not"
-        with pytest.raises(OSError):  # ssl.SSLError is one
-            await one.dial(endpoint)
-        frames[two.name].send(wire.Heartbeat(generation=0))
-        await until(lambda: ("Heartbeat", "n") in two.sink.log)
-        for one_side in frames.values():
-            one_side.close()
-        await endpoint.close()
-
-    drive(scenario())
+async def test_unregistering_a_job_closes_its_connections_and_no_others(tmp_path: Path) -> None:
+    one, two = two_jobs(tmp_path)
+    endpoint = AgentServer()
+    await endpoint.open(tls=True)
+    one.register(endpoint)
+    two.register(endpoint)
+    frames = {job.name: await job.dial(endpoint) for job in (one, two)}
+    for job in (one, two):
+        frames[job.name].send(job.hello())
+        assert isinstance(await frames[job.name].receive(), wire.Welcome)
+    endpoint.unregister(one.name)
+    endpoint.unregister(one.name)
+    assert await frames[one.name].receive() is None
+    assert ("disconnected", "n") not in one.sink.log, "it left, the node did not"
+    with pytest.raises(OSError):  # ssl.SSLError is one
+        await one.dial(endpoint)
+    frames[two.name].send(wire.Heartbeat(generation=0))
+    await until(lambda: ("Heartbeat", "n") in two.sink.log)
+    for one_side in frames.values():
+        one_side.close()
+    await endpoint.close()
 
 
 def test_tls_contexts_are_made_from_the_contents_of_a_secret(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.driver import Driver
 from holdfast.orchestrator.runtime.job_loop import JobLoop
 
-from .harness import BOUND_S, drive, make_job
+from .harness import BOUND_S, make_job
 from .test_job_loop import joined
 
 JOB = make_job()
@@ -130,132 +130,108 @@ class MemoryDriver:
         return self
 
 
-def test_actions_and_replies_wait_for_the_commit() -> None:
-    async def scenario() -> None:
-        harness = MemoryDriver()
-        harness.journal.may_commit.clear()
-        harness.driver.submit(SUBMITTED)
-        running = asyncio.create_task(harness.run())
-        asked = asyncio.create_task(harness.driver.submit_durable(ResizeRequested(nodes=1)))
-        await harness.journal.committing.wait()
-        for _ in range(20):
+async def test_actions_and_replies_wait_for_the_commit() -> None:
+    harness = MemoryDriver()
+    harness.journal.may_commit.clear()
+    harness.driver.submit(SUBMITTED)
+    running = asyncio.create_task(harness.run())
+    asked = asyncio.create_task(harness.driver.submit_durable(ResizeRequested(nodes=1)))
+    await harness.journal.committing.wait()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert harness.actions == [] and not asked.done()
+    harness.journal.may_commit.set()
+    await asked
+    assert harness.actions and harness.journal.kept
+    harness.driver.stop()
+    await running
+
+
+async def test_events_during_a_commit_belong_to_the_next_turn() -> None:
+    harness = MemoryDriver()
+    harness.journal.may_commit.clear()
+    harness.driver.submit(SUBMITTED)
+    running = asyncio.create_task(harness.run())
+    await harness.journal.committing.wait()
+    harness.driver.submit(ControllerStarted(incarnation=1))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert [event for _, event in harness.journal.pending] == [SUBMITTED]
+    harness.journal.may_commit.set()
+    async with asyncio.timeout(BOUND_S):
+        while len(harness.journal.kept) + len(harness.journal.pending) < 2:
             await asyncio.sleep(0)
-        assert harness.actions == [] and not asked.done()
-        harness.journal.may_commit.set()
-        await asked
-        assert harness.actions and harness.journal.kept
-        harness.driver.stop()
-        await running
-
-    drive(scenario())
-
-
-def test_events_during_a_commit_belong_to_the_next_turn() -> None:
-    async def scenario() -> None:
-        harness = MemoryDriver()
-        harness.journal.may_commit.clear()
-        harness.driver.submit(SUBMITTED)
-        running = asyncio.create_task(harness.run())
-        await harness.journal.committing.wait()
-        harness.driver.submit(ControllerStarted(incarnation=1))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert [event for _, event in harness.journal.pending] == [SUBMITTED]
-        harness.journal.may_commit.set()
-        async with asyncio.timeout(BOUND_S):
-            while len(harness.journal.kept) + len(harness.journal.pending) < 2:
-                await asyncio.sleep(0)
-        harness.driver.stop()
-        await running
-
-    drive(scenario())
+    harness.driver.stop()
+    await running
 
 
 @pytest.mark.parametrize("failure", [JournalLost("another one"), JournalError("no room")])
-def test_a_commit_that_fails_ends_the_loop_without_actions(failure: JournalError) -> None:
-    async def scenario() -> None:
-        harness = await MemoryDriver().with_nodes()
-        before = list(harness.actions)
-        harness.journal.failure = failure
-        running = asyncio.create_task(harness.run())
-        with pytest.raises(asyncio.CancelledError):
-            await harness.driver.submit_durable(ResizeRequested(nodes=1))
-        with pytest.raises(type(failure)):
-            await running
-        assert harness.actions == before
-        with pytest.raises(asyncio.CancelledError):
-            await harness.driver.submit_durable(ResizeRequested(nodes=2))
-
-    drive(scenario())
-
-
-def test_nodes_are_not_lost_because_a_commit_takes_a_minute() -> None:
-    """Events that arrived meanwhile count from their times of arrival."""
-
-    async def scenario() -> None:
-        harness = await MemoryDriver().with_nodes()
-        harness.journal.may_commit.clear()
-        running = asyncio.create_task(harness.run())
-        asked = asyncio.create_task(harness.driver.submit_durable(ResizeRequested(nodes=2)))
-        await harness.journal.committing.wait()
-        for _half_second in range(120):
-            harness.clock.at_ns += 500_000_000
-            for node in ("a", "b"):
-                harness.driver.submit(FromNode(node, Heartbeat(generation=1)))
-        harness.journal.may_commit.set()
-        await asked
-        await harness.driver.submit_durable(ResizeRequested(nodes=2))
-        assert list(harness.driver.state.nodes) == ["a", "b"]
-        assert not harness.driver.state.supply.released
-        harness.driver.stop()
+async def test_a_commit_that_fails_ends_the_loop_without_actions(failure: JournalError) -> None:
+    harness = await MemoryDriver().with_nodes()
+    before = list(harness.actions)
+    harness.journal.failure = failure
+    running = asyncio.create_task(harness.run())
+    with pytest.raises(asyncio.CancelledError):
+        await harness.driver.submit_durable(ResizeRequested(nodes=1))
+    with pytest.raises(type(failure)):
         await running
-
-    drive(scenario())
-
-
-def test_a_node_without_heartbeats_during_a_long_commit_is_lost() -> None:
-    async def scenario() -> None:
-        harness = await MemoryDriver().with_nodes()
-        for _half_second in range(12):
-            harness.clock.at_ns += 500_000_000
-            harness.driver.submit(FromNode("a", Heartbeat(generation=1)))
-        await harness.turn()
-        assert list(harness.driver.state.nodes) == ["a"]
-        assert "no heartbeat" in harness.driver.state.supply.released["b"]
-
-    drive(scenario())
+    assert harness.actions == before
+    with pytest.raises(asyncio.CancelledError):
+        await harness.driver.submit_durable(ResizeRequested(nodes=2))
 
 
-def test_a_full_journal_is_compacted_and_the_next_controller_restores_the_snapshot() -> None:
-    async def scenario() -> None:
-        harness = MemoryDriver(MemoryJournal(bound=3))
-        await harness.with_nodes()
-        assert harness.journal.compactions >= 1
-        before = harness.driver.state
-        nxt = MemoryDriver(harness.journal.reopened())
-        await nxt.handle()
-        # Records that were appended and not committed decide nothing and are sent again.
-        assert nxt.driver.state.group.members == before.group.members
-        assert nxt.driver.state.inflight.keys() == before.inflight.keys()
-        assert nxt.actions == [], "what was under way is not said again by itself"
-        state, memory = snapshot.decode(
-            snapshot.encode(before, harness.driver.loop.projection.memory)
-        )
-        assert state == before and memory == harness.driver.loop.projection.memory
+async def test_nodes_are_not_lost_because_a_commit_takes_a_minute() -> None:
+    """Events that arrived meanwhile count from their times of arrival."""
+    harness = await MemoryDriver().with_nodes()
+    harness.journal.may_commit.clear()
+    running = asyncio.create_task(harness.run())
+    asked = asyncio.create_task(harness.driver.submit_durable(ResizeRequested(nodes=2)))
+    await harness.journal.committing.wait()
+    for _half_second in range(120):
+        harness.clock.at_ns += 500_000_000
+        for node in ("a", "b"):
+            harness.driver.submit(FromNode(node, Heartbeat(generation=1)))
+    harness.journal.may_commit.set()
+    await asked
+    await harness.driver.submit_durable(ResizeRequested(nodes=2))
+    assert list(harness.driver.state.nodes) == ["a", "b"]
+    assert not harness.driver.state.supply.released
+    harness.driver.stop()
+    await running
 
-    drive(scenario())
+
+async def test_a_node_without_heartbeats_during_a_long_commit_is_lost() -> None:
+    harness = await MemoryDriver().with_nodes()
+    for _half_second in range(12):
+        harness.clock.at_ns += 500_000_000
+        harness.driver.submit(FromNode("a", Heartbeat(generation=1)))
+    await harness.turn()
+    assert list(harness.driver.state.nodes) == ["a"]
+    assert "no heartbeat" in harness.driver.state.supply.released["b"]
 
 
-def test_a_new_phase_is_committed_also_without_an_action() -> None:
-    async def scenario() -> None:
-        harness = await MemoryDriver().with_nodes()
-        launches = [one for one in harness.actions if isinstance(one, LaunchGroup)]
-        for launch in launches:
-            await harness.handle(ActionSucceeded(action_id=launch.action_id, generation=1))
-        assert harness.journal.pending, "facts alone can wait"
-        phase = harness.driver.state.phase
-        await harness.handle(StepCompleted(generation=1, step=0))
-        assert harness.driver.state.phase != phase
-        assert not harness.journal.pending
+async def test_a_full_journal_is_compacted_and_the_next_controller_restores_the_snapshot() -> None:
+    harness = MemoryDriver(MemoryJournal(bound=3))
+    await harness.with_nodes()
+    assert harness.journal.compactions >= 1
+    before = harness.driver.state
+    nxt = MemoryDriver(harness.journal.reopened())
+    await nxt.handle()
+    # Records that were appended and not committed decide nothing and are sent again.
+    assert nxt.driver.state.group.members == before.group.members
+    assert nxt.driver.state.inflight.keys() == before.inflight.keys()
+    assert nxt.actions == [], "what was under way is not said again by itself"
+    state, memory = snapshot.decode(snapshot.encode(before, harness.driver.loop.projection.memory))
+    assert state == before and memory == harness.driver.loop.projection.memory
 
-    drive(scenario())
+
+async def test_a_new_phase_is_committed_also_without_an_action() -> None:
+    harness = await MemoryDriver().with_nodes()
+    launches = [one for one in harness.actions if isinstance(one, LaunchGroup)]
+    for launch in launches:
+        await harness.handle(ActionSucceeded(action_id=launch.action_id, generation=1))
+    assert harness.journal.pending, "facts alone can wait"
+    phase = harness.driver.state.phase
+    await harness.handle(StepCompleted(generation=1, step=0))
+    assert harness.driver.state.phase != phase
+    assert not harness.journal.pending

@@ -42,59 +42,47 @@ def problems(seen: OpenBackend) -> list[str]:
     "refusals", [[BUSY], [CLASH, CLASH], [status(500, "InternalError", "etcd")]],
     ids=["busy", "quota-changed", "server-error"],
 )  # fmt: skip
-def test_a_transient_refusal_undoes_no_other_pod_of_the_request(
+async def test_a_transient_refusal_undoes_no_other_pod_of_the_request(
     refusals: list[dict[str, Any]],
 ) -> None:
-    async def scenario() -> None:
-        api = FakeApi()
-        async with opened(api, {"min": 40, "max": 40}) as seen:
-            await refuse_next(api, *refusals)
-            nodes = await seen.backend.request_nodes(40, ())
-            assert len(nodes) == api.num_made == 40 and {*nodes} == {*api.made}
-            assert problems(seen) == []
-
-    asyncio.run(scenario())
+    api = FakeApi()
+    async with opened(api, {"min": 40, "max": 40}) as seen:
+        await refuse_next(api, *refusals)
+        nodes = await seen.backend.request_nodes(40, ())
+        assert len(nodes) == api.num_made == 40 and {*nodes} == {*api.made}
+        assert problems(seen) == []
 
 
-def test_a_pod_whose_creation_was_not_answered_is_requested_again_by_its_name() -> None:
-    async def scenario() -> None:
-        api = FakeApi(lost_answers=2)
-        async with opened(api, {"min": 4, "max": 4}) as seen:
-            await refuse_next(api)
-            nodes = await seen.backend.request_nodes(4, ())
-            assert len(nodes) == api.num_made == 4 and {*nodes} == {*api.made}
-
-    asyncio.run(scenario())
+async def test_a_pod_whose_creation_was_not_answered_is_requested_again_by_its_name() -> None:
+    api = FakeApi(lost_answers=2)
+    async with opened(api, {"min": 4, "max": 4}) as seen:
+        await refuse_next(api)
+        nodes = await seen.backend.request_nodes(4, ())
+        assert len(nodes) == api.num_made == 4 and {*nodes} == {*api.made}
 
 
-def test_a_quota_between_minimum_and_maximum_is_used_up() -> None:
-    async def scenario() -> None:
-        api = FakeApi(room=3)
-        async with opened(api, {"min": 2, "max": 4}) as seen:
-            nodes = await seen.backend.request_nodes(4, ())
-            assert len(nodes) == 3 and {*nodes} == {*api.made}
-            assert "4 pods were requested and only 3 created: " in problems(seen)[0]
-            with pytest.raises(NoRoom, match="1 pod was requested and none was created: "):
-                await seen.backend.request_nodes(1, ())
-            assert {*nodes} == {*api.made} and api.num_made == 3
-            assert await seen.backend.list_nodes() == tuple(sorted(nodes))
-            api.room = 4
-            (last,) = await seen.backend.request_nodes(1, ())
-            assert {*nodes, last} == {*api.made} and problems(seen) == []
-
-    asyncio.run(scenario())
+async def test_a_quota_between_minimum_and_maximum_is_used_up() -> None:
+    api = FakeApi(room=3)
+    async with opened(api, {"min": 2, "max": 4}) as seen:
+        nodes = await seen.backend.request_nodes(4, ())
+        assert len(nodes) == 3 and {*nodes} == {*api.made}
+        assert "4 pods were requested and only 3 created: " in problems(seen)[0]
+        with pytest.raises(NoRoom, match="1 pod was requested and none was created: "):
+            await seen.backend.request_nodes(1, ())
+        assert {*nodes} == {*api.made} and api.num_made == 3
+        assert await seen.backend.list_nodes() == tuple(sorted(nodes))
+        api.room = 4
+        (last,) = await seen.backend.request_nodes(1, ())
+        assert {*nodes, last} == {*api.made} and problems(seen) == []
 
 
-def test_existing_nodes_count_towards_the_minimum() -> None:
-    async def scenario() -> None:
-        api = FakeApi(room=2)
-        async with opened(api, {"min": 2, "max": 6}) as seen:
-            await seen.backend.request_nodes(2, ())
-            api.room = 3
-            assert len(await seen.backend.request_nodes(4, ())) == 1
-            assert len(api.made) == api.num_made == 3
-
-    asyncio.run(scenario())
+async def test_existing_nodes_count_towards_the_minimum() -> None:
+    api = FakeApi(room=2)
+    async with opened(api, {"min": 2, "max": 6}) as seen:
+        await seen.backend.request_nodes(2, ())
+        api.room = 3
+        assert len(await seen.backend.request_nodes(4, ())) == 1
+        assert len(api.made) == api.num_made == 3
 
 
 def test_too_few_pods_are_deleted_and_requested_again_after_growing_pauses(
@@ -130,19 +118,15 @@ def test_too_few_pods_are_deleted_and_requested_again_after_growing_pauses(
     )
 
 
-def test_pods_of_a_server_that_stays_busy_are_deleted() -> None:
+async def test_pods_of_a_server_that_stays_busy_are_deleted() -> None:
     """Including those that it may have created."""
-
-    async def scenario() -> None:
-        api = FakeApi(lost_answers=1)
-        async with opened(api, {"min": 4, "max": 4}, PodTiming(create_retry_s=0.0)) as seen:
-            await refuse_next(api)
-            with pytest.raises(NoRoom, match="4 pods were requested and none was created"):
-                await seen.backend.request_nodes(4, ())
-            await settled(seen)
-            assert api.made == {}
-
-    asyncio.run(scenario())
+    api = FakeApi(lost_answers=1)
+    async with opened(api, {"min": 4, "max": 4}, PodTiming(create_retry_s=0.0)) as seen:
+        await refuse_next(api)
+        with pytest.raises(NoRoom, match="4 pods were requested and none was created"):
+            await seen.backend.request_nodes(4, ())
+        await settled(seen)
+        assert api.made == {}
 
 
 class BusyApi(FakeApi):
@@ -157,48 +141,39 @@ class BusyApi(FakeApi):
         return await super().answer(request)
 
 
-def test_surplus_pods_are_deleted_eventually_and_the_reason_is_shown_at_once() -> None:
-    async def scenario() -> None:
-        api = BusyApi(room=3)
-        async with opened(api, {"min": 4, "max": 4}) as seen:
-            await refuse_next(api)
-            with pytest.raises(NoRoom, match="4 pods were requested and none was created"):
-                await seen.backend.request_nodes(4, ())
-            assert len(api.made) == 3 and "none was created" in problems(seen)[0]
-            await eventually(lambda: api.num_refused >= 3, "all deletions to be refused")
-            api.busy = False
-            await settled(seen)
-            assert api.made == {}
-
-    asyncio.run(scenario())
+async def test_surplus_pods_are_deleted_eventually_and_the_reason_is_shown_at_once() -> None:
+    api = BusyApi(room=3)
+    async with opened(api, {"min": 4, "max": 4}) as seen:
+        await refuse_next(api)
+        with pytest.raises(NoRoom, match="4 pods were requested and none was created"):
+            await seen.backend.request_nodes(4, ())
+        assert len(api.made) == 3 and "none was created" in problems(seen)[0]
+        await eventually(lambda: api.num_refused >= 3, "all deletions to be refused")
+        api.busy = False
+        await settled(seen)
+        assert api.made == {}
 
 
-def test_a_new_size_does_not_wait_for_the_refusal_of_the_old_one() -> None:
-    async def scenario() -> None:
-        api = FakeApi(room=3)
-        async with opened(api, {"min": 4, "max": 8}) as seen:
-            await refuse_next(api)
-            with pytest.raises(NoRoom):
-                await seen.backend.request_nodes(8, ())
-            await settled(seen)
-            await seen.backend.follow(training_job({"min": 2, "max": 3}))
-            assert len(await seen.backend.request_nodes(3, ())) == 3
-            seen.backend.withhold(60.0)
-            await seen.backend.follow(training_job({"min": 2, "max": 4}))
-            with pytest.raises(NoRoom, match="fault injection"):
-                await seen.backend.request_nodes(1, ())
-
-    asyncio.run(scenario())
+async def test_a_new_size_does_not_wait_for_the_refusal_of_the_old_one() -> None:
+    api = FakeApi(room=3)
+    async with opened(api, {"min": 4, "max": 8}) as seen:
+        await refuse_next(api)
+        with pytest.raises(NoRoom):
+            await seen.backend.request_nodes(8, ())
+        await settled(seen)
+        await seen.backend.follow(training_job({"min": 2, "max": 3}))
+        assert len(await seen.backend.request_nodes(3, ())) == 3
+        seen.backend.withhold(60.0)
+        await seen.backend.follow(training_job({"min": 2, "max": 4}))
+        with pytest.raises(NoRoom, match="fault injection"):
+            await seen.backend.request_nodes(1, ())
 
 
-def test_a_new_pod_gets_the_current_grace_of_the_spec() -> None:
-    async def scenario() -> None:
-        api = FakeApi()
-        nodes = {"min": 1, "max": 4}
-        async with opened(api, nodes) as seen:
-            graces = {"terminationGraceSeconds": 300}
-            await seen.backend.follow(training_job(nodes, recovery=graces))
-            (node,) = await seen.backend.request_nodes(1, ())
-            assert api.made[node]["spec"]["terminationGracePeriodSeconds"] == 305
-
-    asyncio.run(scenario())
+async def test_a_new_pod_gets_the_current_grace_of_the_spec() -> None:
+    api = FakeApi()
+    nodes = {"min": 1, "max": 4}
+    async with opened(api, nodes) as seen:
+        graces = {"terminationGraceSeconds": 300}
+        await seen.backend.follow(training_job(nodes, recovery=graces))
+        (node,) = await seen.backend.request_nodes(1, ())
+        assert api.made[node]["spec"]["terminationGracePeriodSeconds"] == 305

@@ -76,20 +76,17 @@ def test_keys_do_not_show_in_logs() -> None:
     assert len(keys.token) == 64 and make_keys(NAME).token != keys.token
 
 
-def test_a_deleted_secret_costs_no_agents_even_when_the_operator_was_killed_too() -> None:
-    async def scenario() -> None:
-        api = StatefulFakeApi()
-        owner = Owner("team", "llm", "uid")
-        async with cluster_of(api) as cluster:
-            keys, made = await ensure_keys(cluster, owner, None, fresh=True)
-            assert made == "new"
-            del api.objects[SECRETS.path("team", "llm-agents")]
-            restored, made = await ensure_keys(cluster, owner, None)
-            assert made == "restored" and restored == keys
-            assert await ensure_keys(cluster, owner, None) == (keys, "found")
-            other = Owner("team", "llm", "another-uid")
-            api.objects.pop(SECRETS.path("team", "llm-agents"))
-            fresh, _made = await ensure_keys(cluster, other, None)
-            assert fresh != keys, "the copy belongs to an earlier job of this name"
-
-    asyncio.run(scenario())
+async def test_a_deleted_secret_costs_no_agents_even_when_the_operator_was_killed_too() -> None:
+    api = StatefulFakeApi()
+    owner = Owner("team", "llm", "uid")
+    async with cluster_of(api) as cluster:
+        keys, made = await ensure_keys(cluster, owner, None, fresh=True)
+        assert made == "new"
+        del api.objects[SECRETS.path("team", "llm-agents")]
+        restored, made = await ensure_keys(cluster, owner, None)
+        assert made == "restored" and restored == keys
+        assert await ensure_keys(cluster, owner, None) == (keys, "found")
+        other = Owner("team", "llm", "another-uid")
+        api.objects.pop(SECRETS.path("team", "llm-agents"))
+        fresh, _made = await ensure_keys(cluster, other, None)
+        assert fresh != keys, "the copy belongs to an earlier job of this name"

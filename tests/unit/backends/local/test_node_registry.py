@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 from pathlib import Path
 
@@ -32,7 +31,7 @@ def test_saved_nodes_are_loaded(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["nodes.json"]
 
 
-def test_nodes_whose_request_failed_are_not_started_by_the_next_controller(
+async def test_nodes_whose_request_failed_are_not_started_by_the_next_controller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is replaced before the sync of its directory fails."""
@@ -43,19 +42,16 @@ def test_nodes_whose_request_failed_are_not_started_by_the_next_controller(
     def fail(directory: Path) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    async def scenario() -> None:
-        backend = LocalBackend(make_job(), paths)
-        with monkeypatch.context() as patch:
-            patch.setattr(files, "sync_directory", fail)
-            with pytest.raises(HoldfastError, match=r"cannot be written .Input"):
-                await backend.request_nodes(2, ())
-        assert load(path).starting == {"node-0", "node-1"}
-        assert await backend.list_nodes() == ()
-        await backend.close(release=False)
-        # Their names are not reused.
-        assert (load(path).next_number, load(path).starting) == (2, set())
-
-    asyncio.run(scenario())
+    backend = LocalBackend(make_job(), paths)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sync_directory", fail)
+        with pytest.raises(HoldfastError, match=r"cannot be written .Input"):
+            await backend.request_nodes(2, ())
+    assert load(path).starting == {"node-0", "node-1"}
+    assert await backend.list_nodes() == ()
+    await backend.close(release=False)
+    # Their names are not reused.
+    assert (load(path).next_number, load(path).starting) == (2, set())
 
 
 def test_after_a_reboot_no_node_is_left_and_no_name_is_reused(

@@ -22,7 +22,7 @@ Try again.
 @pytest.mark.parametrize(
     "first", [RuntimeError("the head does not answer"), None], ids=["no-head", "replaced"]
 )
-def test_a_call_without_an_answer_does_not_end_a_node(first: Exception | None) -> None:
+async def test_a_call_without_an_answer_does_not_end_a_node(first: Exception | None) -> None:
     """The head does not answer, or calls of other controllers replaced this one."""
 
     class WaitForEnd:
@@ -37,12 +37,9 @@ def test_a_call_without_an_answer_does_not_end_a_node(first: Exception | None) -
     class Actor:
         wait_for_end = WaitForEnd()
 
-    async def scenario() -> None:
-        async with asyncio.timeout(BOUND_S):
-            detail = await actors.agent_end(Actor(), 0.01)
-        assert detail == "its agent was killed by SIGKILL"
-
-    asyncio.run(scenario())
+    async with asyncio.timeout(BOUND_S):
+        detail = await actors.agent_end(Actor(), 0.01)
+    assert detail == "its agent was killed by SIGKILL"
 
 
 def test_stack_frames_of_ray_are_left_out() -> None:

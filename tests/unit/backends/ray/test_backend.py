@@ -51,24 +51,21 @@ def backend(store: JobKeyValueStore, cluster: FakeCluster) -> RayBackend:
     )  # fmt: skip
 
 
-def test_a_node_that_is_not_in_the_store_does_not_exist() -> None:
-    async def scenario() -> None:
-        store = FailingStore("job")
-        ray = backend(store, FakeCluster(a=1))
-        async with asyncio.timeout(BOUND_S):
-            with pytest.raises(RuntimeError, match="the head does not answer"):
-                await ray.request_nodes(1, ())
-            # Its group has a place: the backend tries to start the node once more.
-            assert await asyncio.to_thread(store.second_write.wait, BOUND_S)
-            assert await ray.list_nodes() == ()
-            store.unblock.set()
-            await ray.close(release=False)
+async def test_a_node_that_is_not_in_the_store_does_not_exist() -> None:
+    store = FailingStore("job")
+    ray = backend(store, FakeCluster(a=1))
+    async with asyncio.timeout(BOUND_S):
+        with pytest.raises(RuntimeError, match="the head does not answer"):
+            await ray.request_nodes(1, ())
+        # Its group has a place: the backend tries to start the node once more.
+        assert await asyncio.to_thread(store.second_write.wait, BOUND_S)
         assert await ray.list_nodes() == ()
+        store.unblock.set()
+        await ray.close(release=False)
+    assert await ray.list_nodes() == ()
 
-    asyncio.run(scenario())
 
-
-def test_groups_of_nodes_that_ended_without_a_controller_are_removed() -> None:
+async def test_groups_of_nodes_that_ended_without_a_controller_are_removed() -> None:
     """A controller ended between the end of the agents and that of their placement groups."""
     cluster = FakeCluster(a=1, b=1)
     nodes = {f"node-{number}": (f"job/node-{number}", 0) for number in range(2)}
@@ -79,35 +76,28 @@ def test_groups_of_nodes_that_ended_without_a_controller_are_removed() -> None:
         def get(self, key: str) -> bytes | None:
             return msgspec.json.encode(registry)
 
-    async def scenario() -> None:
-        for node in nodes:
-            cluster.of("job").make(node, 1, frozenset())
-        assert len(cluster.groups) == 2
-        ray = backend(EarlierStore("job"), cluster)
-        await ray.open(lambda gone: None)
-        left = dict(cluster.groups)
-        await ray.close(release=False)
-        assert not left
-
-    asyncio.run(scenario())
+    for node in nodes:
+        cluster.of("job").make(node, 1, frozenset())
+    assert len(cluster.groups) == 2
+    ray = backend(EarlierStore("job"), cluster)
+    await ray.open(lambda gone: None)
+    left = dict(cluster.groups)
+    await ray.close(release=False)
+    assert not left
 
 
-def test_the_name_of_an_ended_node_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_name_of_an_ended_node_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name stays in use while its group still exists, too."""
 
     async def start_actor(_self: RayBackend, _node: str) -> None:
         return
 
     monkeypatch.setattr(RayBackend, "_start_actor", start_actor)
-
-    async def scenario() -> None:
-        ray = backend(AcceptingStore("job"), FakeCluster(a=1))
-        async with asyncio.timeout(BOUND_S):
-            assert await ray.request_nodes(1, ()) == ("node-0",)
-            group = ray._group_of("node-0")
-            assert group is not None
-            ray._forget("node-0")
-            assert await ray._start([(group, 0)]) != ["node-0"]
-            await ray.close(release=False)
-
-    asyncio.run(scenario())
+    ray = backend(AcceptingStore("job"), FakeCluster(a=1))
+    async with asyncio.timeout(BOUND_S):
+        assert await ray.request_nodes(1, ()) == ("node-0",)
+        group = ray._group_of("node-0")
+        assert group is not None
+        ray._forget("node-0")
+        assert await ray._start([(group, 0)]) != ["node-0"]
+        await ray.close(release=False)

@@ -51,7 +51,7 @@ def test_a_label_that_a_machine_lacks_counts_as_empty() -> None:
     assert coordinates({"zone": "a"}, ("region", "zone")) == ("", "a")
 
 
-def test_the_watch_for_drains_goes_on_when_the_head_does_not_answer() -> None:
+async def test_the_watch_for_drains_goes_on_when_the_head_does_not_answer() -> None:
     answers: list[Any] = [RuntimeError("the head does not answer"), {"draining": 0}]
 
     def source() -> dict[str, int]:
@@ -60,14 +60,11 @@ def test_the_watch_for_drains_goes_on_when_the_head_does_not_answer() -> None:
             raise answer
         return dict(answer)
 
-    async def scenario() -> None:
-        notices: asyncio.Queue[str] = asyncio.Queue()
-        lookup = RayNodeLookup({"node-0": "draining", "node-1": "other"}, {})
-        drains = Drains(lookup, lambda node, *_: notices.put_nowait(node), source, 0.01)
-        task = asyncio.create_task(drains.watch())
-        async with asyncio.timeout(BOUND_S):
-            assert await notices.get() == "node-0"
-        task.cancel()
-        assert notices.empty()
-
-    asyncio.run(scenario())
+    notices: asyncio.Queue[str] = asyncio.Queue()
+    lookup = RayNodeLookup({"node-0": "draining", "node-1": "other"}, {})
+    drains = Drains(lookup, lambda node, *_: notices.put_nowait(node), source, 0.01)
+    task = asyncio.create_task(drains.watch())
+    async with asyncio.timeout(BOUND_S):
+        assert await notices.get() == "node-0"
+    task.cancel()
+    assert notices.empty()

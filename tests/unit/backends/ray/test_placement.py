@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -95,33 +95,19 @@ class JobNodes:
         return task
 
 
-def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(BOUND_S):
-            await scenario()
-
-    asyncio.run(bounded())
+async def test_all_wanted_nodes_are_requested_at_once_of_an_empty_cluster_without_a_wait() -> None:
+    job = JobNodes(FakeCluster(), gang=2, timing=UNBOUNDED)
+    assert await job.serve(5) == []
+    assert job.requested() == [2, 1, 1, 1]
 
 
-def test_all_wanted_nodes_are_requested_at_once_of_an_empty_cluster_without_a_wait() -> None:
-    async def scenario() -> None:
-        job = JobNodes(FakeCluster(), gang=2, timing=UNBOUNDED)
-        assert await job.serve(5) == []
-        assert job.requested() == [2, 1, 1, 1]
-
-    run(scenario)
+async def test_nodes_with_room_start_without_a_wait_for_those_without() -> None:
+    job = JobNodes(FakeCluster(a=1, b=1, c=1), gang=2, timing=UNBOUNDED)
+    assert sorted(await job.serve(5)) == ["a", "b", "c"]
+    assert job.requested() == [1, 1]
 
 
-def test_nodes_with_room_start_without_a_wait_for_those_without() -> None:
-    async def scenario() -> None:
-        job = JobNodes(FakeCluster(a=1, b=1, c=1), gang=2, timing=UNBOUNDED)
-        assert sorted(await job.serve(5)) == ["a", "b", "c"]
-        assert job.requested() == [1, 1]
-
-    run(scenario)
-
-
-def test_any_number_of_nodes_on_busy_ray_nodes_is_waited_for_once() -> None:
+async def test_any_number_of_nodes_on_busy_ray_nodes_is_waited_for_once() -> None:
     waits: list[int] = []
 
     class CountingPlacement(GangPlacement):
@@ -129,235 +115,192 @@ def test_any_number_of_nodes_on_busy_ray_nodes_is_waited_for_once() -> None:
             waits.append(len(made))
             return await super()._until_placed_or_full(made)
 
-    async def scenario() -> None:
-        cluster = FakeCluster(a=1, b=1, c=1)
-        short = PlacementTiming(place_s=0.05)
-        other = JobNodes(cluster, 1, "other", short, CountingPlacement)
-        assert len(await other.serve(3)) == 3
-        waits.clear()
-        job = JobNodes(cluster, 1, timing=short, placement=CountingPlacement)
+    cluster = FakeCluster(a=1, b=1, c=1)
+    short = PlacementTiming(place_s=0.05)
+    other = JobNodes(cluster, 1, "other", short, CountingPlacement)
+    assert len(await other.serve(3)) == 3
+    waits.clear()
+    job = JobNodes(cluster, 1, timing=short, placement=CountingPlacement)
+    assert await job.serve(3) == []
+    assert waits == [3]
+
+
+async def test_a_further_node_never_starts_before_the_gang_and_takes_no_room_from_it() -> None:
+    cluster = FakeCluster(a=1)
+    job = JobNodes(cluster, gang=2)
+    assert await job.serve(3) == []
+    assert cluster.room("a") == 1 and job.requested() == [2]
+    cluster.add("b")
+    await job.until_placed()
+    assert sorted(await job.serve(3, wait=False)) == ["a", "b"]
+    cluster.add("c")
+    await job.until_placed()
+    assert await job.serve(1, wait=False) == ["c"]
+
+
+async def test_two_jobs_never_hold_half_of_the_room_that_each_needs() -> None:
+    cluster = FakeCluster()
+    jobs = [JobNodes(cluster, 2, name) for name in ("one", "two")]
+    for job in jobs:
         assert await job.serve(3) == []
-        assert waits == [3]
-
-    run(scenario)
-
-
-def test_a_further_node_never_starts_before_the_gang_and_takes_no_room_from_it() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(a=1)
-        job = JobNodes(cluster, gang=2)
-        assert await job.serve(3) == []
-        assert cluster.room("a") == 1 and job.requested() == [2]
-        cluster.add("b")
+    cluster.add("a")  # a further node of the first
+    cluster.add("b")  # and of the second
+    for job in jobs:
         await job.until_placed()
-        assert sorted(await job.serve(3, wait=False)) == ["a", "b"]
-        cluster.add("c")
+        assert await job.serve(3, wait=False) in ([], ["a", "b"], ["b", "a"])
+    running = [job for job in jobs if any(g.nodes for g in job.placement.groups.values())]
+    if not running:
+        await asyncio.wait(
+            [asyncio.create_task(job.until_placed()) for job in jobs],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        running = [job for job in jobs if await job.serve(3, wait=False)]
+    assert len(running) == 1
+
+
+async def test_nodes_that_are_requested_together_are_on_different_ray_nodes() -> None:
+    cluster = FakeCluster(a=8, b=8, c=8, d=8)
+    job = JobNodes(cluster, gang=2)
+    assert sorted(await job.serve(4)) == ["a", "b", "c", "d"]
+    assert job.requested() == []
+
+
+async def test_a_gang_bundle_of_a_lost_ray_node_is_used_where_ray_moves_it() -> None:
+    cluster = FakeCluster(a=1, b=1)
+    job = JobNodes(cluster, gang=2, timing=PlacementTiming(recheck_s=0.01))
+    assert len(await job.serve(2)) == 2
+    cluster.silent.add("b")  # the head still lists it
+    await job.ended("b")
+    assert await job.serve(1) == []
+    assert job.requested() == [], "its bundle is the request"
+    for _ in range(3):  # checked again and again
         await job.until_placed()
-        assert await job.serve(1, wait=False) == ["c"]
-
-    run(scenario)
-
-
-def test_two_jobs_never_hold_half_of_the_room_that_each_needs() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        jobs = [JobNodes(cluster, 2, name) for name in ("one", "two")]
-        for job in jobs:
-            assert await job.serve(3) == []
-        cluster.add("a")  # a further node of the first
-        cluster.add("b")  # and of the second
-        for job in jobs:
-            await job.until_placed()
-            assert await job.serve(3, wait=False) in ([], ["a", "b"], ["b", "a"])
-        running = [job for job in jobs if any(g.nodes for g in job.placement.groups.values())]
-        if not running:
-            await asyncio.wait(
-                [asyncio.create_task(job.until_placed()) for job in jobs],
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            running = [job for job in jobs if await job.serve(3, wait=False)]
-        assert len(running) == 1
-
-    run(scenario)
-
-
-def test_nodes_that_are_requested_together_are_on_different_ray_nodes() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(a=8, b=8, c=8, d=8)
-        job = JobNodes(cluster, gang=2)
-        assert sorted(await job.serve(4)) == ["a", "b", "c", "d"]
-        assert job.requested() == []
-
-    run(scenario)
-
-
-def test_a_gang_bundle_of_a_lost_ray_node_is_used_where_ray_moves_it() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(a=1, b=1)
-        job = JobNodes(cluster, gang=2, timing=PlacementTiming(recheck_s=0.01))
-        assert len(await job.serve(2)) == 2
-        cluster.silent.add("b")  # the head still lists it
-        await job.ended("b")
-        assert await job.serve(1) == []
-        assert job.requested() == [], "its bundle is the request"
-        for _ in range(3):  # checked again and again
-            await job.until_placed()
-            assert await job.serve(1, wait=False) == []
-        cluster.lose("b")
-        cluster.add("c")
-        while not (started := await job.serve(1, wait=False)):
-            await job.until_placed()
-        assert started == ["c"]
-
-    run(scenario)
-
-
-def test_a_replacement_avoids_a_lost_ray_node_that_the_head_still_lists() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(a=1)
-        job = JobNodes(cluster, gang=1)
-        assert await job.serve(1) == ["a"]
-        cluster.add("b")
-        cluster.silent.add("a")
-        job.placement.dead.add("a")
-        await job.ended("a")
-        assert await job.serve(1) == ["b"]
-
-    run(scenario)
-
-
-def test_a_ray_node_that_was_wrongly_dead_is_used_again() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(a=1)
-        cluster.num_probe_failures = 1
-        job = JobNodes(cluster, gang=1)
-        job.placement.dead.add("a")
-        assert await job.serve(1) == []  # the head does not answer
-        while not (started := await job.serve(1)):
-            await job.until_placed()
-        assert started == ["a"] and job.placement.dead == set()
-
-    run(scenario)
-
-
-def test_placement_does_not_wait_for_the_probe_of_a_lost_ray_node() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(a=1, b=1)
-        cluster.silent.add("b")
-        cluster.slow["b"] = asyncio.Event()
-        job = JobNodes(cluster, gang=1)
-        job.placement.dead.add("b")
-        for _ in range(2):
-            assert await job.serve(1) == ["a"]
-            await job.ended("a")
-        assert cluster.num_probes == 1, "one probe at a time"
-        cluster.silent.clear()
-        cluster.slow["b"].set()
-        while job.placement.dead:
-            await job.until_placed()
-
-    run(scenario)
-
-
-def test_a_group_whose_last_node_ends_during_a_probe_is_not_used() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(a=1, b=1)
-        job = JobNodes(cluster, gang=2)
-        assert sorted(await job.serve(2)) == ["a", "b"]
-        group, bundle = job.on("b")
-        del group.nodes[bundle]  # free again, and its Ray node is probed first
-        cluster.slow["b"] = asyncio.Event()
-        serving = asyncio.ensure_future(job.serve(1, wait=False))
-        while not cluster.num_probes:
-            await asyncio.sleep(0)
-        await job.ended("a")
-        cluster.slow["b"].set()
-        assert await serving == [] and group.removed
-
-    run(scenario)
-
-
-def test_a_loss_that_the_head_has_noticed_keeps_pending_groups() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(a=1, b=1)
-        job = JobNodes(cluster, gang=1)
-        cluster.silent.add("b")
-        job.placement.dead.add("b")
-        assert await job.serve(2) == ["a"]
-        (pending,) = [group for group in job.placement.groups.values() if not group.nodes]
-        assert "b" in pending.avoided and job.placement.dead == {"b"}
-        cluster.lose("b")
         assert await job.serve(1, wait=False) == []
-        assert job.placement.dead == set()
-        assert pending in job.placement.groups.values()
-
-    run(scenario)
-
-
-def test_a_ray_node_that_pending_groups_avoid_is_used_once_it_is_free() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(a=1, b=1)
-        job = JobNodes(cluster, gang=1)
-        assert len(await job.serve(2)) == 2
-        assert await job.serve(1) == []
-        assert job.requested() == [1]
-        await job.ended("b")
-        assert await job.serve(1) == ["b"]
-        assert job.requested() == []
-
-    run(scenario)
+    cluster.lose("b")
+    cluster.add("c")
+    while not (started := await job.serve(1, wait=False)):
+        await job.until_placed()
+    assert started == ["c"]
 
 
-def test_nodes_that_are_no_longer_wanted_are_no_longer_requested() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        job = JobNodes(cluster, gang=2)
-        assert await job.serve(5) == []
-        assert await job.serve(3, wait=False) == []
-        assert job.requested() == [2, 1]
-        assert await job.serve(0, wait=False) == []
-        assert job.requested() == [] and cluster.groups == {}
-
-    run(scenario)
+async def test_a_replacement_avoids_a_lost_ray_node_that_the_head_still_lists() -> None:
+    cluster = FakeCluster(a=1)
+    job = JobNodes(cluster, gang=1)
+    assert await job.serve(1) == ["a"]
+    cluster.add("b")
+    cluster.silent.add("a")
+    job.placement.dead.add("a")
+    await job.ended("a")
+    assert await job.serve(1) == ["b"]
 
 
-def test_an_excluded_ray_node_is_not_used_again_though_the_gang_keeps_its_bundle_there() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(a=1, b=1, c=1)
-        job = JobNodes(cluster, gang=2)
-        bad, _good = await job.serve(2)
-        await job.ended(bad)
-        assert await job.serve(1, excluded=frozenset({bad})) == ["c"]
+async def test_a_ray_node_that_was_wrongly_dead_is_used_again() -> None:
+    cluster = FakeCluster(a=1)
+    cluster.num_probe_failures = 1
+    job = JobNodes(cluster, gang=1)
+    job.placement.dead.add("a")
+    assert await job.serve(1) == []  # the head does not answer
+    while not (started := await job.serve(1)):
+        await job.until_placed()
+    assert started == ["a"] and job.placement.dead == set()
 
-    run(scenario)
 
-
-def test_a_group_is_removed_once_the_head_answers_again() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(a=1)
-        job = JobNodes(cluster, gang=1, timing=PlacementTiming(head_pause_s=0.01))
+async def test_placement_does_not_wait_for_the_probe_of_a_lost_ray_node() -> None:
+    cluster = FakeCluster(a=1, b=1)
+    cluster.silent.add("b")
+    cluster.slow["b"] = asyncio.Event()
+    job = JobNodes(cluster, gang=1)
+    job.placement.dead.add("b")
+    for _ in range(2):
         assert await job.serve(1) == ["a"]
-        cluster.num_failures = 3
         await job.ended("a")
-        assert job.placement.groups == {}
-        while cluster.groups:
-            await asyncio.sleep(0.01)
+    assert cluster.num_probes == 1, "one probe at a time"
+    cluster.silent.clear()
+    cluster.slow["b"].set()
+    while job.placement.dead:
+        await job.until_placed()
 
-    run(scenario)
+
+async def test_a_group_whose_last_node_ends_during_a_probe_is_not_used() -> None:
+    cluster = FakeCluster(a=1, b=1)
+    job = JobNodes(cluster, gang=2)
+    assert sorted(await job.serve(2)) == ["a", "b"]
+    group, bundle = job.on("b")
+    del group.nodes[bundle]  # free again, and its Ray node is probed first
+    cluster.slow["b"] = asyncio.Event()
+    serving = asyncio.ensure_future(job.serve(1, wait=False))
+    while not cluster.num_probes:
+        await asyncio.sleep(0)
+    await job.ended("a")
+    cluster.slow["b"].set()
+    assert await serving == [] and group.removed
 
 
-def test_groups_of_an_earlier_controller_are_kept_if_they_have_nodes() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(a=1, b=1)
-        before = JobNodes(cluster, gang=2)
-        assert len(await before.serve(3)) == 2
-        (name,) = [name for name, group in before.placement.groups.items() if group.nodes]
-        after = JobNodes(cluster, gang=2)
-        await after.placement.adopt({name: 2}, {"x": (name, 0), "y": (name, 1)})
-        assert list(cluster.groups) == [name]
-        assert after.placement.groups[name].nodes == {0: "x", 1: "y"}
+async def test_a_loss_that_the_head_has_noticed_keeps_pending_groups() -> None:
+    cluster = FakeCluster(a=1, b=1)
+    job = JobNodes(cluster, gang=1)
+    cluster.silent.add("b")
+    job.placement.dead.add("b")
+    assert await job.serve(2) == ["a"]
+    (pending,) = [group for group in job.placement.groups.values() if not group.nodes]
+    assert "b" in pending.avoided and job.placement.dead == {"b"}
+    cluster.lose("b")
+    assert await job.serve(1, wait=False) == []
+    assert job.placement.dead == set()
+    assert pending in job.placement.groups.values()
 
-    run(scenario)
+
+async def test_a_ray_node_that_pending_groups_avoid_is_used_once_it_is_free() -> None:
+    cluster = FakeCluster(a=1, b=1)
+    job = JobNodes(cluster, gang=1)
+    assert len(await job.serve(2)) == 2
+    assert await job.serve(1) == []
+    assert job.requested() == [1]
+    await job.ended("b")
+    assert await job.serve(1) == ["b"]
+    assert job.requested() == []
+
+
+async def test_nodes_that_are_no_longer_wanted_are_no_longer_requested() -> None:
+    cluster = FakeCluster()
+    job = JobNodes(cluster, gang=2)
+    assert await job.serve(5) == []
+    assert await job.serve(3, wait=False) == []
+    assert job.requested() == [2, 1]
+    assert await job.serve(0, wait=False) == []
+    assert job.requested() == [] and cluster.groups == {}
+
+
+async def test_an_excluded_ray_node_is_not_used_again_though_the_gang_keeps_its_bundle_there() -> (
+    None
+):
+    cluster = FakeCluster(a=1, b=1, c=1)
+    job = JobNodes(cluster, gang=2)
+    bad, _good = await job.serve(2)
+    await job.ended(bad)
+    assert await job.serve(1, excluded=frozenset({bad})) == ["c"]
+
+
+async def test_a_group_is_removed_once_the_head_answers_again() -> None:
+    cluster = FakeCluster(a=1)
+    job = JobNodes(cluster, gang=1, timing=PlacementTiming(head_pause_s=0.01))
+    assert await job.serve(1) == ["a"]
+    cluster.num_failures = 3
+    await job.ended("a")
+    assert job.placement.groups == {}
+    while cluster.groups:
+        await asyncio.sleep(0.01)
+
+
+async def test_groups_of_an_earlier_controller_are_kept_if_they_have_nodes() -> None:
+    cluster = FakeCluster(a=1, b=1)
+    before = JobNodes(cluster, gang=2)
+    assert len(await before.serve(3)) == 2
+    (name,) = [name for name, group in before.placement.groups.items() if group.nodes]
+    after = JobNodes(cluster, gang=2)
+    await after.placement.adopt({name: 2}, {"x": (name, 0), "y": (name, 1)})
+    assert list(cluster.groups) == [name]
+    assert after.placement.groups[name].nodes == {0: "x", 1: "y"}
 
 
 # -- Ray's own groups --------------------------------------------------------------------------
@@ -373,29 +316,25 @@ class PendingHandle:
         return self.placed.wait(timeout_s)
 
 
-def test_pending_groups_take_none_of_the_shared_threads() -> None:
+async def test_pending_groups_take_none_of_the_shared_threads() -> None:
     handles = [PendingHandle() for _ in range(40)]  # more than the threads that asyncio shares
-
-    async def scenario() -> None:
-        groups = RayGroups("job", {"CPU": 1.0})
-        waiting = [
-            asyncio.create_task(groups.wait(PlacementGroupHandle(f"job/node-{number}", 1, handle)))
-            for number, handle in enumerate(handles)
-        ]
-        try:
-            while not all(handle.waited_for.is_set() for handle in handles):
-                await asyncio.sleep(0.01)
-            assert await asyncio.to_thread(lambda: "at once") == "at once"
-            assert not any(task.done() for task in waiting)
-        finally:
-            for handle in handles:
-                handle.placed.set()
-        await asyncio.gather(*waiting)
-
-    run(scenario)
+    groups = RayGroups("job", {"CPU": 1.0})
+    waiting = [
+        asyncio.create_task(groups.wait(PlacementGroupHandle(f"job/node-{number}", 1, handle)))
+        for number, handle in enumerate(handles)
+    ]
+    try:
+        while not all(handle.waited_for.is_set() for handle in handles):
+            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(lambda: "at once") == "at once"
+        assert not any(task.done() for task in waiting)
+    finally:
+        for handle in handles:
+            handle.placed.set()
+    await asyncio.gather(*waiting)
 
 
-def test_a_wait_that_the_head_breaks_off_goes_on() -> None:
+async def test_a_wait_that_the_head_breaks_off_goes_on() -> None:
     class FailingHandle(PendingHandle):
         failures = 2
 
@@ -405,11 +344,8 @@ def test_a_wait_that_the_head_breaks_off_goes_on() -> None:
                 raise RuntimeError("the head does not answer")
             return True
 
-    async def scenario() -> None:
-        groups = RayGroups("job", {"CPU": 1.0}, pause_s=0.01)
-        await groups.wait(PlacementGroupHandle("job/node-0", 1, FailingHandle()))
-
-    run(scenario)
+    groups = RayGroups("job", {"CPU": 1.0}, pause_s=0.01)
+    await groups.wait(PlacementGroupHandle("job/node-0", 1, FailingHandle()))
 
 
 def test_a_bundle_has_the_resources_of_all_workers_of_a_node() -> None:

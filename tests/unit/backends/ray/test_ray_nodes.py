@@ -91,7 +91,7 @@ def test_the_number_of_connections_at_the_same_time_is_limited(
     assert max(at_once) == ray_nodes.MAX_CONNECTIONS
 
 
-def test_ray_nodes_that_do_not_answer_take_no_threads(
+async def test_ray_nodes_that_do_not_answer_take_no_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The journal is written in them."""
@@ -100,25 +100,21 @@ def test_ray_nodes_that_do_not_answer_take_no_threads(
         for number in range(ray_nodes.MAX_CONNECTIONS)
     }
     monkeypatch.setattr(ray_nodes, "alive_nodes", lambda: nodes)
+    asked, answer = asyncio.Event(), asyncio.Event()
 
-    async def scenario() -> None:
-        asked, answer = asyncio.Event(), asyncio.Event()
+    async def connect(*_address: Any) -> None:
+        asked.set()
+        await answer.wait()
+        raise ConnectionRefusedError
 
-        async def connect(*_address: Any) -> None:
-            asked.set()
-            await answer.wait()
-            raise ConnectionRefusedError
-
-        monkeypatch.setattr(asyncio, "open_connection", connect)
-        async with asyncio.timeout(BOUND_S):
-            answering = asyncio.create_task(RayGroups("job", {}).answering(nodes))
-            await asked.wait()
-            assert await asyncio.to_thread(lambda: "at once") == "at once"
-            assert not answering.done()
-            answer.set()
-            assert await answering == set()
-
-    asyncio.run(scenario())
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    async with asyncio.timeout(BOUND_S):
+        answering = asyncio.create_task(RayGroups("job", {}).answering(nodes))
+        await asked.wait()
+        assert await asyncio.to_thread(lambda: "at once") == "at once"
+        assert not answering.done()
+        answer.set()
+        assert await answering == set()
 
 
 def test_new_bundles_go_only_where_a_raylet_listens(

@@ -194,22 +194,19 @@ def test_a_job_waits_for_its_code_and_follows_new_code_once_it_is_there(
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_a_host_without_uploaded_code_says_so() -> None:
-    async def scenario() -> None:
-        sent: list[wire.Message] = []
+async def test_a_host_without_uploaded_code_says_so() -> None:
+    sent: list[wire.Message] = []
 
-        class Link:
-            def send(self, message: wire.Message) -> None:
-                sent.append(message)
+    class Link:
+        def send(self, message: wire.Message) -> None:
+            sent.append(message)
 
-        links = cast(dict[str, AgentConnection], {"a": Link()})
-        sender = CodeSender(None, links, logging.getLogger())
-        sender.requested("a", wire.FetchCode(code="d" * 64, part=0))
-        while not sent:
-            await asyncio.sleep(0)
-        assert isinstance(sent[0], wire.CodePart) and "has none" in sent[0].problem
-
-    asyncio.run(scenario())
+    links = cast(dict[str, AgentConnection], {"a": Link()})
+    sender = CodeSender(None, links, logging.getLogger())
+    sender.requested("a", wire.FetchCode(code="d" * 64, part=0))
+    while not sent:
+        await asyncio.sleep(0)
+    assert isinstance(sent[0], wire.CodePart) and "has none" in sent[0].problem
 
 
 def test_the_store_reports_an_api_server_that_does_not_answer(code: code_files.Code) -> None:

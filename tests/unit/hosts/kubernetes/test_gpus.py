@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -42,72 +41,60 @@ ASKS = {"podTemplate": {"spec": {"tolerations": [{"key": "nvidia.com/gpu", "oper
         ([node("cpu-1", 0)], {"kubernetes": ASKS}, 1, "podTemplate asks for nvidia.com/gpu"),
     ],
 )
-def test_auto_is_decided_by_the_nodes_that_pods_may_use(
+async def test_auto_is_decided_by_the_nodes_that_pods_may_use(
     tmp_path: Path, nodes: list[Document], spec: dict[str, Any], gpus: int, words: str
 ) -> None:
-    async def scenario() -> None:
-        api = StatefulFakeApi(nodes=nodes)
-        async with running_operator(api, str(tmp_path)) as operator:
-            operator.start(training_job("llm", **spec))
-            written = await operator.status_when(
-                "llm", "to have a controller", lambda s: "gpusPerWorker" in s
-            )
-            assert written["gpusPerWorker"] == gpus
-            events = events_of(api, "GpusDecided")
-            await eventually(lambda: bool(events_of(api, "GpusDecided")), "the Event")
-            events = events_of(api, "GpusDecided")
-            assert words in events[0]["message"]
-            assert len(events) == 1
-
-    asyncio.run(scenario())
+    api = StatefulFakeApi(nodes=nodes)
+    async with running_operator(api, str(tmp_path)) as operator:
+        operator.start(training_job("llm", **spec))
+        written = await operator.status_when(
+            "llm", "to have a controller", lambda s: "gpusPerWorker" in s
+        )
+        assert written["gpusPerWorker"] == gpus
+        events = events_of(api, "GpusDecided")
+        await eventually(lambda: bool(events_of(api, "GpusDecided")), "the Event")
+        events = events_of(api, "GpusDecided")
+        assert words in events[0]["message"]
+        assert len(events) == 1
 
 
-def test_a_new_operator_keeps_the_number(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        api = StatefulFakeApi(nodes=GPU_POOL)
-        async with running_operator(api, str(tmp_path)) as operator:
-            job = operator.start(training_job("llm"))
-            await eventually(lambda: job.view is not None, "a controller")
-        api.nodes = [node("cpu-1", 0)]
-        api.objects[LLM].pop("status", None)  # it may not have been written
-        async with running_operator(api, str(tmp_path)) as operator:
-            job = operator.start(training_job("llm"))
-            await eventually(lambda: job.view is not None, "a controller")
-            assert job.view is not None and job.view.gpus_per_worker == 1
-            assert job._backend is not None
-            assert job._backend._job.spec.resources.num_gpus == 1
-
-    asyncio.run(scenario())
+async def test_a_new_operator_keeps_the_number(tmp_path: Path) -> None:
+    api = StatefulFakeApi(nodes=GPU_POOL)
+    async with running_operator(api, str(tmp_path)) as operator:
+        job = operator.start(training_job("llm"))
+        await eventually(lambda: job.view is not None, "a controller")
+    api.nodes = [node("cpu-1", 0)]
+    api.objects[LLM].pop("status", None)  # it may not have been written
+    async with running_operator(api, str(tmp_path)) as operator:
+        job = operator.start(training_job("llm"))
+        await eventually(lambda: job.view is not None, "a controller")
+        assert job.view is not None and job.view.gpus_per_worker == 1
+        assert job._backend is not None
+        assert job._backend._job.spec.resources.num_gpus == 1
 
 
-def test_fewer_gpus_than_workers_are_refused_until_there_are_more(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        api = StatefulFakeApi(nodes=[node("gpu-1", 1)])
-        async with running_operator(api, str(tmp_path)) as operator:
-            job = operator.start(training_job("llm", workersPerNode=2))
-            found = await operator.status_when(
-                "llm", "to be refused", lambda s: refusal(s) is not None
-            )
-            assert "expected 0, or a node with 2 GPUs" in str(refusal(found))
-            operator.context.gpus._read_s = None
-            api.nodes = GPU_POOL
-            await eventually(lambda: job.view is not None, "a controller")
-
-    asyncio.run(scenario())
+async def test_fewer_gpus_than_workers_are_refused_until_there_are_more(tmp_path: Path) -> None:
+    api = StatefulFakeApi(nodes=[node("gpu-1", 1)])
+    async with running_operator(api, str(tmp_path)) as operator:
+        job = operator.start(training_job("llm", workersPerNode=2))
+        found = await operator.status_when("llm", "to be refused", lambda s: refusal(s) is not None)
+        assert "expected 0, or a node with 2 GPUs" in str(refusal(found))
+        operator.context.gpus._read_s = None
+        api.nodes = GPU_POOL
+        await eventually(lambda: job.view is not None, "a controller")
 
 
-def test_an_operator_that_may_not_list_nodes_names_the_right_and_the_field(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        api = StatefulFakeApi(nodes=GPU_POOL)
-        api.reject = lambda request: FORBIDDEN if request[1] == "/api/v1/nodes" else None
-        async with running_operator(api, str(tmp_path)) as operator:
-            job = operator.start(training_job("llm"))
-            await eventually(lambda: job.view is not None, "a controller")
-            await eventually(lambda: bool(events_of(api, "GpusDecided")), "the Event")
-            assert "may not list nodes" in events_of(api, "GpusDecided")[0]["message"]
-            assert "write gpu: 1" in events_of(api, "GpusDecided")[0]["message"]
-
-    asyncio.run(scenario())
+async def test_an_operator_that_may_not_list_nodes_names_the_right_and_the_field(
+    tmp_path: Path,
+) -> None:
+    api = StatefulFakeApi(nodes=GPU_POOL)
+    api.reject = lambda request: FORBIDDEN if request[1] == "/api/v1/nodes" else None
+    async with running_operator(api, str(tmp_path)) as operator:
+        job = operator.start(training_job("llm"))
+        await eventually(lambda: job.view is not None, "a controller")
+        await eventually(lambda: bool(events_of(api, "GpusDecided")), "the Event")
+        assert "may not list nodes" in events_of(api, "GpusDecided")[0]["message"]
+        assert "write gpu: 1" in events_of(api, "GpusDecided")[0]["message"]
 
 
 def refusal(found: Document) -> str | None:

@@ -48,34 +48,31 @@ async def no() -> bool:
 
 
 @pytest.mark.parametrize(("others", "keeps"), [(yes, True), (no, False), (None, False)])
-def test_a_leader_goes_on_without_the_api_server_while_no_other_leads(
+async def test_a_leader_goes_on_without_the_api_server_while_no_other_leads(
     others: Callable[[], Awaitable[bool]] | None, keeps: bool
 ) -> None:
-    async def scenario() -> None:
-        api = StatefulFakeApi()
-        async with cluster_of(api) as cluster:
-            leader = LeaderElection(cluster, LeaseName("system", "lease"), "one", lease_s=1.0)
-            await leader.acquire()
-            api.reject = lambda request: BUSY
-            before = len(api.requests)
-            keeping = asyncio.create_task(leader.keep(others))
-            if keeps:
-                await eventually(lambda: len(api.requests) > before + 8, "many attempts")
-                assert not keeping.done() and leader.leading
-                api.reject = lambda request: None
-                renewed = current(api)["renewTime"]
-                await eventually(lambda: current(api)["renewTime"] != renewed, "a renewal")
-                assert leader.leading
-                current(api)["holderIdentity"] = "two"
-                current(api)["leaseDurationSeconds"] = 600
-                changed = status(409, "Conflict", "the object has been modified")
-                api.reject = lambda request: changed if request[0] == "PUT" else None
-            async with asyncio.timeout(BOUND_S):
-                reason = await keeping
-            assert ("two holds the lease" in reason) == keeps
-            assert not leader.leading
-
-    asyncio.run(scenario())
+    api = StatefulFakeApi()
+    async with cluster_of(api) as cluster:
+        leader = LeaderElection(cluster, LeaseName("system", "lease"), "one", lease_s=1.0)
+        await leader.acquire()
+        api.reject = lambda request: BUSY
+        before = len(api.requests)
+        keeping = asyncio.create_task(leader.keep(others))
+        if keeps:
+            await eventually(lambda: len(api.requests) > before + 8, "many attempts")
+            assert not keeping.done() and leader.leading
+            api.reject = lambda request: None
+            renewed = current(api)["renewTime"]
+            await eventually(lambda: current(api)["renewTime"] != renewed, "a renewal")
+            assert leader.leading
+            current(api)["holderIdentity"] = "two"
+            current(api)["leaseDurationSeconds"] = 600
+            changed = status(409, "Conflict", "the object has been modified")
+            api.reject = lambda request: changed if request[0] == "PUT" else None
+        async with asyncio.timeout(BOUND_S):
+            reason = await keeping
+        assert ("two holds the lease" in reason) == keeps
+        assert not leader.leading
 
 
 PATH = "/apis/coordination.k8s.io/v1/namespaces/system/leases/lease"

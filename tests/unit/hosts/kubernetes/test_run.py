@@ -97,27 +97,22 @@ class ClusterWithoutNodes:
         self.deleted.set()
 
 
-def test_force_deleted_pods_are_logged_with_their_job(collector: Collector) -> None:
-    async def scenario() -> None:
-        cluster = ClusterWithoutNodes()
-        watcher = OrphanPods(
-            cast(KubeClient, cluster), cast(NodeInformer, cluster), check_min_s=0.001
-        )
-        pod = {
-            "metadata": {
-                "namespace": "team",
-                "name": "llm-x",
-                "uid": "1",
-                "deletionTimestamp": "2026-01-01T00:00:00Z",
-                "labels": {"holdfast.dev/job": "llm"},
-            },
-            "spec": {"nodeName": "n1"},
-        }
-        watcher.on_pod_change("MODIFIED", pod)
-        async with asyncio.timeout(BOUND_S):
-            await cluster.deleted.wait()
-        watcher.close()
-
-    asyncio.run(scenario())
+async def test_force_deleted_pods_are_logged_with_their_job(collector: Collector) -> None:
+    cluster = ClusterWithoutNodes()
+    watcher = OrphanPods(cast(KubeClient, cluster), cast(NodeInformer, cluster), check_min_s=0.001)
+    pod = {
+        "metadata": {
+            "namespace": "team",
+            "name": "llm-x",
+            "uid": "1",
+            "deletionTimestamp": "2026-01-01T00:00:00Z",
+            "labels": {"holdfast.dev/job": "llm"},
+        },
+        "spec": {"nodeName": "n1"},
+    }
+    watcher.on_pod_change("MODIFIED", pod)
+    async with asyncio.timeout(BOUND_S):
+        await cluster.deleted.wait()
+    watcher.close()
     assert {line["level"] for line in collector.lines} == {"info", "warning"}
     assert {line["job"] for line in collector.lines} == {"team/llm"}

@@ -10,7 +10,7 @@ import pytest
 from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.hosts.local.service import LocalJobHost, run_job
 from holdfast.orchestrator.runtime.job_directory import Home
-from tests.unit.runtime.harness import JobHarness, drive, make_job
+from tests.unit.runtime.harness import JobHarness, make_job
 
 
 def test_a_metrics_port_in_use_is_a_user_error_that_leaves_nothing(tmp_path: Path) -> None:
@@ -24,65 +24,50 @@ def test_a_metrics_port_in_use_is_a_user_error_that_leaves_nothing(tmp_path: Pat
     assert list((tmp_path / "home/jobs").iterdir()) == []
 
 
-def test_a_checkpoint_path_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
+async def test_a_checkpoint_path_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     job = make_job(checkpoint={"path": str(tmp_path / "file/checkpoints")})
-
-    async def scenario() -> None:
-        harness = JobHarness(tmp_path / "home", job)
-        harness.start()
-        with pytest.raises(
-            UserError, match=r"spec\.checkpoint\.path: got .*a directory or URL that can be"
-        ):
-            await harness.task
-        assert not harness.directory.journal.exists()
-
-    drive(scenario())
+    harness = JobHarness(tmp_path / "home", job)
+    harness.start()
+    with pytest.raises(
+        UserError, match=r"spec\.checkpoint\.path: got .*a directory or URL that can be"
+    ):
+        await harness.task
+    assert not harness.directory.journal.exists()
 
 
-def test_an_unknown_kind_of_storage_is_a_user_error(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        harness = JobHarness(tmp_path, make_job(checkpoint={"path": "nonsense://here"}))
-        with pytest.raises(UserError, match=r"spec\.checkpoint\.path: got nonsense://here"):
-            await LocalJobHost(
-                harness.directory, harness.job, make_backend=lambda job, directory: harness.backend
-            ).run()
-
-    drive(scenario())
+async def test_an_unknown_kind_of_storage_is_a_user_error(tmp_path: Path) -> None:
+    harness = JobHarness(tmp_path, make_job(checkpoint={"path": "nonsense://here"}))
+    with pytest.raises(UserError, match=r"spec\.checkpoint\.path: got nonsense://here"):
+        await LocalJobHost(
+            harness.directory, harness.job, make_backend=lambda job, directory: harness.backend
+        ).run()
 
 
-def test_a_checkpoint_path_of_another_job_is_a_user_error(tmp_path: Path) -> None:
+async def test_a_checkpoint_path_of_another_job_is_a_user_error(tmp_path: Path) -> None:
     path = str(tmp_path / "shared")
-
-    async def scenario() -> None:
-        first = JobHarness(tmp_path, make_job(checkpoint={"path": path}))
-        first.start()
-        await first.running()
-        assert (await first.finish()).checkpoints
-        second = JobHarness(tmp_path, make_job("other", checkpoint={"path": path}))
-        second.start()
-        with pytest.raises(UserError, match="which holds checkpoints of job tiny"):
-            await second.task
-
-    drive(scenario())
+    first = JobHarness(tmp_path, make_job(checkpoint={"path": path}))
+    first.start()
+    await first.running()
+    assert (await first.finish()).checkpoints
+    second = JobHarness(tmp_path, make_job("other", checkpoint={"path": path}))
+    second.start()
+    with pytest.raises(UserError, match="which holds checkpoints of job tiny"):
+        await second.task
 
 
-def test_a_running_job_keeps_its_controller_when_another_job_writes_to_its_path(
+async def test_a_running_job_keeps_its_controller_when_another_job_writes_to_its_path(
     tmp_path: Path,
 ) -> None:
     """Two jobs that start before either has committed cannot detect each other."""
     path = str(tmp_path / "shared")
-
-    async def scenario() -> None:
-        first = JobHarness(tmp_path, make_job(checkpoint={"path": path}))
-        second = JobHarness(tmp_path, make_job("other", checkpoint={"path": path}))
-        for harness in (first, second):
-            harness.start()
-            await harness.running()
-        await second.kill_controller()
-        assert (await first.finish()).checkpoints
-        second.start()
-        await second.until(lambda view: len(second.service.runtime.links) == 2)
-        assert (await second.finish()).state == "succeeded"
-
-    drive(scenario())
+    first = JobHarness(tmp_path, make_job(checkpoint={"path": path}))
+    second = JobHarness(tmp_path, make_job("other", checkpoint={"path": path}))
+    for harness in (first, second):
+        harness.start()
+        await harness.running()
+    await second.kill_controller()
+    assert (await first.finish()).checkpoints
+    second.start()
+    await second.until(lambda view: len(second.service.runtime.links) == 2)
+    assert (await second.finish()).state == "succeeded"

@@ -38,25 +38,19 @@ def test_a_controller_file_of_the_previous_controller_is_ignored(
     drive(scenario())
 
 
-def test_a_removed_log_directory_is_created_again(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        harness = JobHarness(tmp_path, make_job())
-        shutil.rmtree(harness.directory.logs)
-        harness.start()
-        await harness.running()
-        await harness.finish()
-        assert (harness.directory.logs / "controller.log").exists()
-
-    drive(scenario())
+async def test_a_removed_log_directory_is_created_again(tmp_path: Path) -> None:
+    harness = JobHarness(tmp_path, make_job())
+    shutil.rmtree(harness.directory.logs)
+    harness.start()
+    await harness.running()
+    await harness.finish()
+    assert (harness.directory.logs / "controller.log").exists()
 
 
-def test_a_log_file_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        harness = JobHarness(tmp_path, make_job())
-        harness.directory.logs.rmdir()
-        harness.directory.logs.write_text("")
-        harness.start()
-        with pytest.raises(HoldfastError, match=r"controller\.log: cannot be written"):
-            await harness.task
-
-    drive(scenario())
+async def test_a_log_file_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
+    harness = JobHarness(tmp_path, make_job())
+    harness.directory.logs.rmdir()
+    harness.directory.logs.write_text("")
+    harness.start()
+    with pytest.raises(HoldfastError, match=r"controller\.log: cannot be written"):
+        await harness.task

@@ -97,66 +97,54 @@ def serving(make_host: MakeHost, tmp_path: Path) -> Serving:
     return serving_host
 
 
-def test_a_watcher_is_answered_within_a_bound_when_nothing_happens(serving: Serving) -> None:
+async def test_a_watcher_is_answered_within_a_bound_when_nothing_happens(serving: Serving) -> None:
     default = RayHostTiming()
     assert default.watch_s + default.progress_s < actors.ANSWER_S
-
-    async def scenario() -> None:
-        host = serving(RayHostTiming(watch_s=0.01, progress_s=WATCH_INTERVAL_S))
-        async with asyncio.timeout(BOUND_S):
-            seen = (await host.watch(-1))["seen"]
-            answer = await host.watch(seen)
-        assert answer["seen"] == seen and answer["view"]["name"] == "job"
-
-    asyncio.run(scenario())
+    host = serving(RayHostTiming(watch_s=0.01, progress_s=WATCH_INTERVAL_S))
+    async with asyncio.timeout(BOUND_S):
+        seen = (await host.watch(-1))["seen"]
+        answer = await host.watch(seen)
+    assert answer["seen"] == seen and answer["view"]["name"] == "job"
 
 
-def test_a_watcher_gets_events_at_once_and_progress_later(serving: Serving) -> None:
-    async def scenario() -> None:
-        host = serving(RayHostTiming(progress_s=1e6))
-        async with asyncio.timeout(BOUND_S):
-            watching = asyncio.create_task(host.watch((await host.watch(-1))["seen"]))
-            host.runtime.changes.notify()
-            assert not (await asyncio.wait([watching], timeout=2 * WATCH_INTERVAL_S))[0]
-            host.runtime.events.notify()
-            await watching
-
-    asyncio.run(scenario())
+async def test_a_watcher_gets_events_at_once_and_progress_later(serving: Serving) -> None:
+    host = serving(RayHostTiming(progress_s=1e6))
+    async with asyncio.timeout(BOUND_S):
+        watching = asyncio.create_task(host.watch((await host.watch(-1))["seen"]))
+        host.runtime.changes.notify()
+        assert not (await asyncio.wait([watching], timeout=2 * WATCH_INTERVAL_S))[0]
+        host.runtime.events.notify()
+        await watching
 
 
-def test_a_watcher_of_an_earlier_controller_does_not_wait_for_its_count(serving: Serving) -> None:
-    async def scenario() -> None:
-        host = serving(RayHostTiming(watch_s=1e6))
-        async with asyncio.timeout(BOUND_S):
-            await host.watch(("an earlier controller", 10**6, 10**6))
+async def test_a_watcher_of_an_earlier_controller_does_not_wait_for_its_count(
+    serving: Serving,
+) -> None:
+    host = serving(RayHostTiming(watch_s=1e6))
+    async with asyncio.timeout(BOUND_S):
+        await host.watch(("an earlier controller", 10**6, 10**6))
 
-    asyncio.run(scenario())
 
-
-def test_the_view_is_published_among_rays_logs_until_the_job_has_ended(
+async def test_the_view_is_published_among_rays_logs_until_the_job_has_ended(
     make_host: MakeHost, tmp_path: Path
 ) -> None:
     """The view is for commands over http://."""
-
-    async def scenario() -> None:
-        host = make_host(
-            make_order(tmp_path),
-            logs=tmp_path / "holdfast-job-id",
-            timing=RayHostTiming(view_file_s=0.01, view_refresh_s=0.01),
-        )
-        file = tmp_path / names.view_file("job")
-        publishing = asyncio.create_task(host._publish())
-        async with asyncio.timeout(BOUND_S):
-            while not file.exists():
-                await asyncio.sleep(0.01)
-            published = json.loads(file.read_text())
-            assert published["pid"] == os.getpid() and published["view"]["name"] == "job"
-            publishing.cancel()
-            await asyncio.wait([publishing])
-            await host._finish(host.runtime.view(live=False))
-        assert not file.exists()
-
-    asyncio.run(scenario())
+    host = make_host(
+        make_order(tmp_path),
+        logs=tmp_path / "holdfast-job-id",
+        timing=RayHostTiming(view_file_s=0.01, view_refresh_s=0.01),
+    )
+    file = tmp_path / names.view_file("job")
+    publishing = asyncio.create_task(host._publish())
+    async with asyncio.timeout(BOUND_S):
+        while not file.exists():
+            await asyncio.sleep(0.01)
+        published = json.loads(file.read_text())
+        assert published["pid"] == os.getpid() and published["view"]["name"] == "job"
+        publishing.cancel()
+        await asyncio.wait([publishing])
+        await host._finish(host.runtime.view(live=False))
+    assert not file.exists()
 
 
 # -- a job that is refused ---------------------------------------------------------------------

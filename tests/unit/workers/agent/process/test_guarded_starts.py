@@ -76,29 +76,20 @@ class Node:
             await asyncio.wait(self.starts._tasks)
 
 
-def test_without_anything_to_wait_for_they_start_at_once() -> None:
-    async def scenario() -> None:
-        node = Node()
-        await node.begin()
-        assert node.started == [(0, StartSetting("/here")), (1, StartSetting("/here"))]
-
-    asyncio.run(scenario())
+async def test_without_anything_to_wait_for_they_start_at_once() -> None:
+    node = Node()
+    await node.begin()
+    assert node.started == [(0, StartSetting("/here")), (1, StartSetting("/here"))]
 
 
-def test_they_start_in_the_uploaded_code(tmp_path: Path) -> None:
+async def test_they_start_in_the_uploaded_code(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print()")
     name, archive = code_archive.pack(tmp_path, ["train.py"])
-
-    async def scenario() -> None:
-        node = Node(lambda asked: m.CodePart(code=name, part=asked.part, num_parts=1, data=archive))
-        await node.begin(name)
-        assert [rank for rank, _setting in node.started] == [0, 1]
-        assert {Path(setting.directory, "train.py").is_file() for _, setting in node.started} == {
-            True
-        }
-        node.code.close()
-
-    asyncio.run(scenario())
+    node = Node(lambda asked: m.CodePart(code=name, part=asked.part, num_parts=1, data=archive))
+    await node.begin(name)
+    assert [rank for rank, _setting in node.started] == [0, 1]
+    assert {Path(setting.directory, "train.py").is_file() for _, setting in node.started} == {True}
+    node.code.close()
 
 
 @pytest.mark.parametrize(
@@ -110,26 +101,20 @@ def test_they_start_in_the_uploaded_code(tmp_path: Path) -> None:
         pytest.param({"num_parts": 1, "data": bytes(limits.CODE_PART_BYTES + 1)}, id="too-long"),
     ],
 )
-def test_code_that_does_not_come_fails_each_start(answer: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        node = Node(lambda asked: m.CodePart(code=asked.code, part=asked.part, **answer))
-        await node.begin("a" * 64)
-        assert node.started == []
-        failed = [one for one in node.given if isinstance(one, inputs.ForkFailed)]
-        assert [one.rank for one in failed] == [0, 1]
-
-    asyncio.run(scenario())
+async def test_code_that_does_not_come_fails_each_start(answer: dict[str, Any]) -> None:
+    node = Node(lambda asked: m.CodePart(code=asked.code, part=asked.part, **answer))
+    await node.begin("a" * 64)
+    assert node.started == []
+    failed = [one for one in node.given if isinstance(one, inputs.ForkFailed)]
+    assert [one.rank for one in failed] == [0, 1]
 
 
-def test_a_start_that_is_killed_while_it_waits_is_answered_once() -> None:
-    async def scenario() -> None:
-        node = Node()
-        await node.begin("a" * 64)
-        assert node.starts.dropped(1, 0) and node.starts.dropped(1, 1)
-        assert not node.starts.dropped(1, 1)
-        assert len(node.given) == 2 and node.started == []
-
-    asyncio.run(scenario())
+async def test_a_start_that_is_killed_while_it_waits_is_answered_once() -> None:
+    node = Node()
+    await node.begin("a" * 64)
+    assert node.starts.dropped(1, 0) and node.starts.dropped(1, 1)
+    assert not node.starts.dropped(1, 1)
+    assert len(node.given) == 2 and node.started == []
 
 
 @pytest.mark.parametrize("written_by", [2, 4])
@@ -166,7 +151,7 @@ def test_a_checkpoint_of_deepspeed_for_another_number_of_ranks_is_reported(
         assert f"{tmp_path}/step of DeepSpeed was written by 4 ranks, and 2 are started" in text
 
 
-def test_workers_start_although_a_file_system_does_not_answer_and_an_event_names_that(
+async def test_workers_start_although_a_file_system_does_not_answer_and_an_event_names_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers = threading.Event()
@@ -174,31 +159,23 @@ def test_workers_start_although_a_file_system_does_not_answer_and_an_event_names
     monkeypatch.setattr(checkpoint_guard, "LOOK_TIMEOUT_S", -0.99)
     given = job_from_mapping(document(script()))
     welcome = msgspec.structs.replace(WELCOME, submitted_ns=1)
-
-    async def scenario() -> None:
-        node = Node()
-        node.starts.begin(fork(0, restarts=1), given, welcome)
-        await asyncio.wait(node.starts._tasks)
-        assert node.started[0][1].environment == {RESUME_SINCE: "1"}
-        assert [message.text for message in node.sent] == [
-            "not all checkpoints of the script were looked at: the file system did not answer "
-            "within 5 s; the rest is unchanged"
-        ]
-        answers.set()
-
-    asyncio.run(scenario())
+    node = Node()
+    node.starts.begin(fork(0, restarts=1), given, welcome)
+    await asyncio.wait(node.starts._tasks)
+    assert node.started[0][1].environment == {RESUME_SINCE: "1"}
+    assert [message.text for message in node.sent] == [
+        "not all checkpoints of the script were looked at: the file system did not answer "
+        "within 5 s; the rest is unchanged"
+    ]
+    answers.set()
 
 
 @pytest.mark.parametrize(("restarts", "guard"), [(0, {}), (1, {"never": {}})])
-def test_at_the_first_launch_and_without_the_guard_no_trainer_goes_on(
+async def test_at_the_first_launch_and_without_the_guard_no_trainer_goes_on(
     restarts: int, guard: dict[str, Any]
 ) -> None:
     given = job_from_mapping(document(script(checkpoint={"guard": guard})))
     welcome = msgspec.structs.replace(WELCOME, submitted_ns=1)
-
-    async def scenario() -> None:
-        node = Node()
-        node.starts.begin(fork(0, restarts=restarts), given, welcome)
-        assert node.started == [(0, StartSetting("/here"))]
-
-    asyncio.run(scenario())
+    node = Node()
+    node.starts.begin(fork(0, restarts=restarts), given, welcome)
+    assert node.started == [(0, StartSetting("/here"))]

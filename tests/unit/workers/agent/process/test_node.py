@@ -75,78 +75,64 @@ def make_node(directory: Path, server: socket.socket) -> AgentProcess:
     return node
 
 
-def test_uploads_that_wait_for_storage_delay_no_push_and_no_fetch(tmp_path: Path) -> None:
-    async def scene() -> None:
-        ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        node = make_node(tmp_path, ours)
-        received = ReceivedInputs(node)
-        peer = Agent(node._credentials)
-        peer.port.open("127.0.0.1")
-        for number in range(SLOTS + 1):
-            os.write(node._memory.make(number, len(DATA)), DATA)
-        for number in range(SLOTS):
-            staged = StagedShard(4, 2, number, SLOTS, len(DATA))
-            node._carry_out(
-                commands.WriteStorage(number, staged, "step-4.gen-2", f"shard-{number}")
-            )
-        for _ in range(SLOTS):
-            assert await asyncio.to_thread(StuckStore.waiting.acquire, timeout=BOUND_S)
+async def test_uploads_that_wait_for_storage_delay_no_push_and_no_fetch(tmp_path: Path) -> None:
+    ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    node = make_node(tmp_path, ours)
+    received = ReceivedInputs(node)
+    peer = Agent(node._credentials)
+    peer.port.open("127.0.0.1")
+    for number in range(SLOTS + 1):
+        os.write(node._memory.make(number, len(DATA)), DATA)
+    for number in range(SLOTS):
+        staged = StagedShard(4, 2, number, SLOTS, len(DATA))
+        node._carry_out(commands.WriteStorage(number, staged, "step-4.gen-2", f"shard-{number}"))
+    for _ in range(SLOTS):
+        assert await asyncio.to_thread(StuckStore.waiting.acquire, timeout=BOUND_S)
 
-        node._carry_out(commands.PushToBuddy(SLOTS, SHARD, "node-1", "127.0.0.1", peer.port.port))
-        pushed = await received.wait()
-        assert isinstance(pushed, inputs.PushDone) and pushed.seconds > 0
-        assert (pushed.buffer, pushed.detail) == (SLOTS, "")
-        assert peer.received == DATA
+    node._carry_out(commands.PushToBuddy(SLOTS, SHARD, "node-1", "127.0.0.1", peer.port.port))
+    pushed = await received.wait()
+    assert isinstance(pushed, inputs.PushDone) and pushed.seconds > 0
+    assert (pushed.buffer, pushed.detail) == (SLOTS, "")
+    assert peer.received == DATA
 
-        node._workers.assign(ASSIGN, None)
-        _, fds = fork_protocol.receive(server)
-        source = ShardLocation(SHARD.shard, "node-1", "127.0.0.1", peer.port.port)
-        node._carry_out(commands.FetchFromPeer(1, 0, SHARD, (source,)))
-        with socket.socket(fileno=fds[0]) as link:
-            link.settimeout(BOUND_S)
-            assert isinstance(
-                (await asyncio.to_thread(worker_transport.receive, link))[0], worker_protocol.Assign
-            )
-            message, fd = await asyncio.to_thread(worker_transport.receive, link)
-        assert (
-            message == worker_protocol.Shard(shard=SHARD.shard, num_bytes=len(DATA))
-            and fd is not None
+    node._workers.assign(ASSIGN, None)
+    _, fds = fork_protocol.receive(server)
+    source = ShardLocation(SHARD.shard, "node-1", "127.0.0.1", peer.port.port)
+    node._carry_out(commands.FetchFromPeer(1, 0, SHARD, (source,)))
+    with socket.socket(fileno=fds[0]) as link:
+        link.settimeout(BOUND_S)
+        assert isinstance(
+            (await asyncio.to_thread(worker_transport.receive, link))[0], worker_protocol.Assign
         )
-        assert os.pread(fd, len(DATA), 0) == DATA
-        os.close(fd)
+        message, fd = await asyncio.to_thread(worker_transport.receive, link)
+    assert (
+        message == worker_protocol.Shard(shard=SHARD.shard, num_bytes=len(DATA)) and fd is not None
+    )
+    assert os.pread(fd, len(DATA), 0) == DATA
+    os.close(fd)
 
-        StuckStore.may_go_on.set()
-        for _ in range(SLOTS):
-            done = await received.wait()
-            assert isinstance(done, inputs.WriteDone) and done.checksum and not done.detail
-        peer.port.close()
-        server.close()
-
-    asyncio.run(scene())
+    StuckStore.may_go_on.set()
+    for _ in range(SLOTS):
+        done = await received.wait()
+        assert isinstance(done, inputs.WriteDone) and done.checksum and not done.detail
+    peer.port.close()
+    server.close()
 
 
 @pytest.mark.parametrize("stuck", ["upload", "push", "fetch", "touch"])
-def test_no_kind_of_work_waits_for_another(stuck: Any) -> None:
-    async def scene() -> None:
-        pools, free = ThreadPools(asyncio.get_running_loop(), slots=1), threading.Event()
-        held = [
-            asyncio.create_task(pools.run(stuck, free.wait, BOUND_S)) for _ in range(MIN_THREADS)
-        ]
-        for kind in ("upload", "push", "fetch", "touch"):
-            if kind != stuck:
-                assert await asyncio.wait_for(pools.run(kind, lambda: "done"), BOUND_S) == "done"
-        free.set()
-        assert all(await asyncio.gather(*held))
-
-    asyncio.run(scene())
+async def test_no_kind_of_work_waits_for_another(stuck: Any) -> None:
+    pools, free = ThreadPools(asyncio.get_running_loop(), slots=1), threading.Event()
+    held = [asyncio.create_task(pools.run(stuck, free.wait, BOUND_S)) for _ in range(MIN_THREADS)]
+    for kind in ("upload", "push", "fetch", "touch"):
+        if kind != stuck:
+            assert await asyncio.wait_for(pools.run(kind, lambda: "done"), BOUND_S) == "done"
+    free.set()
+    assert all(await asyncio.gather(*held))
 
 
-def test_all_workers_of_a_large_node_are_served_at_once() -> None:
-    async def scene() -> None:
-        pools, met = ThreadPools(asyncio.get_running_loop(), slots=16), threading.Barrier(16)
-        await asyncio.gather(*(pools.run("fetch", met.wait, BOUND_S) for _ in range(16)))
-
-    asyncio.run(scene())
+async def test_all_workers_of_a_large_node_are_served_at_once() -> None:
+    pools, met = ThreadPools(asyncio.get_running_loop(), slots=16), threading.Barrier(16)
+    await asyncio.gather(*(pools.run("fetch", met.wait, BOUND_S) for _ in range(16)))
 
 
 def test_the_log_of_an_agent_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
