@@ -110,7 +110,7 @@ def _attach(link_fd: int, inspection_fd: int, state_fd: int) -> Attached:
     try:
         data = os.pread(state_fd, os.fstat(state_fd).st_size, 0)
         os.close(state_fd)
-        found = msgspec.msgpack.decode(data, type=_Inherited)
+        inherited = msgspec.msgpack.decode(data, type=_Inherited)
         link, inspection = socket.socket(fileno=link_fd), socket.socket(fileno=inspection_fd)
     except (OSError, msgspec.MsgspecError) as error:
         raise HoldfastError(
@@ -120,4 +120,4 @@ def _attach(link_fd: int, inspection_fd: int, state_fd: int) -> Attached:
         ) from None
     for fd in (link_fd, inspection_fd):
         os.set_inheritable(fd, False)
-    return Attached(link, found.assign, job_from_mapping(found.job), inspection)
+    return Attached(link, inherited.assign, job_from_mapping(inherited.job), inspection)

@@ -39,9 +39,9 @@ def launched(words: list[str]) -> tuple[str, list[str]]:
         return "", words
     word, rest = words[0], words[1:]
     name, verb = program_name(word), rest[0] if rest else ""
-    found = READ.get(name) or READ_MODULES.get(word) or READ_MODULES.get(_module(word))
-    if found:
-        return found, rest
+    launcher = READ.get(name) or READ_MODULES.get(word) or READ_MODULES.get(_module(word))
+    if launcher:
+        return launcher, rest
     if verb == "launch" and (name in ACCELERATE or word in ACCELERATE):
         return "accelerate launch", rest[1:]
     if verb.replace("_", "-") in SWIFT_VERBS and (name in SWIFT or word in SWIFT):

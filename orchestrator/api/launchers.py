@@ -111,13 +111,13 @@ def _options(
     use: Use, *names: str, has_value: bool = True, fix: str = "", dashed: bool = True
 ) -> list[Option]:
     """One option for each name; `a/b` are two spellings. With `dashed`, also with _ for -."""
-    found = []
+    options = []
     for name in names:
         spellings = [f"-{n}" if len(n) == 1 else f"--{n}" for n in name.split("/")]
         if dashed:
             spellings += ["--" + s[2:].replace("-", "_") for s in spellings if "-" in s[2:]]
-        found.append(Option(tuple(spellings), use, has_value, fix))
-    return found
+        options.append(Option(tuple(spellings), use, has_value, fix))
+    return options
 
 
 TORCHRUN = (
@@ -283,14 +283,14 @@ def read(launcher: str, words: list[str]) -> Program:
             parser.add_argument(*option.names, dest=dest, action="store_true")
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER)
-    found, unknown = parser.parse_known_args(words)
+    ns, unknown = parser.parse_known_args(words)
     if launcher == "swift" and not unknown:
-        return _by_swift(found.script, tuple(found.args))
+        return _by_swift(ns.script, tuple(ns.args))
     if unknown:
         parser.error(f"the unknown option {unknown[0]}")
-    given = [(option, vars(found)[dest]) for dest, option in options.items() if dest in vars(found)]
-    own = words[: len(words) - len(found.args) - 1]
-    return _launched(launcher, found.script, tuple(found.args), given, own)
+    pairs = [(option, vars(ns)[dest]) for dest, option in options.items() if dest in vars(ns)]
+    own = words[: len(words) - len(ns.args) - 1]
+    return _launched(launcher, ns.script, tuple(ns.args), pairs, own)
 
 
 def _by_swift(verb: str, args: tuple[str, ...]) -> Program:

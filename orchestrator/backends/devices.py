@@ -49,9 +49,9 @@ def found_here(job: TrainingJob) -> GpusFound:
 
 def found_by(env: Mapping[str, str]) -> GpusFound:
     """The GPUs of this machine for a job whose spec has these variables."""
-    given = env.get(VISIBLE_DEVICES)
-    names = _usable() if given is None else split_names(given)
-    if given is not None:
+    visible = env.get(VISIBLE_DEVICES)
+    names = _usable() if visible is None else split_names(visible)
+    if visible is not None:
         return GpusFound(len(names), f"spec.env.{VISIBLE_DEVICES} names {_gpus(len(names))}")
     if names and _torch_build().endswith("+cpu"):
         return GpusFound(0, f"this machine has {_gpus(len(names))}, but torch is a build for CPUs")

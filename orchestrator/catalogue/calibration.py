@@ -96,7 +96,7 @@ def key_of(work: Workload, layout: ParallelLayout, device: str) -> Key:
 def nearest(entries: Iterable[CalibrationEntry], wanted: Key) -> CalibrationEntry | None:
     """The measurement of the same device and formats whose sizes differ by the smallest factors;
     None: there is none."""
-    alike = [one for one in entries if _kind(one.key) == _kind(wanted)]
+    alike = [entry for entry in entries if _kind(entry.key) == _kind(wanted)]
     return min(alike, key=lambda one: _distance(one.key, wanted), default=None)
 
 
@@ -122,4 +122,4 @@ def with_entry(
     entries: Iterable[CalibrationEntry], new: CalibrationEntry
 ) -> tuple[CalibrationEntry, ...]:
     """The entries with a new one in place of an older one of the same key."""
-    return (*(one for one in entries if one.key != new.key), new)
+    return (*(entry for entry in entries if entry.key != new.key), new)

@@ -73,8 +73,8 @@ def _names(path: str, written: object, problems: list[Problem]) -> tuple[str, ..
     if not isinstance(written, list):
         problems.append(Problem(path, repr(written), "a list of names, such as [H100, H100-SXM]"))
         return ()
-    found = (_text(f"{path}[{i}]", one, problems) for i, one in enumerate(written))
-    return tuple(one for one in found if one)
+    texts = (_text(f"{path}[{i}]", name, problems) for i, name in enumerate(written))
+    return tuple(text for text in texts if text)
 
 
 def _date(path: str, written: object, problems: list[Problem]) -> str | None:
@@ -96,9 +96,9 @@ def _flops(path: str, written: object, problems: list[Problem]) -> dict[str, flo
 
 def _price(path: str, written: object, problems: list[Problem]) -> Price | None:
     before = len(problems)
-    found = read_fields(path, written, PRICE_FIELDS, problems)
-    lacking(path, found, PRICE_FIELDS, problems)
-    return Price(**{"source": "", **found}) if len(problems) == before else None
+    prices = read_fields(path, written, PRICE_FIELDS, problems)
+    lacking(path, prices, PRICE_FIELDS, problems)
+    return Price(**{"source": "", **prices}) if len(problems) == before else None
 
 
 PRICE_FIELDS = {
@@ -161,24 +161,24 @@ def read_fields(
         expected = f"fields with values: {', '.join(fields)}"
         problems.append(Problem(path, repr(written), expected))
         return {}
-    found = {}
+    values = {}
     for key, value in written.items():
-        known = fields.get(key)
-        if known is None:
+        field = fields.get(key)
+        if field is None:
             close = difflib.get_close_matches(str(key), fields, n=1)
             fix = f"did you mean {close[0]}?" if close else ""
             expected = f"one of {', '.join(fields)}"
             problems.append(Problem(path, f"the unknown field {key!r}", expected, fix))
             continue
-        found[known.attribute] = known.read(f"{path}.{key}", value, problems)
-    return found
+        values[field.attribute] = field.read(f"{path}.{key}", value, problems)
+    return values
 
 
 def lacking(
     path: str, found: Mapping[str, Any], fields: Mapping[str, Field], problems: list[Problem]
 ) -> None:
     """Adds a problem for each required field that an entry does not have."""
-    missing = [name for name, one in fields.items() if one.required and one.attribute not in found]
+    missing = [name for name, f in fields.items() if f.required and f.attribute not in found]
     if missing:
         fix = f"add {', '.join(missing)}"
         problems.append(Problem(path, f"no {', '.join(missing)}", "all required fields", fix))

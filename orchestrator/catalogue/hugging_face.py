@@ -132,18 +132,18 @@ def architecture_of(config: object, name: str) -> Architecture:
         raise CatalogueError([_quantized(config["quantization_config"])], name)
     kind = _type(config, name)
     reader = _Reader(config)
-    found = _sizes(reader, kind, str(config["model_type"]))
-    if found["num_heads"] % found["num_kv_heads"]:
-        got = f"{found['num_kv_heads']} with {found['num_heads']} heads"
+    sizes = _sizes(reader, kind, str(config["model_type"]))
+    if sizes["num_heads"] % sizes["num_kv_heads"]:
+        got = f"{sizes['num_kv_heads']} with {sizes['num_heads']} heads"
         field = kind.keys.num_kv_heads or kind.keys.num_heads
         reader.problems.append(Problem(field, got, f"a divisor of {kind.keys.num_heads}"))
-    found |= kind.fixed
+    sizes |= kind.fixed
     if kind.biases is not None:
-        found |= kind.biases(reader)
-    found["tied_embeddings"] = reader.flag("tie_word_embeddings", kind.tied)
+        sizes |= kind.biases(reader)
+    sizes["tied_embeddings"] = reader.flag("tie_word_embeddings", kind.tied)
     if reader.problems:
         raise CatalogueError(reader.problems, name)
-    return Architecture(name=name, source=f"config.json of {name}", **found)
+    return Architecture(name=name, source=f"config.json of {name}", **sizes)
 
 
 def _quantized(written: Any) -> Problem:
@@ -158,11 +158,11 @@ def _quantized(written: Any) -> Problem:
 
 def _type(config: Mapping[str, Any], name: str) -> ModelType:
     written = config.get("model_type")
-    known = ", ".join(TYPES)
+    types = ", ".join(TYPES)
     experts = [key for key in EXPERTS if config.get(key)]
     if experts or "moe" in str(written) or written == "mixtral":
         got = f"{written!r}, a mixture of experts" + (f" ({experts[0]})" if experts else "")
-        problem = Problem("model_type", got, f"a dense model: {known}", ELSEWHERE)
+        problem = Problem("model_type", got, f"a dense model: {types}", ELSEWHERE)
         raise CatalogueError([problem], name)
     kind = TYPES.get(written) if isinstance(written, str) else None
     if kind is not None:
@@ -170,13 +170,13 @@ def _type(config: Mapping[str, Any], name: str) -> ModelType:
     got = repr(written) if written is not None else "no such field"
     close = difflib.get_close_matches(str(written), TYPES, n=1)
     fix = ELSEWHERE + (f"; the nearest is {close[0]}" if close else "")
-    raise CatalogueError([Problem("model_type", got, f"one of {known}", fix)], name)
+    raise CatalogueError([Problem("model_type", got, f"one of {types}", fix)], name)
 
 
 def _sizes(reader: _Reader, kind: ModelType, model_type: str) -> dict[str, Any]:
     keys = kind.keys
     dim, heads = reader.positive(keys.dim), reader.positive(keys.num_heads)
-    found: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "vocab_size": reader.positive("vocab_size"),
         "dim": dim,
         "num_layers": reader.positive(keys.num_layers),
@@ -185,16 +185,16 @@ def _sizes(reader: _Reader, kind: ModelType, model_type: str) -> dict[str, Any]:
         "max_sequence_length": reader.positive(keys.max_sequence_length),
     }
     usual = DEFAULT_HEAD_DIM.get(model_type, dim // heads or 1)
-    found["head_dim"] = reader.positive(keys.head_dim, usual) if keys.head_dim else usual
-    if found["head_dim"] * heads != dim and found["head_dim"] == dim // heads:
+    sizes["head_dim"] = reader.positive(keys.head_dim, usual) if keys.head_dim else usual
+    if sizes["head_dim"] * heads != dim and sizes["head_dim"] == dim // heads:
         got = f"{heads} with {keys.dim} {dim}"
         reader.problems.append(Problem(keys.num_heads, got, f"a divisor of {keys.dim}"))
     if model_type == "gpt2":
-        found["ffn_dim"] = reader.positive(keys.ffn_dim, 4 * dim)
-        found["learned_positions"] = found["max_sequence_length"]
+        sizes["ffn_dim"] = reader.positive(keys.ffn_dim, 4 * dim)
+        sizes["learned_positions"] = sizes["max_sequence_length"]
     else:
-        found["ffn_dim"] = reader.positive(keys.ffn_dim)
-    return found
+        sizes["ffn_dim"] = reader.positive(keys.ffn_dim)
+    return sizes
 
 
 def _kv_heads(reader: _Reader, kind: ModelType, heads: int, model_type: str) -> int:

@@ -84,17 +84,17 @@ class Catalogue(NamedTuple):
             return None
         for length in range(len(words), 0, -1):
             for start in range(len(words) - length + 1):
-                found = self.names["devices"].get("-".join(words[start : start + length]))
-                if found is not None:
-                    return self.devices[found]
+                device = self.names["devices"].get("-".join(words[start : start + length]))
+                if device is not None:
+                    return self.devices[device]
         return None
 
     def _find(self, what: str, entries: Mapping[str, Kind], section: str, name: str) -> Kind:
         names = self.names[section]
-        found = names.get(normalised(name))
-        if found is None:
+        entry = names.get(normalised(name))
+        if entry is None:
             raise UnknownEntry(str(Problem(what, repr(name), _nearest(name, names), ADD_IT)))
-        return entries[found]
+        return entries[entry]
 
 
 def normalised(name: str) -> str:
@@ -103,7 +103,7 @@ def normalised(name: str) -> str:
 
 def _nearest(name: str, names: Mapping[str, str]) -> str:
     close = difflib.get_close_matches(normalised(name), names, n=4 * NEAREST, cutoff=0.5)
-    best = list(dict.fromkeys(names[one] for one in close))[:NEAREST]
+    best = list(dict.fromkeys(names[spelling] for spelling in close))[:NEAREST]
     if best:
         return f"a name of the catalogue; the nearest: {', '.join(best)}"
     return f"one of {', '.join(dict.fromkeys(names.values()))}"

@@ -32,8 +32,8 @@ def read(home: Path, report: Callable[[str], object]) -> tuple[CalibrationEntry,
     """The measurements of this user; none, and a message to `report`, if the file is damaged."""
     path = home / FILE
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Measurements)
-        if wrong := [one for one in found.entries if not is_sane(one.calibration)]:
+        measurements = msgspec.json.decode(path.read_bytes(), type=Measurements)
+        if wrong := [entry for entry in measurements.entries if not is_sane(entry.calibration)]:
             raise ValueError(f"a factor of {wrong[0].key.device} is not between 0.01 and 1000")
     except FileNotFoundError:
         return ()
@@ -43,7 +43,7 @@ def read(home: Path, report: Callable[[str], object]) -> tuple[CalibrationEntry,
         fix = "delete the file, or calibrate again"
         report(str(Problem("calibration", f"{path} ({why})", expected, fix)))
         return ()
-    return found.entries
+    return measurements.entries
 
 
 def is_sane(one: Calibration) -> bool:

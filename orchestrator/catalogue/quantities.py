@@ -63,7 +63,7 @@ class Kind:
     def _suggest(self, number: str, unit: str) -> str:
         if self.what == RATE.what and unit in ("Gb/s", "Gbps", "Gbit", "Mb/s", "Mbps"):
             return f"bits are written {number}{unit[0]}bit/s"
-        likely = [known for known in self.units if known.lower() in _spellings(unit)]
+        likely = [name for name in self.units if name.lower() in _spellings(unit)]
         return f"write {number}{likely[0]}" if len(likely) == 1 else ""
 
 

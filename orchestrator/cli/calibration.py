@@ -38,10 +38,10 @@ def with_calibration(
     """The hardware with what was measured on it; `measure`: now. Raises UserError where that is not
     possible."""
     work = workload_of(job)
-    known = memory_on(job, [facts])
+    memory_known = memory_on(job, [facts])
     if memory is not None:
-        known = known._replace(device=memory)
-    mesh = choose_mesh(job, job.spec.nodes.max if nodes is None else nodes, known)
+        memory_known = memory_known._replace(device=memory)
+    mesh = choose_mesh(job, job.spec.nodes.max if nodes is None else nodes, memory_known)
     if work is None or hardware is None or mesh is None:
         if measure:
             got = "GPUs that the catalogue does not have" if work else "a script or a module"
@@ -49,7 +49,7 @@ def with_calibration(
             expected = "a recipe on devices that the planner knows"
             raise UserError(str(Problem("--calibrate", got, expected)))
         return hardware
-    layout, directory = fitted_layout(job, mesh[0], known.device), Home(home).path
+    layout, directory = fitted_layout(job, mesh[0], memory_known.device), Home(home).path
     if measure:
         workers = job.spec.workers_per_node if work.on_gpu else workers_here(job)
         entries = calibrate(file, directory, hardware, work, layout, workers)

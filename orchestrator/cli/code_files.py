@@ -184,11 +184,11 @@ def is_secret(name: str) -> bool:
     if any(part in SECRET_DIRECTORIES for part in (*parents, last)):
         return True
     while last.endswith(BACKUPS):
-        last = next(last.removesuffix(one) for one in BACKUPS if last.endswith(one))
+        last = next(last.removesuffix(suffix) for suffix in BACKUPS if last.endswith(suffix))
     if last.endswith(EXAMPLES):
         return False
     plain = last.removeprefix(".")  # .id_rsa.swp is vim's copy of id_rsa
-    return any(_matches(one, SECRET_FILES) for one in (last, plain)) or _has_secret_words(last)
+    return any(_matches(text, SECRET_FILES) for text in (last, plain)) or _has_secret_words(last)
 
 
 def _has_secret_words(name: str) -> bool:
@@ -215,13 +215,13 @@ def _listed(directory: Path, excludes: tuple[str, ...] = ()) -> Iterator[str]:
         return
     with _repository(directory) as (where, patterns):
         wanted = ("--cached", "--others", "--exclude-standard")
-        found = _names(directory, where, *wanted)
-        if excludes or any(name.split("/")[-1] == RAY_IGNORE for name in found):
-            given = (f"--exclude={pattern}" for pattern in excludes)
-            ignored = ("--others", "--ignored", f"--exclude-per-directory={RAY_IGNORE}", *given)
+        listed = _names(directory, where, *wanted)
+        if excludes or any(name.split("/")[-1] == RAY_IGNORE for name in listed):
+            options = (f"--exclude={pattern}" for pattern in excludes)
+            ignored = ("--others", "--ignored", f"--exclude-per-directory={RAY_IGNORE}", *options)
             with _empty_repository(directory) as other:  # in which patterns begin in `directory`
-                found -= _names(directory, other, *ignored)
-    for name in found:
+                listed -= _names(directory, other, *ignored)
+    for name in listed:
         if any(_matches(part, patterns) for part in name.split("/")):
             continue
         path = directory / name
@@ -255,10 +255,10 @@ def _empty_repository(directory: Path) -> Iterator[tuple[str, ...]]:
 
 
 def _names(directory: Path, where: tuple[str, ...], *options: str) -> set[str]:
-    found = _git(directory, *where, "ls-files", "-z", *options)
-    if found.returncode:
-        raise _unreadable_by_git(directory, found)
-    return {os.fsdecode(word).rstrip("/") for word in filter(None, found.stdout.split(b"\0"))}
+    output = _git(directory, *where, "ls-files", "-z", *options)
+    if output.returncode:
+        raise _unreadable_by_git(directory, output)
+    return {os.fsdecode(word).rstrip("/") for word in filter(None, output.stdout.split(b"\0"))}
 
 
 def _unreadable_by_git(directory: Path, done: subprocess.CompletedProcess[bytes]) -> UserError:
@@ -286,8 +286,8 @@ def _walked(root: Path) -> Iterator[str]:
         raise UserError(str(Problem("code", got, "a directory that can be read"))) from None
 
     for parent, directories, names in os.walk(root, onerror=fail):
-        directories[:] = [one for one in directories if not _matches(one, (*ALWAYS, *CACHES))]
-        linked = [one for one in directories if Path(parent, one).is_symlink()]
+        directories[:] = [child for child in directories if not _matches(child, (*ALWAYS, *CACHES))]
+        linked = [child for child in directories if Path(parent, child).is_symlink()]
         for name in (*names, *linked):
             if not _matches(name, (*ALWAYS, *CACHES)):
                 yield str(Path(parent, name).relative_to(root))

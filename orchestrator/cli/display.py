@@ -41,9 +41,9 @@ class Display(Protocol):
 
 
 def make_display(console: Console, wants_lines: bool | None = None) -> Display:
-    made = LiveDisplay(console) if console.is_terminal else LineDisplay(console)
-    made.wants_lines = wants_lines
-    return made
+    display = LiveDisplay(console) if console.is_terminal else LineDisplay(console)
+    display.wants_lines = wants_lines
+    return display
 
 
 def watch_job(read: Callable[[], JobView], display: Display) -> JobView:

@@ -124,12 +124,12 @@ def _other_kind(written: str, path: Path, begin: bytes) -> tuple[str, str] | Non
 
 def _compiles(path: Path, written: str, field: str, python: str | None) -> Iterator[Problem]:
     if python is not None:
-        found = _ask(python, str(path))
-        if not isinstance(found, dict):
-            yield Problem(PYTHON_FIELD, f"{python} ({found})", "a Python that starts")
+        answer = _ask(python, str(path))
+        if not isinstance(answer, dict):
+            yield Problem(PYTHON_FIELD, f"{python} ({answer})", "a Python that starts")
             return
-        version = ".".join(map(str, found["version"]))
-        line, why = found.get("line"), found.get("why")
+        version = ".".join(map(str, answer["version"]))
+        line, why = answer.get("line"), answer.get("why")
     else:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         line = why = None
@@ -181,8 +181,8 @@ def _ask(python: str, *arguments: str) -> dict[str, Any] | str:
             [python, "-I", "-W", "ignore", "-c", _COMPILE, *arguments],
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S, check=False,
         )  # fmt: skip
-        found = json.loads(done.stdout)
-        return found if isinstance(found, dict) and "version" in found else "no answer"
+        answer = json.loads(done.stdout)
+        return answer if isinstance(answer, dict) and "version" in answer else "no answer"
     except subprocess.TimeoutExpired:
         return f"no answer after {ANSWER_S:g} s"
     except OSError as error:
@@ -253,18 +253,18 @@ def _accelerate(job: TrainingJob, program: Program, work: Path) -> Iterator[Prob
     from ..api.v1alpha1 import load
 
     try:
-        found = load.read_yaml(text)
+        settings = load.read_yaml(text)
     except load.BadDocument as error:
         yield Problem(COMMAND_FIELD, f"accelerate's file {written} ({error})", "a YAML file")
         return
-    given = {size.of for size in program.sizes}
+    sizes = {size.of for size in program.sizes}
     nodes, workers = job.spec.nodes.max, job.spec.workers_per_node
     wanted = {"num_machines": ("nodes", nodes, f"nodes.max {nodes}"),
               "num_processes": ("world", nodes * workers,
                                 f"nodes.max {nodes} x workersPerNode {workers}")}  # fmt: skip
     for key, (kind, right, has) in wanted.items():
-        value = found.get(key) if isinstance(found, dict) else None
-        if isinstance(value, int) and value > 0 and kind not in given and value != right:
+        value = settings.get(key) if isinstance(settings, dict) else None
+        if isinstance(value, int) and value > 0 and kind not in sizes and value != right:
             got = f"{key}: {value} in {written} with {has}"
             option = "--nodes" if kind == "nodes" else "--workers"
             fix = f"change the spec (without one: {option}), or {key}: {right} in the file"

@@ -65,10 +65,10 @@ def check_submission(job: TrainingJob, spec_directory: Path, source: str, *, shi
     if script is not None and ships and not _is_same_everywhere(str(work / script)):
         is_here = not job.spec.entrypoint.program.is_foreign
         problems += entrypoint_checks.script(spec_directory / work, script, field, compiled=is_here)
-        found = (spec_directory / work / script).resolve() if not problems else spec_directory
-        if not found.is_relative_to(spec_directory.resolve()):
+        place = (spec_directory / work / script).resolve() if not problems else spec_directory
+        if not place.is_relative_to(spec_directory.resolve()):
             expected = f"a file below {spec_directory}, the only directory that is uploaded"
-            problems.append(Problem(field, f"{script} ({found})", expected))
+            problems.append(Problem(field, f"{script} ({place})", expected))
     for where, data in _sources(job):
         if not _is_same_everywhere(data):
             expected = "stdlib, or an absolute path on the nodes: data is not uploaded"
@@ -146,10 +146,10 @@ def _storage(path: str, spec_directory: Path) -> Iterator[Problem]:
     import fsspec
 
     field, fix = CHECKPOINT_FIELD, "choose another path, or make this one writable"
-    made: list[Path] = []
+    created: list[Path] = []
     try:
         url = storage_place(path, spec_directory)
-        made = _missing(Path(url)) if "://" not in path else []
+        created = _missing(Path(url)) if "://" not in path else []
         files, root = fsspec.core.url_to_fs(url)
         make_directory(files, root)
         name = f"{root.rstrip('/')}/.holdfast-probe-{uuid.uuid4().hex}"
@@ -157,7 +157,7 @@ def _storage(path: str, spec_directory: Path) -> Iterator[Problem]:
         files.rm_file(name)
         with suppress(FileNotFoundError):  # object stores have no empty directories
             files.ls(root, detail=False)
-        for directory in made:
+        for directory in created:
             directory.rmdir()
     except ImportError as error:
         yield missing_driver(path, error)
@@ -173,11 +173,11 @@ def _storage(path: str, spec_directory: Path) -> Iterator[Problem]:
 def with_local_gpus(job: TrainingJob, source: str) -> tuple[TrainingJob, str]:
     """The job with the number of GPUs that it would get on this machine, and what `gpu: auto` was
     decided from; empty: the spec has the number. Raises SpecError."""
-    found = found_here(job)
+    gpus_here = found_here(job)
     try:
-        resolved, why = resolve(job, found)
+        resolved, why = resolve(job, gpus_here)
     except TooFewGpus:
-        why = f"{found.what}: `holdfast run` rejects the job on this machine"
+        why = f"{gpus_here.what}: `holdfast run` rejects the job on this machine"
         resolved, why = resolve(job, GpusFound(0, why, wanted=True))
     except SpecError as error:
         raise SpecError(error.problems, source) from None

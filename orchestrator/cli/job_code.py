@@ -91,12 +91,12 @@ def _is_here(job: TrainingJob, directory: Path) -> bool:
 
 def _names(program: Program) -> list[str]:
     """Relative paths, of which at least one exists where the program is."""
-    found = [program.script] if program.script is not None else []
+    paths = [program.script] if program.script is not None else []
     if program.module is not None:
         top = program.module.split(".")[0]
-        found += [top, f"{top}.py"]
-    found += [word for word in program.words if not word.startswith("-")]
-    return [name for name in found if not PurePath(name).is_absolute()]
+        paths += [top, f"{top}.py"]
+    paths += [word for word in program.words if not word.startswith("-")]
+    return [name for name in paths if not PurePath(name).is_absolute()]
 
 
 def describe(code: Code) -> str:

@@ -32,14 +32,14 @@ def counted(
         return None
     from ..backends.devices import found_by
 
-    found = found_by(env)
-    count = 0 if gpus == 0 or value == "cpu" else found.most
+    visible = found_by(env)
+    count = 0 if gpus == 0 or value == "cpu" else visible.most
     if count:
         return max(count // nodes // (gpus or 1), 1)
     if value in _CORES:
         return max((os.cpu_count() or 1) // nodes, 1)
     if value:
-        raise _refused(f"{program.counts}, and {found.what}", "the number of workers")
+        raise _refused(f"{program.counts}, and {visible.what}", "the number of workers")
     return None
 
 
@@ -67,9 +67,9 @@ def config_file(program: Program, work: Path, env: Mapping[str, str]) -> tuple[s
 def not_taken_along(job: TrainingJob) -> Iterator[str]:
     """A remark on a configuration of this machine, for a job that runs in a cluster."""
     program = job.spec.entrypoint.program
-    found = config_file(program, Path(), os.environ)
-    if found and "--config-file" not in program.launcher_args:
+    config = config_file(program, Path(), os.environ)
+    if config and "--config-file" not in program.launcher_args:
         yield (
-            f"accelerate's default configuration, {found[0]}, is not taken along: the nodes read "
+            f"accelerate's default configuration, {config[0]}, is not taken along: the nodes read "
             f"their own; put a copy beside the script and name it with --config_file"
         )

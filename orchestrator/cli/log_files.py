@@ -89,8 +89,8 @@ def print_files(
     numbers = generations(directory) if generation is None and node is None else []
     having = [number for number in numbers if rank is None or rank in _ranks(directory, number)]
     if len(having) < 2:
-        found = having[0] if having else generation
-        for tail in find(directory, rank, found, node):
+        generation_shown = having[0] if having else generation
+        for tail in find(directory, rank, generation_shown, node):
             _write(tail, all=True)
         return
     for number in having:
@@ -141,23 +141,23 @@ def find(
     if node is not None:
         path = directory.logs / f"agent-{node}.log"
         if not path.is_file():
-            known = sorted(p.stem[len("agent-") :] for p in directory.logs.glob("agent-*.log"))
-            raise LogMissing(str(Problem("--node", node, one_of(known, "node"))))
+            names = sorted(p.stem[len("agent-") :] for p in directory.logs.glob("agent-*.log"))
+            raise LogMissing(str(Problem("--node", node, one_of(names, "node"))))
         return [LogTail(path, "")]
     if not (numbers := generations(directory)):
         raise LogMissing(f"job {directory.name}: there are no logs yet")
     generation = numbers[-1] if generation is None else generation
     if generation not in numbers:
-        known = [str(number) for number in numbers]
-        raise LogMissing(str(Problem("--generation", str(generation), one_of(known, "generation"))))
-    found = _ranks(directory, generation)
+        names = [str(number) for number in numbers]
+        raise LogMissing(str(Problem("--generation", str(generation), one_of(names, "generation"))))
+    ranks = _ranks(directory, generation)
     if rank is None:
-        width = len(str(max(found, default=0)))
-        return [LogTail(path, f"[{number:>{width}}] ") for number, path in found.items()]
-    if rank not in found:
-        known = [str(number) for number in found]
-        raise LogMissing(str(Problem("--rank", str(rank), one_of(known, "rank"))))
-    return [LogTail(found[rank], "")]
+        width = len(str(max(ranks, default=0)))
+        return [LogTail(path, f"[{number:>{width}}] ") for number, path in ranks.items()]
+    if rank not in ranks:
+        names = [str(number) for number in ranks]
+        raise LogMissing(str(Problem("--rank", str(rank), one_of(names, "rank"))))
+    return [LogTail(ranks[rank], "")]
 
 
 def generations(directory: JobDirectory) -> list[int]:

@@ -196,8 +196,8 @@ KUBECTL_OPTIONS = ("-n", "--namespace", "--context", "--kubeconfig")
 
 def kubectl_main(arguments: list[str] | None = None) -> NoReturn:
     """Entry point of `kubectl-holdfast`, which kubectl runs for `kubectl holdfast`."""
-    given = sys.argv[1:] if arguments is None else arguments
-    main(reordered(given), program="kubectl holdfast", default_target=PLUGIN)
+    words = sys.argv[1:] if arguments is None else arguments
+    main(reordered(words), program="kubectl holdfast", default_target=PLUGIN)
 
 
 def reordered(arguments: list[str]) -> list[str]:

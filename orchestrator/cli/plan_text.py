@@ -203,8 +203,8 @@ def _strategies(plan: ModelPlan | Strategies) -> Iterator[RenderableType]:
     if plan.lost:
         yield from _section("Strategies that do not fit")
         table = columns("strategy", "devices", "mesh", "why")
-        for one in plan.lost[:MAX_LOST_SHOWN]:
-            table.add_row(one.strategy, _devices(one), one.mesh.describe(), one.why)
+        for row in plan.lost[:MAX_LOST_SHOWN]:
+            table.add_row(row.strategy, _devices(row), row.mesh.describe(), row.why)
         yield table
         left = len(plan.lost) - MAX_LOST_SHOWN
         if left > 0:
@@ -213,21 +213,21 @@ def _strategies(plan: ModelPlan | Strategies) -> Iterator[RenderableType]:
 
 def _ranking(alternatives: Sequence[Alternative], of_job: int | None) -> RenderableType:
     """`of_job`: index of the job's own, which is always shown."""
-    priced = any(one.dollars_per_billion_tokens for one in alternatives)
+    priced = any(candidate.dollars_per_billion_tokens for candidate in alternatives)
     names = ["strategy", "devices", "mesh", "batch", "settings", "memory", "tokens/s", "MFU"]
     names += [*(["$/B tokens"] if priced else []), "why it lost"]
     first = ("batch", "devices", "why it lost", "settings", "$/B tokens", "memory")
     table = columns(*names, leaves_out=first)
-    for number, one in enumerate(alternatives):
+    for number, row in enumerate(alternatives):
         if number >= MAX_ALTERNATIVES_SHOWN and number != of_job:
             continue
-        price = one.dollars_per_billion_tokens
+        price = row.dollars_per_billion_tokens
         cells = [f"{price:,.0f}" if price is not None else ""] if priced else []
         table.add_row(
-            f"{one.strategy}, this job" if number == of_job else one.strategy,
-            _devices(one), one.mesh.describe(), f"{one.micro_batch} x {one.num_micro_batches}",
-            _settings(one.settings), size(one.peak_bytes), f"{one.tokens_per_s:,.0f}",
-            f"{one.mfu:.0%}", *cells, one.why,
+            f"{row.strategy}, this job" if number == of_job else row.strategy,
+            _devices(row), row.mesh.describe(), f"{row.micro_batch} x {row.num_micro_batches}",
+            _settings(row.settings), size(row.peak_bytes), f"{row.tokens_per_s:,.0f}",
+            f"{row.mfu:.0%}", *cells, row.why,
         )  # fmt: skip
     return table
 

@@ -71,9 +71,9 @@ class RankLines:
         """Tails of the generations that came since the last look and have a log of rank 0."""
         newer = [number for number in generations(self._directory) if number > self._generation]
         paths = {number: self._directory.rank_log(number, 0) for number in newer}
-        found = {number: path for number, path in paths.items() if path.exists()}
-        self._generation = max(found, default=self._generation)
-        return [LogTail(path, "") for path in found.values()]
+        files = {number: path for number, path in paths.items() if path.exists()}
+        self._generation = max(files, default=self._generation)
+        return [LogTail(path, "") for path in files.values()]
 
     def _print(self, tail: LogTail, *, over: bool) -> None:
         lines = [line for part in tail.parts(all=over) for line in part]

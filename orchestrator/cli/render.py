@@ -151,8 +151,8 @@ def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str | 
     if view.host_memory is not None:
         short = view.host_memory.given_up != "nothing"
         yield "host memory", Text(view.host_memory.text, style="yellow" if short else "")
-    for one in view.refused_checkpoints:
-        yield "refused", Text(f"step {one.step} is {one.refusal}: {one.problem}", style="red")
+    for bad in view.refused_checkpoints:
+        yield "refused", Text(f"step {bad.step} is {bad.refusal}: {bad.problem}", style="red")
     if view.storage_problem:
         yield "storage", Text(storage_problem(view), style="red")
     if view.journal_problem:

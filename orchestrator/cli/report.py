@@ -59,7 +59,7 @@ def report(
         parts += ["", _count(view)]
         ended = view.state in TERMINAL
         printed = {view.traceback: "at the end of this report"} if view.traceback else {}
-        parts += [_incident(one, printed, ended=ended, stacks=stacks) for one in view.incidents]
+        parts += [_incident(i, printed, ended=ended, stacks=stacks) for i in view.incidents]
     elif view.submitted_ns:
         parts += ["", "no incidents"]
     parts += ["", *_checkpoints(view, command, can_read)]
@@ -142,10 +142,10 @@ def incident_lines(incident: Incident, *, ended: bool = False) -> Iterator[str]:
     if incident.decision:
         yield f"decision: {incident.decision}"
     yield f"outcome: {render.outcome(incident, ended=ended)}"
-    known = [name for name in PHASES if name in incident.seconds]
-    known += [name for name in incident.seconds if name not in (*PHASES, "total")]
-    if known:
-        yield "phases: " + ", ".join(f"{name} {duration(incident.seconds[name])}" for name in known)
+    timed = [name for name in PHASES if name in incident.seconds]
+    timed += [name for name in incident.seconds if name not in (*PHASES, "total")]
+    if timed:
+        yield "phases: " + ", ".join(f"{name} {duration(incident.seconds[name])}" for name in timed)
 
 
 def _stacks(incident: Incident, *, full: bool) -> Iterator[str]:
@@ -188,8 +188,8 @@ def _checkpoints(
     if view.staging:
         yield f"staged in memory {view.staging}"
     if view.own_checkpoint is not None:
-        found = view.own_checkpoint
-        yield f"the script last wrote {found}" if found else "no checkpoint of the script was seen"
+        own = view.own_checkpoint
+        yield f"the script last wrote {own}" if own else "no checkpoint of the script was seen"
         return
     if not view.checkpoints:
         yield f"no checkpoint in storage ({view.checkpoint_path})" if view.checkpoint_path else ""

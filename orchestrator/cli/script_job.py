@@ -197,8 +197,8 @@ class ScriptRun:
         """Names of variables whose values are not displayed. The document must be valid."""
         from ..api.v1alpha1.job import redacted
 
-        given = {**self.program.env, **self.env}
-        return [name for name, value in given.items() if redacted(name, value) != value]
+        variables = {**self.program.env, **self.env}
+        return [name for name, value in variables.items() if redacted(name, value) != value]
 
     @property
     def source(self) -> str:
@@ -207,11 +207,11 @@ class ScriptRun:
 
     def options(self, name: str) -> list[str]:
         """The words of a command line with which this run is made again, except for FILE."""
-        given = {"--nodes": self.nodes, "--workers": self.workers, "--gpus": self.gpus,
+        options = {"--nodes": self.nodes, "--workers": self.workers, "--gpus": self.gpus,
                  "--python": self.python, "--name": name}  # fmt: skip
         if self.resume_args:
-            given["--resume-args"] = shlex.join(self.resume_args)
-        words = [f"{key}={value}" for key, value in given.items() if value is not None]
+            options["--resume-args"] = shlex.join(self.resume_args)
+        words = [f"{key}={value}" for key, value in options.items() if value is not None]
         return words + [f"--env={key}={value}" for key, value in self.env.items()]
 
 
@@ -220,13 +220,13 @@ def asked(
 ) -> ScriptRun | None:
     """The run without a spec that a command line asks for; None: FILE is a spec. Raises UserError
     for options that a spec has fields for."""
-    given = {name: value for name, value in options.items() if value}
+    options_given = {name: value for name, value in options.items() if value}
     if options.get("gpus") == 0:
-        given["gpus"] = 0
+        options_given["gpus"] = 0
     if file is not None and not _is_spec(file, words):
         run = ScriptRun(_relative(file), tuple(words or ()))
-        return _with(run, given)
-    named = [f"--{name.replace('_', '-')}" for name in given] + (["--save"] if save else [])
+        return _with(run, options_given)
+    named = [f"--{name.replace('_', '-')}" for name in options_given] + (["--save"] if save else [])
     if file is not None and words:
         fix = "write spec.entrypoint.args"
         problem = Problem("ARGS", f"{shlex.join(words)} with {file}", "them with a script", fix)

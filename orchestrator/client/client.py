@@ -114,14 +114,14 @@ class Client:
         spec, UserError for what is refused, and then nothing has been started.
         """
         variables = {key: number_as_text(value) for key, value in (env or {}).items()}
-        given: dict[str, Any] = {"name": name, "nodes": nodes, "workers": workers, "gpus": gpus,
+        fields: dict[str, Any] = {"name": name, "nodes": nodes, "workers": workers, "gpus": gpus,
                    "env": variables or None, "python": python,
                    "resume_args": tuple(resume_args) or None}  # fmt: skip
-        options = {field: value for field, value in given.items() if value is not None}
+        options = {field: value for field, value in fields.items() if value is not None}
         if isinstance(job, (TrainingJob, Mapping)):
             _refuse(options, args, kwargs, "a spec")
-            found = job if isinstance(job, TrainingJob) else job_from_mapping(job, "the job")
-            return self._submit_document(job_to_mapping(found))
+            spec = job if isinstance(job, TrainingJob) else job_from_mapping(job, "the job")
+            return self._submit_document(job_to_mapping(spec))
         if callable(job):
             return self._submit_function(job, tuple(args), dict(kwargs or {}), options)
         file = Path(job)
@@ -147,8 +147,8 @@ class Client:
         kwargs: dict[str, Any],
         options: dict[str, Any],
     ) -> JobHandle:
-        with tempfile.TemporaryDirectory(prefix="holdfast-") as made:
-            script = write_script(Path(made), function, args, kwargs)
+        with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+            script = write_script(Path(folder), function, args, kwargs)
             name = self._name(ScriptRun(Path(f"{function_title(function)}.py"), **options))
             document = ScriptRun(Path(script.name), **options).document(name)
             return self.submit_made(script, document)

@@ -75,11 +75,11 @@ class Commands:
 def environment() -> dict[str, str]:
     """The environment of this process, without what a notebook's kernel sets for its own output:
     workers on this machine inherit it."""
-    found = {name: value for name, value in os.environ.items() if name not in _INTERACTIVE}
-    if "inline" in found.get("MPLBACKEND", ""):
-        del found["MPLBACKEND"]
+    variables = {name: value for name, value in os.environ.items() if name not in _INTERACTIVE}
+    if "inline" in variables.get("MPLBACKEND", ""):
+        del variables["MPLBACKEND"]
     path = python_command.import_path()
-    return found | ({"PYTHONPATH": path} if path else {})
+    return variables | ({"PYTHONPATH": path} if path else {})
 
 
 def _end(child: subprocess.Popen[str]) -> None:

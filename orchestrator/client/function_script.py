@@ -84,8 +84,8 @@ def _pickled(call: tuple[Any, ...]) -> bytes:
 def _local_modules_by_value() -> Iterator[None]:
     with ExitStack() as registered:
         for name, module in list(sys.modules.items()):
-            known = name in cloudpickle.list_registry_pickle_by_value() or "." in name
-            if not known and name == getattr(module, "__name__", "") and _is_local(module):
+            has_pickle = name in cloudpickle.list_registry_pickle_by_value() or "." in name
+            if not has_pickle and name == getattr(module, "__name__", "") and _is_local(module):
                 cloudpickle.register_pickle_by_value(module)
                 registered.callback(cloudpickle.unregister_pickle_by_value, module)
         yield

@@ -225,12 +225,12 @@ class Result:
         """The kept checkpoint with the largest (mode max) or the smallest (min) metric."""
         if mode not in ("max", "min"):
             raise _unsupported("mode", mode, "max or min")
-        found = [(one, metrics) for one, metrics in self.best_checkpoints if metric in metrics]
-        if not found:
+        rated = [(c, metrics) for c, metrics in self.best_checkpoints if metric in metrics]
+        if not rated:
             names = sorted({name for _one, metrics in self.best_checkpoints for name in metrics})
             raise _unsupported("metric", metric, f"one of {', '.join(names) or 'none'}")
         choose = max if mode == "max" else min
-        return choose(found, key=lambda one: one[1][metric])[0]
+        return choose(rated, key=lambda one: one[1][metric])[0]
 
 
 class RayTrainer:
@@ -261,14 +261,14 @@ class RayTrainer:
         metadata: Any = None,
         resume_from_checkpoint: Any = None,
     ) -> None:
-        given = {
+        options = {
             "datasets": datasets,
             "dataset_config": dataset_config,
             "validation_config": validation_config,
             "metadata": metadata,
             "resume_from_checkpoint": resume_from_checkpoint,
         }
-        for name, value in given.items():
+        for name, value in options.items():
             if value is not None:
                 raise _unsupported(name, value, "nothing")
         _expect_type("scaling_config", scaling_config, ScalingConfig)
@@ -296,8 +296,8 @@ class RayTrainer:
         job_name = f"{words}-{secrets.token_hex(2)}"
         name = self._run.name or job_name
         path = Path(self._run.storage_path or "~/ray_results").expanduser().absolute() / name
-        with tempfile.TemporaryDirectory(prefix="holdfast-") as made:
-            script = self._script(Path(made), path, name)
+        with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+            script = self._script(Path(folder), path, name)
             job = client.submit_made(script, self._document(job_name, script.name, _capacities()))
         try:
             view = job.wait()
@@ -311,8 +311,8 @@ class RayTrainer:
 
     def _script(self, directory: Path, path: Path, name: str) -> Path:
         takes = any(
-            one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
-            for one in inspect.signature(self._function).parameters.values()
+            parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+            for parameter in inspect.signature(self._function).parameters.values()
         )
         keep = (self._run.checkpoint_config or CheckpointConfig()).num_to_keep
         before = [

@@ -56,13 +56,13 @@ def choose_restore(state: JobState) -> Restore | None:
         if committed is not None and key[0] < committed.step:
             break
         if state.catalog.distrusted.get(key, 0) < DISTRUST_AFTER:
-            found = sources(state, key, num_shards)
+            shards = sources(state, key, num_shards)
             return Restore(
                 step=key[0],
                 generation=key[1],
                 num_shards=num_shards,
                 stages=state.meshes[key[1]].pipeline if key[1] in state.meshes else 1,
-                sources=found,
+                sources=shards,
             )
     if committed is None:
         return None
@@ -84,8 +84,8 @@ def why_nothing_usable(state: JobState) -> str:
     """The sentence of a job that holds: what is wrong with which checkpoint, and what to do."""
     newest = sorted(state.catalog.committed, key=lambda c: c.key, reverse=True)
     named = [
-        f"step {one.step} is {one.refusal or 'damaged'}" + (f" ({one.problem})" * bool(one.problem))
-        for one in newest[:MAX_NAMED]
+        f"step {bad.step} is {bad.refusal or 'damaged'}" + (f" ({bad.problem})" * bool(bad.problem))
+        for bad in newest[:MAX_NAMED]
     ]
     more = len(newest) - len(named)
     return (
@@ -98,11 +98,11 @@ def why_nothing_usable(state: JobState) -> str:
 
 def refuse(ctx: StepContext, key: StepKey, refusal: Refusal, problem: str) -> None:
     """A reader could not use this checkpoint; the one before it is restored."""
-    for known in ctx.state.catalog.committed:
-        if known.key == key:
-            known.refused, known.refusal = True, refusal
-            known.problem = problem[:MAX_PROBLEM_CHARACTERS]
-            ctx.note(f"checkpoint of step {known.step} is {refusal}: {problem}")
+    for checkpoint in ctx.state.catalog.committed:
+        if checkpoint.key == key:
+            checkpoint.refused, checkpoint.refusal = True, refusal
+            checkpoint.problem = problem[:MAX_PROBLEM_CHARACTERS]
+            ctx.note(f"checkpoint of step {checkpoint.step} is {refusal}: {problem}")
 
 
 def shard_persisted(ctx: StepContext, node: str, fact: ShardPersisted) -> None:
@@ -193,7 +193,7 @@ def record(ctx: StepContext, files: tuple[ShardFile, ...]) -> None:
     """Add one committed checkpoint, given all its files."""
     first, size = files[0], sum(file.num_bytes for file in files)
     new = CommittedCheckpoint(first.step, first.generation, first.num_shards, size, ctx.now_ns)
-    if all(known.key != new.key for known in ctx.state.catalog.committed):
+    if all(checkpoint.key != new.key for checkpoint in ctx.state.catalog.committed):
         ctx.state.catalog.committed.append(new)
 
 
@@ -217,24 +217,24 @@ def observed(ctx: StepContext, files: tuple[ShardFile, ...], *, listed: bool) ->
 
 
 def _by_key(files: tuple[ShardFile, ...]) -> dict[StepKey, list[ShardFile]]:
-    found: dict[StepKey, list[ShardFile]] = {}
+    files_by_key: dict[StepKey, list[ShardFile]] = {}
     for file in files:
-        found.setdefault((file.step, file.generation), []).append(file)
-    return found
+        files_by_key.setdefault((file.step, file.generation), []).append(file)
+    return files_by_key
 
 
 def compare(ctx: StepContext, files: tuple[ShardFile, ...]) -> None:
     """Compare the catalog with what storage has. A store without any checkpoint is one that is not
     mounted: then nothing is refused, and its readers wait for it."""
-    catalog, found = ctx.state.catalog, _by_key(files)
-    if not found and catalog.committed:
+    catalog, by_key = ctx.state.catalog, _by_key(files)
+    if not by_key and catalog.committed:
         ctx.note("storage has none of the committed checkpoints; it may not be mounted")
         return
-    for known in catalog.committed:
-        if known.key in found and known.refusal == "missing":
-            known.refused, known.refusal, known.problem = False, "", ""
-        elif known.key not in found and not known.refused:
-            refuse(ctx, known.key, "missing", f"{directory_name(*known.key)} is not in storage")
+    for saved in catalog.committed:
+        if saved.key in by_key and saved.refusal == "missing":
+            saved.refused, saved.refusal, saved.problem = False, "", ""
+        elif saved.key not in by_key and not saved.refused:
+            refuse(ctx, saved.key, "missing", f"{directory_name(*saved.key)} is not in storage")
 
 
 def listed(ctx: StepContext, event: CheckpointsListed) -> None:
@@ -291,12 +291,12 @@ def retained(state: JobState, in_use: str = "") -> Retained:
     """What stays of a job that has ended; `in_use`: and this directory."""
     retention = state.job.spec.checkpoint.retention
     good = sorted(c.key for c in state.catalog.committed if not c.refused)
-    every, newest = retention.keep_every_steps, good[-retention.keep_last :]
+    interval, newest = retention.keep_every_steps, good[-retention.keep_last :]
     keep = [
         key
         for key in good
         if key >= newest[0]
-        or (every is not None and (key[0] + 1) % every == 0)
+        or (interval is not None and (key[0] + 1) % interval == 0)
         or directory_name(*key) == in_use
     ]
     last = good[-1] if good else NONE  # refused ones after it stay: their tensors may be needed

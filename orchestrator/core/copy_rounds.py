@@ -65,7 +65,7 @@ class CopyScheduler:
         if fact.wanted > self._wanted:  # of the controller before this one
             self._wanted, self._began_ns = fact.wanted, now_ns
             self._copied = set() if fact.detail else {node}
-            behind = [n for n, one in self._reports.items() if one.wanted < fact.wanted]
+            behind = [n for n, report in self._reports.items() if report.wanted < fact.wanted]
             return [self._order(name) for name in behind]
         if fact.detail:
             return self._again(now_ns, node, fact, state)
@@ -107,10 +107,10 @@ class CopyScheduler:
         return self._begin(now_ns, state, RETRY_S)
 
     def _complete(self, now_ns: int, state: JobState) -> list[ToNode]:
-        known = [self._reports[name] for name in state.group.members]
-        if len({one.step for one in known}) > 1:
+        reports = [self._reports[name] for name in state.group.members]
+        if len({report.step for report in reports}) > 1:
             return self._begin(now_ns, state, 0.0)
-        before, self.confirmed = self.confirmed, known[0].step
+        before, self.confirmed = self.confirmed, reports[0].step
         self._copied_ns = now_ns
         if self._reported:
             self._reported = False
@@ -133,7 +133,7 @@ class CopyScheduler:
 
     def _begin(self, now_ns: int, state: JobState, pause_s: float) -> list[ToNode]:
         pause = math.ceil(pause_s / state.step_s) if pause_s > 0 and state.step_s > 0 else 0
-        newest = max(one.staged_step for one in self._reports.values())
+        newest = max(report.staged_step for report in self._reports.values())
         self._wanted = max(newest, self._wanted) + 1 + max(pause - 1, 0) + self._margin
         self._began_ns, self._copied = now_ns, set()
         return [self._order(name) for name in state.group.members]

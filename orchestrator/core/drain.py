@@ -31,10 +31,10 @@ def unsaved(state: JobState) -> tuple[StepKey, int] | None:
 
 def start(ctx: StepContext, kind: DrainKind) -> Drain | None:
     """Write what only memory has; None: there is no such state. No workers run."""
-    found = unsaved(ctx.state)
-    if found is None:
+    newest = unsaved(ctx.state)
+    if newest is None:
         return None
-    (step, generation), num_shards = found
+    (step, generation), num_shards = newest
     drain = ctx.state.drain = Drain(kind, step, generation, num_shards)
     if kind != DrainKind.AT_RISK:
         ctx.arm("persist", final_timeout_s(ctx.state))

@@ -244,20 +244,20 @@ def _lost(facts: FailureEvidence) -> Failure | None:
 
 
 def _oom_kill(facts: FailureEvidence) -> Failure | None:
-    found = _first(facts, lambda e: e.out_of_memory and e.signal is not None)
-    if found is None:
+    exit_of = _first(facts, lambda e: e.out_of_memory and e.signal is not None)
+    if exit_of is None:
         return None
-    node, exit = found
+    node, exit = exit_of
     title = f"{_where(exit, node)} was killed: out of memory"
     evidence = f"{_signal(exit)} {when(exit)}, sent because memory ran out{_others(facts, exit)}"
     return Failure("infrastructure", "out-of-memory-kill", title, evidence, node, exit.rank, exit)
 
 
 def _outside_signal(facts: FailureEvidence) -> Failure | None:
-    found = _first(facts, lambda e: e.signal is not None and e.signal not in CRASH_SIGNALS)
-    if found is None:
+    exit_of = _first(facts, lambda e: e.signal is not None and e.signal not in CRASH_SIGNALS)
+    if exit_of is None:
         return None
-    node, exit = found
+    node, exit = exit_of
     title = f"{_where(exit, node)} was killed by {_signal(exit)}"
     evidence = f"{_signal(exit)} {when(exit)}, from outside the job{_others(facts, exit)}"
     return Failure("infrastructure", "outside-signal", title, evidence, node, exit.rank, exit)
@@ -273,12 +273,12 @@ class _Raised:
     damaged: bool = False
 
     def __call__(self, facts: FailureEvidence) -> Failure | None:
-        found = _first(
+        raised = _first(
             facts, lambda e: bool(e.error_type) and not is_secondary(e) and self.wanted(e)
         )
-        if found is None:
+        if raised is None:
             return None
-        node, exit = found
+        node, exit = raised
         title = f"{_where(exit, node)} raised {exit.error_type} {when(exit)}"
         frame = last_frame(exit.traceback)
         evidence = f"{exit.error_type}: {exit.error_message}" + (f" at {frame}" if frame else "")
@@ -305,13 +305,13 @@ def _aborted_together(facts: FailureEvidence) -> tuple[Exit, ...]:
 
 def _crash(facts: FailureEvidence) -> Failure | None:
     together = _aborted_together(facts)
-    found = _first(
+    crashed = _first(
         facts,
         lambda e: e.signal in CRASH_SIGNALS and not is_secondary(e) and e not in together,
     )
-    if found is None:
+    if crashed is None:
         return None
-    node, exit = found
+    node, exit = crashed
     title = f"{_where(exit, node)} crashed with {_signal(exit)}"
     evidence = f"{_signal(exit)} {when(exit)} in native code"
     frame = last_frame(exit.traceback)
@@ -322,10 +322,10 @@ def _crash(facts: FailureEvidence) -> Failure | None:
 
 
 def _exit_code(facts: FailureEvidence) -> Failure | None:
-    found = _first(facts, lambda e: e.code not in (None, 0) and not is_secondary(e))
-    if found is None:
+    exited = _first(facts, lambda e: e.code not in (None, 0) and not is_secondary(e))
+    if exited is None:
         return None
-    node, exit = found
+    node, exit = exited
     title = f"{_where(exit, node)} ended with exit code {exit.code}"
     evidence = f"exit code {exit.code} {when(exit)} without an exception"
     evidence += f"; last output: {exit.error_message}" if exit.error_message else ""
@@ -335,10 +335,10 @@ def _exit_code(facts: FailureEvidence) -> Failure | None:
 
 def _network(facts: FailureEvidence) -> Failure | None:
     together = _aborted_together(facts)
-    found = _first(facts, lambda e: is_secondary(e) or e in together)
-    if found is None:
+    failed = _first(facts, lambda e: is_secondary(e) or e in together)
+    if failed is None:
         return None
-    node, exit = found
+    node, exit = failed
     title = f"{_where(exit, node)} lost its connection to its peers"
     what = f"{exit.error_type}: {exit.error_message}" if exit.error_type else _signal(exit)
     if exit.signal is not None and exit.error_message:

@@ -29,8 +29,8 @@ def planned(ctx: StepContext, node: str, fact: NodeMemoryPlanned) -> None:
 
 def begin_generation(state: JobState, members: tuple[str, ...], mesh: Mesh) -> None:
     """Begin with what is known of its members."""
-    found = _least(state, members, mesh)
-    given_up = found[1].grant.given_up if found is not None else "nothing"
+    smallest = _least(state, members, mesh)
+    given_up = smallest[1].grant.given_up if smallest is not None else "nothing"
     state.given_up.copies = given_up != "nothing"
     state.given_up.memory_tier = given_up in ("memory-tier", "checkpoints")
 
@@ -42,8 +42,8 @@ def running(state: JobState) -> tuple[str, HostMemory] | None:
 
 def _least(state: JobState, members: tuple[str, ...], mesh: Mesh) -> tuple[str, HostMemory] | None:
     nodes = [state.nodes[name] for name in members if name in state.nodes]
-    known = {one.name: one.host_memory for one in nodes if one.host_memory is not None}
-    return least({name: _for_mesh(state, held, mesh) for name, held in known.items()})
+    memory_of = {node.name: node.host_memory for node in nodes if node.host_memory is not None}
+    return least({name: _for_mesh(state, held, mesh) for name, held in memory_of.items()})
 
 
 def _for_mesh(state: JobState, memory: HostMemory, mesh: Mesh) -> HostMemory:

@@ -92,7 +92,7 @@ def _phases(state: JobState) -> None:
 
 def _checkpoints(state: JobState) -> None:
     catalog = state.catalog
-    keys = [known.key for known in catalog.committed]
+    keys = [checkpoint.key for checkpoint in catalog.committed]
     if len(dict.fromkeys(keys)) != len(keys):
         raise Broken(f"committed twice: {keys}")
     for pending in catalog.pending.values():

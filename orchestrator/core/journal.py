@@ -106,7 +106,7 @@ def decode_body(body: bytes) -> Record:
 def decode_records(data: bytes) -> list[Record]:
     """The records of a sequence of whole frames, as a store that writes atomically has them.
     Raises ValueError, with the offset, for anything else."""
-    found, at = [], 0
+    records, at = [], 0
     while at < len(data):
         if len(data) - at < FRAME.size:
             raise ValueError(f"byte {at}: half a record")
@@ -117,6 +117,6 @@ def decode_records(data: bytes) -> list[Record]:
         body = data[at + FRAME.size : end]
         if zlib.crc32(body) != body_crc:
             raise ValueError(f"byte {at}: the checksum of a record does not match")
-        found.append(decode_body(body))
+        records.append(decode_body(body))
         at = end
-    return found
+    return records

@@ -137,7 +137,7 @@ def _launch(ctx: StepContext, size: int) -> None:
     buddy_of = buddies(state.job, mesh, members, facts)
     if state.given_up.copies:
         buddy_of = {}
-    hosts = Counter(one.hostname for one in facts.values())
+    hosts = Counter(fact.hostname for fact in facts.values())
     own_shards = restore is not None and _same_shards(state, restore, mesh)
     for node_rank, name in enumerate(members):
         action_id = ctx.emit(

@@ -102,10 +102,10 @@ class FailureDetector:
         """The events of this moment; each is returned once."""
         if self._lost_since_ns is None and now_ns < self._quiet_until_ns:
             return []
-        known = dict.fromkeys(nodes)
-        self._observed = {node: at for node, at in self._observed.items() if node in known}
-        self._arrived = {node: at for node, at in self._arrived.items() if node in known}
-        self._starved = {node: at for node, at in self._starved.items() if node in known}
+        current = dict.fromkeys(nodes)
+        self._observed = {node: at for node, at in self._observed.items() if node in current}
+        self._arrived = {node: at for node, at in self._arrived.items() if node in current}
+        self._starved = {node: at for node, at in self._starved.items() if node in current}
         out: list[AnyEvent] = []
         if self._lost_since_ns is not None and self._any_ns > self._lost_since_ns:
             quiet_s = (self.ended_ns - self._lost_since_ns) / SECOND_NS

@@ -88,7 +88,7 @@ def joined(ctx: StepContext, name: str, fact: NodeJoined) -> Cause | None:
         offered_port=fact.offered_port or state.nodes[name].offered_port,
         generation=fact.generation,
     )
-    newest = max([fact.generation, *(one.generation for one in fact.staged)])
+    newest = max([fact.generation, *(shard.generation for shard in fact.staged)])
     cause = _journal_is_behind(ctx, newest) if newest > state.generation else None
     if not state.is_member(name):
         if fact.generation:
@@ -234,7 +234,7 @@ def replace_slow(ctx: StepContext, name: str, evidence: str) -> None:
     """A spare takes the ranks of a slow node, as it does those of one that will be preempted."""
     state = ctx.state
     node = state.nodes.get(name)
-    spares = [one for one in usable(state) if not state.is_member(one.name)]
+    spares = [spare for spare in usable(state) if not state.is_member(spare.name)]
     if node is None or not state.is_member(name) or node.preempting:
         return
     if not spares:

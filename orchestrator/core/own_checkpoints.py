@@ -26,14 +26,14 @@ def seen(ctx: StepContext, _node: str, fact: OwnCheckpointSeen) -> None:
         _ignored(ctx, fact)
     if fact.waits:
         return
-    known = state.own.written
-    before = known.pop(fact.path, None)
+    written = state.own.written
+    before = written.pop(fact.path, None)
     times = max(fact.times, before.times if before is not None else 1)
     if before is None or before.generation != fact.generation:
         before = OwnCheckpoint(path=fact.path, generation=fact.generation)
-    known[fact.path] = replace(before, times=times)
-    while len(known) > MAX_KNOWN:
-        del known[next(iter(known))]
+    written[fact.path] = replace(before, times=times)
+    while len(written) > MAX_KNOWN:
+        del written[next(iter(written))]
 
 
 def was_read(ctx: StepContext, _node: str, fact: OwnCheckpointRead) -> None:
@@ -42,8 +42,8 @@ def was_read(ctx: StepContext, _node: str, fact: OwnCheckpointRead) -> None:
     state.own.read_in = fact.generation
     path = next((str(p) for p in (opened, *opened.parents) if str(p) in state.own.written), "")
     if path:
-        one = state.own.written[path]
-        state.own.written[path] = replace(one, read_by=fact.generation)
+        checkpoint = state.own.written[path]
+        state.own.written[path] = replace(checkpoint, read_by=fact.generation)
         if (incident := state.led_to(fact.generation)) is not None:
             incident.decision += f"; it read {path}"
 
@@ -51,12 +51,12 @@ def was_read(ctx: StepContext, _node: str, fact: OwnCheckpointRead) -> None:
 def start_failed(ctx: StepContext) -> bool:
     """This generation ended with an error of the script before it trained: what it read is not
     offered again while an older one exists. Whether it read one, and another one is known."""
-    known, failed = ctx.state.own.written, False
-    for path, one in known.items():
-        if one.read_by == ctx.state.generation:
-            known[path], failed = replace(one, failed=True), True
+    written, failed = ctx.state.own.written, False
+    for path, checkpoint in written.items():
+        if checkpoint.read_by == ctx.state.generation:
+            written[path], failed = replace(checkpoint, failed=True), True
             ctx.note(f"the start that read {path} failed: an older checkpoint comes first now")
-    return failed and not all(one.failed for one in known.values())
+    return failed and not all(c.failed for c in written.values())
 
 
 def _ignored(ctx: StepContext, fact: OwnCheckpointSeen) -> None:
@@ -106,12 +106,10 @@ def resumed(ctx: StepContext, *, start_over: bool) -> None:
 def newest(state: JobState, before: int | None = None) -> str:
     """The path of the one that was written last, one that is written again and again first; empty:
     no rank was seen to write one. `before`: by generations before this one."""
-    known = [
-        one
-        for one in reversed(state.own.written.values())
-        if before is None or one.generation < before
+    kept = [
+        c for c in reversed(state.own.written.values()) if before is None or c.generation < before
     ]
-    return next((one.path for one in known if one.times > 1), known[0].path if known else "")
+    return next((c.path for c in kept if c.times > 1), kept[0].path if kept else "")
 
 
 def describe(state: JobState) -> str:

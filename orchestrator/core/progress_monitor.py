@@ -84,11 +84,11 @@ class Beginning(NamedTuple):
 
 def beginning(beats: Iterable[WorkerBeat], done: int, step_s: float) -> Beginning:
     """`done`: the last finished step; `step_s`: the last known step time, 0: not known."""
-    every = list(beats)
-    known = [(b.began_after, b.began_estimated) for b in every if b.began_after is not None]
-    if known:
-        return Beginning(*min(known))
-    began_s = next((beat.began_s for beat in every if beat.began_s is not None), 0.0)
+    ranks = list(beats)
+    said = [(b.began_after, b.began_estimated) for b in ranks if b.began_after is not None]
+    if said:
+        return Beginning(*min(said))
+    began_s = next((beat.began_s for beat in ranks if beat.began_s is not None), 0.0)
     if not (began_s and step_s):
         return Beginning()
     return Beginning(max(-1, done - max(1, round(began_s / step_s))), True)
@@ -302,11 +302,11 @@ class ProgressMonitor:
     def _collectives_begun(self, now_ns: int) -> list[AnyEvent]:
         began, state = self._current.began, self._state
         silent = self._script and state.counted_by in ("", "collectives")
-        silent = silent and all(known.beat.silent for known in self._current.ranks.values())
+        silent = silent and all(watched.beat.silent for watched in self._current.ranks.values())
         # A new controller's journal has it already.
         if began.known or not silent or (state.sizes.began and not began.at_ns):
             return []
-        begun = min(known.beat.collectives for known in self._current.ranks.values())
+        begun = min(watched.beat.collectives for watched in self._current.ranks.values())
         ago_s = began.observe(begun, now_ns)
         return [] if ago_s is None else [CollectivesBegun(generation=state.generation, ago_s=ago_s)]
 
@@ -370,13 +370,13 @@ class ProgressMonitor:
         """Ranks that are slow for the first time, by the speed of their GPUs or by CPU time."""
         current, state = self._current, self._state
         node_of = {rank: state.node_of(rank) for rank in current.ranks}
-        work_s = {rank: known.beat.probe_s for rank, known in current.ranks.items()}
+        work_s = {rank: watched.beat.probe_s for rank, watched in current.ranks.items()}
         probed, contended = any(work_s.values()), dict[str, int]()
         kinds: dict[int, Hashable] = {r: state.gpu_model(node) for r, node in node_of.items()}
         if not probed and state.mesh is not None:
-            work_s = {rank: known.beat.work_s for rank, known in current.ranks.items()}
+            work_s = {rank: watched.beat.work_s for rank, watched in current.ranks.items()}
             kinds = {rank: state.mesh.coordinates(rank)["pipeline"] for rank in node_of}
-            now_ns = max(known.seen_ns for known in current.ranks.values())
+            now_ns = max(watched.seen_ns for watched in current.ranks.values())
             since_ns = now_ns - seconds(STARVED_MEMORY_S)
             contended = {node: at for node, at in self._contended.items() if at >= since_ns}
         return [

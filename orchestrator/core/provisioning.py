@@ -100,8 +100,8 @@ def request_granted(ctx: StepContext, action: RequestNodes, event: ActionSucceed
     names: tuple[str | None, ...] = event.nodes or (None,) * action.count
     for name in names:
         here = name in state.nodes or name in state.supply.released
-        known = name is not None and (here or state.supply.promised.named(name))
-        if not known:
+        is_expected = name is not None and (here or state.supply.promised.named(name))
+        if not is_expected:
             state.supply.promised.append(PendingNode(name, ctx.now_ns))
     ctx.arm_once("expect", state.supply.start_limit_s)
 
@@ -141,16 +141,16 @@ def ended_early(ctx: StepContext, name: str, cause: LossCause, detail: str) -> N
         doubled = 2.0 ** min(state.supply.num_failed_starts - 1, 30)
         ctx.arm("request", min(RETRY_MIN_S * doubled, RETRY_MAX_S))
     surplus = list(state.supply.failed_starts)[:-FAILED_STARTS_KEPT]
-    for one in surplus:
-        del state.supply.failed_starts[one]
-        release(ctx, one, "infrastructure", f"{one} ended before it joined")
+    for node in surplus:
+        del state.supply.failed_starts[node]
+        release(ctx, node, "infrastructure", f"{node} ended before it joined")
 
 
 def compare(ctx: StepContext, existing: dict[str, None]) -> None:
     """Compare what the backend has with what the state says. A promise without a name is void: if
     its node exists, the backend has named it."""
     state, supply = ctx.state, ctx.state.supply
-    supply.promised = Promises(one for one in supply.promised if one.name in existing)
+    supply.promised = Promises(node for node in supply.promised if node.name in existing)
     for name in existing:
         if name in supply.released:
             why = supply.released[name]
@@ -170,7 +170,7 @@ def recall_promised(ctx: StepContext) -> None:
     surplus = len(state.supply.promised) + _held(state) - wanted
     why = "the job needs no nodes" if no_nodes else f"only {wanted} nodes are wanted now"
     code: ReasonCode = "suspend" if no_nodes else "resize"
-    named = (one.name for one in reversed(state.supply.promised) if one.name is not None)
+    named = (node.name for node in reversed(state.supply.promised) if node.name is not None)
     for name in list(islice(named, max(0, surplus))):
         state.supply.promised.take(name)
         release(ctx, name, code, f"{name} has not joined, and {why}")
@@ -189,7 +189,7 @@ def expectation_expired(ctx: StepContext) -> None:
         ctx.note(text)
         release(ctx, promise.name, "capacity", text)
     if state.supply.promised:
-        state.timers["expect"] = min(one.since_ns for one in state.supply.promised) + limit
+        state.timers["expect"] = min(node.since_ns for node in state.supply.promised) + limit
 
 
 def may_wait(ctx: StepContext) -> bool:
@@ -202,15 +202,15 @@ def worth_a_wait(ctx: StepContext) -> bool:
     """A node is expected that can join before replacementWaitSeconds are over. As long as nothing
     is known of start times, every promised node counts."""
     state = ctx.state
-    known = _start_times(state)
-    if not may_wait(ctx) or state.inflight.requests or not known:
+    times = _start_times(state)
+    if not may_wait(ctx) or state.inflight.requests or not times:
         return may_wait(ctx)
     wait_ns = seconds(state.job.spec.recovery.replacement_wait_s)
     # A node that is long overdue (an unschedulable pod, for example) is not expected in time.
     return any(
-        one.since_ns + min(known) <= state.timers["replacement"]
-        and ctx.now_ns <= one.since_ns + max([*known, *state.supply.start_durations_ns]) + wait_ns
-        for one in state.supply.promised
+        p.since_ns + min(times) <= state.timers["replacement"]
+        and ctx.now_ns <= p.since_ns + max([*times, *state.supply.start_durations_ns]) + wait_ns
+        for p in state.supply.promised
     )
 
 

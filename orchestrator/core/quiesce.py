@@ -118,8 +118,8 @@ def _room_s(ctx: StepContext) -> float | None:
     """Seconds that the interruption may wait for the member that leaves first; None: none leaves at
     a known time."""
     leaving = leaving_members(ctx.state)
-    known = [node.leaves_ns for node in leaving if node.leaves_ns is not None]
-    return SHARE * (min(known) - ctx.now_ns) / SECOND_NS if known else None
+    leave_times = [node.leaves_ns for node in leaving if node.leaves_ns is not None]
+    return SHARE * (min(leave_times) - ctx.now_ns) / SECOND_NS if leave_times else None
 
 
 def answered(ctx: StepContext, action: StageStep, problem: str = "") -> None:

@@ -150,9 +150,9 @@ def _grace_s(ctx: StepContext, purpose: Purpose) -> float:
     if purpose == "preemption":
         # Half of what the leaving nodes have left: the hand-over comes after it.
         leaving = ctx.state.nodes.in_order(ctx.state.nodes.leaving)
-        known = [node.leaves_ns for node in leaving if node.leaves_ns is not None]
-        if known:
-            return max(0.0, min(grace_s, (min(known) - ctx.now_ns) / SECOND_NS / 2))
+        leave_times = [node.leaves_ns for node in leaving if node.leaves_ns is not None]
+        if leave_times:
+            return max(0.0, min(grace_s, (min(leave_times) - ctx.now_ns) / SECOND_NS / 2))
     return grace_s
 
 
@@ -523,7 +523,7 @@ def _not_this_size(ctx: StepContext, failure: Failure, incident: IncidentRecord)
     if exit is None or exit.error_type in HOPELESS_TYPES:
         return False
     state.sizes.failed[world] = state.sizes.failed.get(world, 0) + 1
-    good = " or ".join(str(one) for one in sorted(state.sizes.worked))
+    good = " or ".join(str(size) for size in sorted(state.sizes.worked))
     failed = f"the script failed with a world of {world}, and worked with {good}"
     error = f"{exit.error_type}: {exit.error_message}" if exit.error_type else failure.title
     before = state.sizes.refused

@@ -48,7 +48,7 @@ def resize_problem(state: JobState, num_nodes: int) -> str:
     if problem or state.sizes.allows(world):
         return problem
     why = state.sizes.refused.get(world, "only sizes that worked are tried any more")
-    good = " or ".join(str(one) for one in sorted(state.sizes.worked))
+    good = " or ".join(str(size) for size in sorted(state.sizes.worked))
     return f"nodes: got {num_nodes}, which is {world} workers; expected {good} workers: {why}"
 
 
@@ -60,8 +60,8 @@ def adjust(ctx: StepContext, event: AdjustRequested) -> None:
     # The size is a request of its own; rank_assignment.resized has the same rule.
     low = min(event.min_nodes, spec.nodes.max)
     changed = spec.nodes.model_copy(update={"min": low, "spares": event.spares})
-    given = spec.elasticity if event.elasticity is None else event.elasticity
-    updates = {"nodes": changed, "recovery": recovery, "elasticity": given}
+    elasticity = spec.elasticity if event.elasticity is None else event.elasticity
+    updates = {"nodes": changed, "recovery": recovery, "elasticity": elasticity}
     spec = spec.model_copy(update=updates)
     ctx.replace_job(state.job.model_copy(update={"spec": spec}))
 
@@ -229,5 +229,5 @@ def _replace_leaving_nodes(
 
 def _patience_s(ctx: StepContext, leaving: list[NodeRecord]) -> float:
     wait_s = ctx.state.job.spec.recovery.replacement_wait_s
-    known = [node.leaves_ns - ctx.now_ns for node in leaving if node.leaves_ns is not None]
-    return LEAVE_SHARE * min(known) / SECOND_NS if known else wait_s
+    left = [node.leaves_ns - ctx.now_ns for node in leaving if node.leaves_ns is not None]
+    return LEAVE_SHARE * min(left) / SECOND_NS if left else wait_s

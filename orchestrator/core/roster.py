@@ -140,15 +140,15 @@ class Roster(dict[str, NodeRecord]):
         first; `without` the memory of these nodes."""
         away: dict[tuple[int, int, int], Counter[int]] = {}
         for record in self.in_order(without):
-            for one in record.staged:
-                key = (one.step, one.generation, one.num_shards)
-                away.setdefault(key, Counter())[one.shard] += 1
-        found = []
+            for held in record.staged:
+                key = (held.step, held.generation, held.num_shards)
+                away.setdefault(key, Counter())[held.shard] += 1
+        complete = []
         for key, holders in self.holders.items():
             gone = sum(holders[shard] == count for shard, count in away.get(key, {}).items())
             if len(holders) - gone == key[2]:
-                found.append((key[:2], key[2]))
-        return sorted(found, reverse=True)
+                complete.append((key[:2], key[2]))
+        return sorted(complete, reverse=True)
 
     def index_is_right(self) -> bool:
         """True if a new index of the same records is equal."""
@@ -199,15 +199,15 @@ class Roster(dict[str, NodeRecord]):
             yield self._host_bytes, facts.memory_bytes
 
     def _index_staged(self, old: NodeRecord | None, new: NodeRecord | None) -> None:
-        for one in new.staged if new is not None else ():
-            key = (one.step, one.generation, one.num_shards)
-            self.holders.setdefault(key, Counter())[one.shard] += 1
-        for one in old.staged if old is not None else ():
-            key = (one.step, one.generation, one.num_shards)
+        for shard in new.staged if new is not None else ():
+            key = (shard.step, shard.generation, shard.num_shards)
+            self.holders.setdefault(key, Counter())[shard.shard] += 1
+        for shard in old.staged if old is not None else ():
+            key = (shard.step, shard.generation, shard.num_shards)
             holders = self.holders[key]
-            holders[one.shard] -= 1
-            if not holders[one.shard]:
-                del holders[one.shard]
+            holders[shard.shard] -= 1
+            if not holders[shard.shard]:
+                del holders[shard.shard]
                 if not holders:
                     del self.holders[key]
 

@@ -67,9 +67,9 @@ def at_launch(state: JobState) -> int:
 
 def measured(event: StepCompleted, samples: list[StagingSample], every: int) -> Costs:
     """Medians. That of the step time has the staging in it if most steps do."""
-    stall_s = median(one.stall_s for one in samples)
-    copy_s = median(one.copy_s for one in samples)
-    staging_s = median(one.staging_s for one in samples)
+    stall_s = median(sample.stall_s for sample in samples)
+    copy_s = median(sample.copy_s for sample in samples)
+    staging_s = median(sample.staging_s for sample in samples)
     step_s = event.step_s
     if every <= 2:
         step_s -= stall_s / every
@@ -106,30 +106,30 @@ def consider(ctx: StepContext, event: StepCompleted) -> None:
     if not is_auto(checkpoint) or event.staging_s <= 0 or event.step_s <= 0 or not steady:
         return
     chosen = state.staging.interval
-    every = state.stage_every_steps
+    interval = state.stage_every_steps
     if chosen is not None and state.step < chosen.judged_from:
         return
-    number = (state.step + 1) // every  # the report has the last staging, not one of this step
+    number = (state.step + 1) // interval  # the report has the last staging, not one of this step
     if not state.staging.samples or state.staging.samples[-1].number != number:
         sample = StagingSample(number, event.stall_s, event.copy_s, event.staging_s)
         state.staging.samples = [*state.staging.samples, sample][-SAMPLES:]
     if len(state.staging.samples) < SAMPLES:
         return
-    costs, most = measured(event, state.staging.samples, every), longest(checkpoint)
+    costs, most = measured(event, state.staging.samples, interval), longest(checkpoint)
     best = wanted(costs, checkpoint.memory.budget_percent, most)
     waited_s = (ctx.now_ns - chosen.chosen_ns) / SECOND_NS if chosen is not None else LOWER_AFTER_S
-    longer = best > RAISE * every
-    shorter = best < LOWER * every and waited_s >= LOWER_AFTER_S
+    longer = best > RAISE * interval
+    shorter = best < LOWER * interval and waited_s >= LOWER_AFTER_S
     if chosen is not None and not (longer or shorter):
         return
     _choose(ctx, best, costs, longer or shorter)
 
 
 def _stage_for_storage(state: JobState, now_ns: int, since_step: int) -> None:
-    every = longest(state.job.spec.checkpoint)
-    reason = Reason("checkpoint", f"every {every} steps, for storage only: see host memory")
+    interval = longest(state.job.spec.checkpoint)
+    reason = Reason("checkpoint", f"every {interval} steps, for storage only: see host memory")
     state.staging.interval = StagingInterval(
-        every_steps=every,
+        every_steps=interval,
         since_step=since_step,
         judged_from=since_step,
         chosen_ns=now_ns,

@@ -544,8 +544,8 @@ class JobState(Struct):
 
     def gpu_model(self, node: str) -> str:
         """Model of a node's first GPU; empty without one, or without the node."""
-        known = self.nodes.get(node)
-        return known.facts.gpus[0].name if known is not None and known.facts.gpus else ""
+        entry = self.nodes.get(node)
+        return entry.facts.gpus[0].name if entry is not None and entry.facts.gpus else ""
 
 
 PURPOSE_CODE: dict[Purpose, ReasonCode] = {

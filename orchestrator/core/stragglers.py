@@ -60,14 +60,14 @@ class StragglerFinder:
         alike: dict[Hashable, dict[int, float]] = {}
         for rank, value in work_s.items():
             alike.setdefault(kinds[rank], {})[rank] = value
-        found: dict[int, Slow] = {}
-        for one in alike.values():
-            found |= slow_ranks(one, node_of)
-        found = {rank: slow for rank, slow in found.items() if node_of.get(rank) not in contended}
-        self.since = {rank: self.since.get(rank, step) for rank in found}
+        lag: dict[int, Slow] = {}
+        for group in alike.values():
+            lag |= slow_ranks(group, node_of)
+        lag = {rank: slow for rank, slow in lag.items() if node_of.get(rank) not in contended}
+        self.since = {rank: self.since.get(rank, step) for rank in lag}
         new = [
             slow
-            for rank, slow in found.items()
+            for rank, slow in lag.items()
             if step - self.since[rank] >= limits.STRAGGLER_STEPS and rank not in self.named
         ]
         self.named |= dict.fromkeys(slow.rank for slow in new)
@@ -83,19 +83,19 @@ def slow_ranks(work_s: Mapping[int, float], node_of: Mapping[int, str]) -> dict[
     ranks: dict[str, list[int]] = {}
     for rank in work_s:
         ranks.setdefault(node_of.get(rank, ""), []).append(rank)
-    found: dict[int, Slow] = {}
+    slow_of: dict[int, Slow] = {}
     common = _limit(list(work_s.values())) if len(ranks) >= MANY_NODES else None
     for own in ranks.values():
-        known = common
-        if known is None and len(ranks) > 1:
+        limit = common
+        if limit is None and len(ranks) > 1:
             here = dict.fromkeys(own)
-            known = _limit([work_s[rank] for rank in work_s if rank not in here])
+            limit = _limit([work_s[rank] for rank in work_s if rank not in here])
         for rank in own:
             others = [work_s[other] for other in own if other != rank]
-            usual_s, limit_s = known or _limit(others)
+            usual_s, limit_s = limit or _limit(others)
             if work_s[rank] > limit_s:
-                found[rank] = Slow(rank, work_s[rank], usual_s)
-    return found
+                slow_of[rank] = Slow(rank, work_s[rank], usual_s)
+    return slow_of
 
 
 def _limit(others_s: list[float]) -> tuple[float, float]:

@@ -80,22 +80,22 @@ def ways_to_fit(
     if workload_of(job) is None or memory.device is None:
         return ()
     as_it_is = _planned(job, num_nodes, memory, hardware)
-    found: list[tuple[float, Way, frozenset[str]]] = []
+    ways: list[tuple[float, Way, frozenset[str]]] = []
     for combination in itertools.product(*([None, *group] for group in _options(job, num_nodes))):
-        changes = [one for one in combination if one is not None]
+        changes = [change for change in combination if change is not None]
         if not 0 < len(changes) <= MAX_CHANGES:
             continue
-        fields = frozenset(f"{one.fields}" for one in changes)
-        if any(known <= fields for _, _, known in found):
+        fields = frozenset(f"{change.fields}" for change in changes)
+        if any(smaller <= fields for _, _, smaller in ways):
             continue  # less suffices
         way = _way(job, num_nodes, memory, hardware, changes, as_it_is)
         if way is not None:
-            cost = sum(one.weight for one in changes) + len(changes)
-            found = [one for one in found if not fields < one[2]]
-            found.append((cost, way, fields))
-    found.sort(key=lambda one: (one[0], one[1].num_bytes, sorted(one[2])))
+            cost = sum(change.weight for change in changes) + len(changes)
+            ways = [other for other in ways if not fields < other[2]]
+            ways.append((cost, way, fields))
+    ways.sort(key=lambda one: (one[0], one[1].num_bytes, sorted(one[2])))
     distinct: dict[frozenset[str], Way] = {}
-    for _, way, _ in found:
+    for _, way, _ in ways:
         distinct.setdefault(frozenset(way.changes), way)
     return tuple(distinct.values())[:SHOWN]
 
@@ -198,7 +198,7 @@ def _way(
     changes: list[_Change],
     as_it_is: tuple[int, float | None, int] | None,
 ) -> Way | None:
-    fields = {field: value for one in changes for field, value in one.fields.items()}
+    fields = {field: value for change in changes for field, value in change.fields.items()}
     changed = job
     for field, value in fields.items():
         changed = with_field(changed, field.split("."), value)
@@ -244,5 +244,5 @@ def _attribute(part: Any, alias: str) -> str:
 
 def _written(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_written(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_written(item)}" for key, item in value.items()) + "}"
     return "null" if value is None else str(value)

@@ -60,12 +60,12 @@ def calibrated(
 ) -> Hardware:
     """The device with the factors of its nearest measurement; as it was if there is none. The
     measured link is that within a machine."""
-    found = nearest(entries, key_of(work, layout, hardware.device.name))
-    if found is None:
+    calibration = nearest(entries, key_of(work, layout, hardware.device.name))
+    if calibration is None:
         return hardware
-    link, network = found.calibration.link, hardware.network
+    link, network = calibration.calibration.link, hardware.network
     if link is None:
-        return hardware._replace(calibration=found.calibration)
+        return hardware._replace(calibration=calibration.calibration)
     # Nodes on one machine reach each other as its workers do.
     network = link if network == hardware.node_link else network
-    return hardware._replace(calibration=found.calibration, node_link=link, network=network)
+    return hardware._replace(calibration=calibration.calibration, node_link=link, network=network)

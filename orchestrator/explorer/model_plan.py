@@ -61,9 +61,9 @@ def plan_model(work: Workload, clusters: tuple[Cluster, ...]) -> ModelPlan:
     """Ranks the strategies of all clusters."""
     works = [in_format_of(work, cluster.hardware.device) for cluster in clusters]
     pairs = zip(works, clusters, strict=True)
-    found = [(cluster, search(each, cluster)) for each, cluster in pairs]
-    every = (Ranked(one, cluster) for cluster, answer in found for one in answer.ranked)
-    ranked = best_first(every)
+    runs = [(cluster, search(each, cluster)) for each, cluster in pairs]
+    seen = (Ranked(c, cluster) for cluster, answer in runs for c in answer.ranked)
+    ranked = best_first(seen)
     alternatives = alternatives_of(ranked)
     best = ranked[0] if ranked else None
     layout = best.candidate.layout if best else None
@@ -72,12 +72,12 @@ def plan_model(work: Workload, clusters: tuple[Cluster, ...]) -> ModelPlan:
     return ModelPlan(
         model=work.model.name,
         parameters=work.counts.total,
-        clusters=tuple(f"{one.devices} x {one.hardware.device.name}" for one in clusters),
+        clusters=tuple(f"{pool.devices} x {pool.hardware.device.name}" for pool in clusters),
         network=clusters[0].hardware.network.name,
         sequence_length=work.sequence_length,
         global_batch=work.global_batch,
         fits=best is not None,
-        verdict=_verdict(work, best, found),
+        verdict=_verdict(work, best, runs),
         offload_memory=describe_host(cluster.host_bytes) if layout and layout.offload else "",
         chosen=alternatives[0] if alternatives else None,
         estimate=estimate(work, layout, hardware) if layout else None,
@@ -87,8 +87,8 @@ def plan_model(work: Workload, clusters: tuple[Cluster, ...]) -> ModelPlan:
         trained=adapters.trained(work),
         merged_bytes=adapters.merged_bytes(work),
         alternatives=alternatives,
-        lost=lost_of(found),
-        num_considered=sum(answer.num_considered for _, answer in found),
+        lost=lost_of(runs),
+        num_considered=sum(answer.num_considered for _, answer in runs),
         own_loop_bytes=device_bytes(replace(work, own_loop=True), layout)
         if layout and work.method == "full"
         else None,

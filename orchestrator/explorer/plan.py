@@ -187,9 +187,9 @@ def _environment(job: TrainingJob, mesh: Mesh, used: int, facts: NodeFacts) -> l
     )
     seat = WorkerSeat(rank=0, local_rank=0, shard=0, persists=True)
     settings = explain_environment(job, membership, seat, 0, facts)
-    for index, one in enumerate(settings):
-        if one.source == "user":
-            settings[index] = msgspec.structs.replace(one, value=redacted(one.name, one.value))
+    for index, var in enumerate(settings):
+        if var.source == "user":
+            settings[index] = msgspec.structs.replace(var, value=redacted(var.name, var.value))
     return settings
 
 
@@ -224,7 +224,7 @@ def _warnings(
     sizes: tuple[SizePlan, ...],
     device_memory_bytes: int | None,
 ) -> list[str]:
-    found = remarks(job)
+    texts = remarks(job)
     tight = [
         size
         for size in sizes
@@ -234,26 +234,26 @@ def _warnings(
     if tight and device_memory_bytes:
         largest = max(tight, key=lambda size: size.device_bytes or 0)
         nodes = ", ".join(str(size.nodes) for size in tight)
-        found.append(
+        texts.append(
             f"on {nodes} node{'s' * (tight[-1].nodes > 1)} a worker needs up to "
             f"{(largest.device_bytes or 0) / 2**30:.1f} GiB of {device_memory_bytes / 2**30:.1f} "
             f"GiB; a job that shrinks to this may run out of memory: raise nodes.min"
         )
     inner = mesh.tensor * mesh.context
     if inner > job.spec.workers_per_node:
-        found.append(
+        texts.append(
             f"tensor x context = {inner} spans nodes of {job.spec.workers_per_node} workers: "
             f"every layer waits for the network between them"
         )
     gpus = job.spec.resources.num_gpus
     if facts.gpus and not gpus:
-        found.append(
+        texts.append(
             f"resources.gpu is 0, so the job trains on the CPU; {facts.hostname} has "
             f"{len(facts.gpus)} x {facts.gpus[0].name}"
         )
     if facts.gpus and len(facts.gpus) < job.spec.workers_per_node * gpus:
         each = "a GPU" if gpus == 1 else f"{gpus} GPUs"
-        found.append(
+        texts.append(
             f"{job.spec.workers_per_node} workers need {each} each; {facts.hostname} has "
             f"{len(facts.gpus)}"
         )
@@ -262,17 +262,17 @@ def _warnings(
         and job.spec.checkpoint.memory.buddy == "never"
     ):
         replica = "one replica" if mesh.replicate == 1 else "all replicas of a stage on one node"
-        found.append(
+        texts.append(
             f"{replica} and no buddy copies: after a lost node the job restores from storage"
         )
-    return found
+    return texts
 
 
 def _format_warnings(work: Workload | None, hardware: Hardware | None) -> list[str]:
     if work is None or hardware is None or not work.on_gpu:
         return []
-    name, known = hardware.device.name, hardware.device.flops
-    if work.format in known or "float16" not in known:
+    name, flops = hardware.device.name, hardware.device.flops
+    if work.format in flops or "float16" not in flops:
         return []
     return [
         f"{name} has no {work.format}, and is timed as in float32: set "

@@ -58,16 +58,16 @@ def alternatives_of(ranked: Sequence[Ranked]) -> tuple[Alternative, ...]:
     """The same in the same order, with what each lost by."""
     return tuple(
         _alternative(
-            one.candidate.strategy,
-            one.candidate.layout,
-            one.cluster,
-            one.candidate.num_bytes,
-            "" if number == 0 else _why_lost(one, ranked[0]),
-            tokens_per_s=one.candidate.tokens_per_s,
-            mfu=one.candidate.mfu,
-            dollars_per_billion_tokens=one.price,
+            candidate.candidate.strategy,
+            candidate.candidate.layout,
+            candidate.cluster,
+            candidate.candidate.num_bytes,
+            "" if number == 0 else _why_lost(candidate, ranked[0]),
+            tokens_per_s=candidate.candidate.tokens_per_s,
+            mfu=candidate.candidate.mfu,
+            dollars_per_billion_tokens=candidate.price,
         )
-        for number, one in enumerate(ranked)
+        for number, candidate in enumerate(ranked)
     )
 
 
@@ -109,9 +109,9 @@ def _why_lost(one: Ranked, best: Ranked) -> str:
 def lost_of(found: Iterable[tuple[Cluster, Found]]) -> tuple[Alternative, ...]:
     """The layout that needs least memory for each strategy that does not fit."""
     return tuple(
-        _alternative(one.strategy, one.layout, cluster, one.num_bytes, one.why)
+        _alternative(c.strategy, c.layout, cluster, c.num_bytes, c.why)
         for cluster, answer in found
-        for one in answer.lost
+        for c in answer.lost
     )
 
 

@@ -110,20 +110,20 @@ def search(work: Workload, cluster: Cluster) -> Found:
             considered += 1
             if plainer.is_as_good_as(layout, _sizes(layout)[-1]):
                 continue  # it fits with the largest micro-batch, so nothing has to be saved
-            found = _largest_that_fits(work, layout, room)
-            if isinstance(found, int):
-                if name not in least or found < least[name][0]:
-                    least[name] = (found, layout)
+            fitting_layouts = _largest_that_fits(work, layout, room)
+            if isinstance(fitting_layouts, int):
+                if name not in least or fitting_layouts < least[name][0]:
+                    least[name] = (fitting_layouts, layout)
                 continue
-            if plainer.is_as_good_as(layout, found[-1].micro_batch):
+            if plainer.is_as_good_as(layout, fitting_layouts[-1].micro_batch):
                 continue
-            plainer.add(layout, found[-1].micro_batch)
-            for one in found:
-                candidate = estimate(work, one, cluster.hardware)
+            plainer.add(layout, fitting_layouts[-1].micro_batch)
+            for fitting in fitting_layouts:
+                candidate = estimate(work, fitting, cluster.hardware)
                 if name not in best or candidate.tokens_per_s > best[name].tokens_per_s:
                     best[name] = candidate
     ranked = sorted(best.values(), key=lambda one: -one.worth)
-    lost = sorted((needs, name, one) for name, (needs, one) in least.items() if name not in best)
+    lost = sorted((needs, name, way) for name, (needs, way) in least.items() if name not in best)
     return Found(
         tuple(ranked),
         tuple(
@@ -142,15 +142,15 @@ class _Plainer:
         self._found: dict[object, list[tuple[tuple[int, bool, bool], int]]] = {}
 
     def add(self, layout: ParallelLayout, micro_batch: int) -> None:
-        known = self._found.setdefault((layout.schedule, layout.reshard), [])
-        known.append((_saves(layout), micro_batch))
+        smaller = self._found.setdefault((layout.schedule, layout.reshard), [])
+        smaller.append((_saves(layout), micro_batch))
 
     def is_as_good_as(self, layout: ParallelLayout, micro_batch: int) -> bool:
-        known = self._found.get((layout.schedule, layout.reshard))
-        if not known:
+        smaller = self._found.get((layout.schedule, layout.reshard))
+        if not smaller:
             return False
         saves, pipeline = _saves(layout), layout.mesh.pipeline > 1
-        for less, size in known:
+        for less, size in smaller:
             # Without a pipeline larger micro-batches are never slower.
             same = size == micro_batch if pipeline else size >= micro_batch
             if same and all(a <= b for a, b in zip(less, saves, strict=True)):
@@ -159,7 +159,7 @@ class _Plainer:
 
 
 def _saves(layout: ParallelLayout) -> tuple[int, bool, bool]:
-    mode = next(n for n, one in enumerate(CHECKPOINTING) if one is layout.checkpointing)
+    mode = next(n for n, mode_of in enumerate(CHECKPOINTING) if mode_of is layout.checkpointing)
     return mode, layout.chunk_tokens > 0, layout.offload
 
 
@@ -219,9 +219,9 @@ def min_batch(work: Workload, cluster: Cluster) -> int:
 
 
 def _divisors(number: int, most: int) -> Iterator[int]:
-    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
-    large = [number // one for one in reversed(small) if one * one != number]
-    return (one for one in (*small, *large) if one <= most)
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    large = [number // divisor for divisor in reversed(small) if divisor * divisor != number]
+    return (divisor for divisor in (*small, *large) if divisor <= most)
 
 
 def layouts(

@@ -49,19 +49,19 @@ def strategies_of(
         return None
     devices, per_node = layout.mesh.world_size, layout.workers_per_node
     cluster = Cluster(devices, min(devices, per_node), hardware, room, memory.host)
-    found = search(work, cluster)
-    others = [one for one in found.ranked if is_valid(changed_to(job, one.layout))]
+    hits = search(work, cluster)
+    others = [c for c in hits.ranked if is_valid(changed_to(job, c.layout))]
     own = estimate(work, layout, hardware)
     held = not layout.offload or main_memory_holds(work, layout.mesh, memory.host)
     if held and fits(own.num_bytes, room):
-        others = [own, *(one for one in others if not _same(one.layout, layout))]
-    ranked = best_first(Ranked(one, cluster) for one in others)
-    at = next((number for number, one in enumerate(ranked) if one.candidate is own), None)
+        others = [own, *(c for c in others if not _same(c.layout, layout))]
+    ranked = best_first(Ranked(c, cluster) for c in others)
+    at = next((number for number, c in enumerate(ranked) if c.candidate is own), None)
     return Strategies(
         alternatives=alternatives_of(ranked),
         of_job=at,
-        lost=lost_of([(cluster, found)]),
-        num_considered=found.num_considered,
+        lost=lost_of([(cluster, hits)]),
+        num_considered=hits.num_considered,
     )
 
 

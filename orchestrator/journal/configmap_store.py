@@ -83,22 +83,22 @@ class ConfigMapStore:
         """Writes, so that the next write of a controller that is still running fails. Creates the
         object if there is none. Raises ApiError too."""
         get = (CONFIG_MAPS, self._owner.namespace, self._name)
-        found = None if self._fresh else await self._cluster.find(*get)
-        if found is None:
+        config_map = None if self._fresh else await self._cluster.find(*get)
+        if config_map is None:
             try:
                 await self._create({})
                 return []
             except JournalLost:
                 if not self._fresh:
                     raise
-                found = await self._cluster.get(*get)
-        if not self._owner.owns(found):
+                config_map = await self._cluster.get(*get)
+        if not self._owner.owns(config_map):
             raise JournalError(
                 f"{self.place}: belongs to an earlier job of this name, which is being deleted; "
                 f"the job starts when it is gone"
             )
-        self._version = str(found["metadata"]["resourceVersion"])
-        data = found.get("binaryData") or {}
+        self._version = str(config_map["metadata"]["resourceVersion"])
+        data = config_map.get("binaryData") or {}
         try:
             await self._replace(data)
         except Conflict:

@@ -87,8 +87,8 @@ class FileStore:
         return names
 
     def get(self, name: str) -> bytes | None:
-        found = (file.get(name) for file in self._files.values() if name in file.chunks)
-        return next(found, None)
+        chunks = (file.get(name) for file in self._files.values() if name in file.chunks)
+        return next(chunks, None)
 
     def _paths(self) -> builtins.list[Path]:
         try:

@@ -96,8 +96,8 @@ class GcsStore:
 
     # -- which chunks count -----------------------------------------------------------------------
     def _chunks(self) -> builtins.list[str]:
-        found = [*self._keys.list(ROOT + TAIL), *self._keys.list(ROOT + SNAPSHOT)]
-        return sorted((key.removeprefix(ROOT) for key in found), key=_position)
+        keys = [*self._keys.list(ROOT + TAIL), *self._keys.list(ROOT + SNAPSHOT)]
+        return sorted((key.removeprefix(ROOT) for key in keys), key=_position)
 
     def _epochs(self) -> builtins.list[int]:
         return sorted(int(key.removeprefix(EPOCH)) for key in self._keys.list(EPOCH))
@@ -105,7 +105,7 @@ class GcsStore:
     def _valid(self) -> builtins.list[str]:
         """The chunks that the newest owner has written or continued from, in order."""
         # Chunks before epochs: a controller that compacts them has created its epoch before.
-        found = self._chunks()
+        chunks = self._chunks()
         kept: builtins.list[str] = []
         end = None
         for epoch in reversed(self._epochs()):
@@ -116,7 +116,7 @@ class GcsStore:
                 continue  # it has not recorded its basis, and has written nothing
             kept += [
                 name
-                for name in reversed(found)
+                for name in reversed(chunks)
                 if _position(name)[1] == epoch and (end is None or _position(name) <= end)
             ]
             end = BASIS.unpack(data)

@@ -203,11 +203,11 @@ class KubeClient:
         self, resource: Resource, namespace: str = "", selector: str = "", fields: str = ""
     ) -> tuple[list[Document], str]:
         """(objects, resource version of the list)."""
-        found: list[Document] = []
+        documents: list[Document] = []
         latest = ""
         async for page, version in self.pages(resource, namespace, selector, fields):
-            found, latest = found + page, version
-        return found, latest
+            documents, latest = documents + page, version
+        return documents, latest
 
     async def pages(
         self, resource: Resource, namespace: str = "", selector: str = "", fields: str = ""
@@ -315,10 +315,10 @@ class KubeClient:
         try:
             async with self._slots:
                 text = await (await self._open(request)).read()
-            found: Document = json.loads(text)
+            answer: Document = json.loads(text)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise unreachable(self.host, request.verb, request.path, error) from None
-        return found
+        return answer
 
     async def _open(self, request: _Request) -> aiohttp.ClientResponse:
         """A 2xx response whose body is not read yet."""
@@ -359,5 +359,5 @@ def _selectors(selector: str, fields: str) -> list[tuple[str, str]]:
 def _namespace(file: str | None, context: str | None) -> str:
     """The namespace of a kubeconfig context."""
     contexts, active = loader.list_kube_config_contexts(file)  # type: ignore[no-untyped-call]
-    chosen = next((one for one in contexts if one["name"] == context), active)
+    chosen = next((entry for entry in contexts if entry["name"] == context), active)
     return str(chosen["context"].get("namespace") or "default")

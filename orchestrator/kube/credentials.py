@@ -50,8 +50,8 @@ class Credentials:
             if self._load is None:
                 return False
             try:
-                found = await self._load()
-                auth = _auth(found)
+                headers = await self._load()
+                auth = _auth(headers)
             except (loader.ConfigException, OSError, ValueError, LookupError, yaml.YAMLError) as e:
                 log.warning("credentials could not be reloaded: %s", " ".join(str(e).split()))
                 return False
@@ -61,11 +61,11 @@ class Credentials:
                 return False
             if auth[1:] == self.auth[1:]:
                 configuration = self.api.configuration
-                configuration.api_key = found.api_key
-                configuration.refresh_api_key_hook = found.refresh_api_key_hook
+                configuration.api_key = headers.api_key
+                configuration.refresh_api_key_hook = headers.refresh_api_key_hook
             else:
                 self._replaced.append(self.api)
-                self.api = library.ApiClient(found)
+                self.api = library.ApiClient(headers)
             self.auth = auth
             log.info("the API server refused the credentials; they were reloaded")
             return True

@@ -111,10 +111,10 @@ class Informer:
         documents, version = await self._cluster.list_all(
             self._resource, self._namespace, self._selector
         )
-        found = {key_of(document): self._trim(document) for document in documents}
-        for key in [key for key in self.objects if key not in found]:
+        objects = {key_of(document): self._trim(document) for document in documents}
+        for key in [key for key in self.objects if key not in objects]:
             self._apply("DELETED", self.objects[key])
-        for document in found.values():
+        for document in objects.values():
             self._apply("MODIFIED", document)
         self._set_problem("")
         self.synced.set()

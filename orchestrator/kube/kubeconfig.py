@@ -22,31 +22,31 @@ FIX = "name one with --kubeconfig, or set $KUBECONFIG"
 def problem(context: str | None, kubeconfig: str | Path | None) -> Problem | None:
     """None when the files and the context exist."""
     field, paths = _files(kubeconfig)
-    found = [path for path in paths if os.path.isfile(path)]  # noqa: PTH113 (never raises)
-    if not found:
+    files = [path for path in paths if os.path.isfile(path)]  # noqa: PTH113 (never raises)
+    if not files:
         only = paths[0] if len(paths) == 1 else ""
         what = "a directory" if os.path.isdir(only) else "no such file"  # noqa: PTH112
         got = f"{':'.join(map(str, paths))} ({what})"
         return Problem(field, got, "a kubeconfig", FIX)
     contexts: list[str] = []
     current = ""
-    for path in found:
+    for path in files:
         try:
             document = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-            contexts += [str(one["name"]) for one in document.get("contexts") or ()]
+            contexts += [str(entry["name"]) for entry in document.get("contexts") or ()]
             current = current or str(document.get("current-context") or "")
         except OSError as error:
             return Problem(field, f"{path} ({error.strerror})", "a file that can be read")
         except (ValueError, RecursionError, yaml.YAMLError, AttributeError, TypeError, KeyError):
             return Problem(field, f"{path}, which is not a kubeconfig", "a kubeconfig in YAML", FIX)
-    known = (
+    expected = (
         f"one of {', '.join(dict.fromkeys(contexts))}" if contexts else "a context (there is none)"
     )
     if context is not None and context not in contexts:
-        return Problem("--context", context, f"{known} in {':'.join(map(str, found))}")
+        return Problem("--context", context, f"{expected} in {':'.join(map(str, files))}")
     if context is None and current not in contexts:
         got = f"none, and current-context of the kubeconfig is {current or 'not set'}"
-        return Problem("--context", got, known, "see `kubectl config get-contexts`")
+        return Problem("--context", got, expected, "see `kubectl config get-contexts`")
     return None
 
 

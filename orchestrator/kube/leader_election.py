@@ -136,11 +136,11 @@ class LeaderElection:
         if not self.leading:
             return
         try:
-            found = await self._cluster.get(LEASES, self._lease.namespace, self._lease.name)
-            if found["spec"].get("holderIdentity") == self._identity:
-                found["spec"]["holderIdentity"] = ""
-                found["spec"]["leaseDurationSeconds"] = 1
-                await self._cluster.replace(LEASES, self._lease.namespace, found)
+            lease = await self._cluster.get(LEASES, self._lease.namespace, self._lease.name)
+            if lease["spec"].get("holderIdentity") == self._identity:
+                lease["spec"]["holderIdentity"] = ""
+                lease["spec"]["leaseDurationSeconds"] = 1
+                await self._cluster.replace(LEASES, self._lease.namespace, lease)
         except ApiError as error:
             log.warning("the lease was not released: %s", error)
         self.holder = ""
@@ -162,13 +162,13 @@ class LeaderElection:
         """Read the lease and write it if it is free, expired or held by this candidate."""
         namespace, name = self._lease.namespace, self._lease.name
         now = asyncio.get_running_loop().time()
-        found = await self._cluster.find(LEASES, namespace, name)
+        lease = await self._cluster.find(LEASES, namespace, name)
         try:
-            if found is None:
+            if lease is None:
                 await self._cluster.create(LEASES, namespace, self._document({}, 0, _now()))
                 self.holder = self._identity
                 return True
-            spec: Document = found.get("spec") or {}
+            spec: Document = lease.get("spec") or {}
             holder = str(spec.get("holderIdentity") or "")
             state = (holder, str(spec.get("renewTime") or ""))
             if state != self._seen:
@@ -182,7 +182,7 @@ class LeaderElection:
             acquired = str(spec.get("acquireTime") or _now())
             if holder != self._identity:
                 transitions, acquired = transitions + 1, _now()
-            body = self._document(found["metadata"], transitions, acquired)
+            body = self._document(lease["metadata"], transitions, acquired)
             self._written = await self._cluster.replace(LEASES, namespace, body)
         except Conflict:
             self.holder = ""

@@ -28,7 +28,7 @@ class Owner:
     def owns(self, document: Mapping[str, Any]) -> bool:
         """The object belongs to this job and not to an earlier one of the same name."""
         references = document["metadata"].get("ownerReferences") or ()
-        return any(one.get("uid") == self.uid for one in references)
+        return any(reference.get("uid") == self.uid for reference in references)
 
 
 GROUP, _, VERSION = API_VERSION.partition("/")

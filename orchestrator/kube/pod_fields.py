@@ -28,9 +28,9 @@ class UnknownField(NamedTuple):
 def misspelt_fields(pod: dict[str, Any]) -> list[UnknownField]:
     """`pod`: metadata and spec of a pod, or a part of them."""
     return [
-        found
+        field
         for part, model in ROOTS.items()
-        for found in _unknown_in_model(pod.get(part), model, part)
+        for field in _unknown_in_model(pod.get(part), model, part)
     ]
 
 

@@ -66,8 +66,8 @@ async def _lines(stream: Any) -> AsyncIterator[bytes]:
 
 
 async def _has_ended(cluster: KubeClient, namespace: str, pod: str) -> bool:
-    found = await cluster.find(PODS, namespace, pod)
-    return found is None or found.get("status", {}).get("phase") in ENDED
+    document = await cluster.find(PODS, namespace, pod)
+    return document is None or document.get("status", {}).get("phase") in ENDED
 
 
 def _broken(pod: str, error: Exception) -> ApiError:

@@ -45,13 +45,13 @@ _SIMPLE = {"str": "string", "int": "integer", "float": "number", "bool": "boolea
 
 def definition() -> dict[str, Any]:
     """Ready for `kubectl apply`: misspelt fields of spec.kubernetes.podTemplate are refused."""
-    made = open_definition()
-    (version,) = made["spec"]["versions"]
+    document = open_definition()
+    (version,) = document["spec"]["versions"]
     spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
     kubernetes = spec["kubernetes"]["properties"]
     text = kubernetes["podTemplate"]["description"]
     kubernetes["podTemplate"] = {"description": text, **pod_template_schema()}
-    return made
+    return document
 
 
 def definition_text() -> str:

@@ -203,14 +203,14 @@ def in_flight(layout: ParallelLayout, part: StageEnds) -> float:
     all layers of the rank. gpipe: all; 1F1B: p on the first rank, 1 on the last; interleaved:
     (2 (p - 1) + (v - 1) p + 1) / v on the first, without the 2 (p - 1) on the last; a V: p on all.
     Sources: Narayanan et al. 2021; Korthikanti et al. 2022, section 4.2.3; Qi et al. 2024."""
-    p, v, every = layout.mesh.pipeline, layout.stages_per_rank, layout.num_micro_batches
+    p, v, batches = layout.mesh.pipeline, layout.stages_per_rank, layout.num_micro_batches
     if p == 1:
         return 1.0
     if layout.schedule == "gpipe":
-        return float(every)
+        return float(batches)
     if layout.schedule == "zbvZeroBubble":
-        return float(min(p, every))
+        return float(min(p, batches))
     first = 2 * (p - 1) if not part.head else 0
     if v == 1:
-        return float(min(p if not part.head else 1, every))
-    return min((first + (v - 1) * p + 1) / v, float(every))
+        return float(min(p if not part.head else 1, batches))
+    return min((first + (v - 1) * p + 1) / v, float(batches))

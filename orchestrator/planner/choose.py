@@ -67,16 +67,16 @@ def choose_mesh(
 
 def memory_on(job: TrainingJob, nodes: Iterable[NodeFacts]) -> WorkerMemory:
     """What a worker has on the smallest of these nodes. Plan, launch and resize all use it."""
-    every = list(nodes)
-    device = min((gpu.memory_bytes for node in every for gpu in node.gpus), default=None)
-    main = min((node.memory_bytes for node in every if node.memory_bytes), default=None)
+    facts = list(nodes)
+    device = min((gpu.memory_bytes for node in facts for gpu in node.gpus), default=None)
+    main = min((node.memory_bytes for node in facts if node.memory_bytes), default=None)
     return memory_of_least(job, device, main)
 
 
 def memory_of_least(job: TrainingJob, device: int | None, main: int | None) -> WorkerMemory:
     """Same as `memory_on`, from the bytes of the smallest GPU and the smallest main memory."""
-    found = memory_of_worker(job, [] if device is None else [device])
-    return WorkerMemory(found, main and host_share(main, job.spec.workers_per_node))
+    memory = memory_of_worker(job, [] if device is None else [device])
+    return WorkerMemory(memory, main and host_share(main, job.spec.workers_per_node))
 
 
 def memory_of_worker(job: TrainingJob, gpu_memories: Iterable[int]) -> int | None:

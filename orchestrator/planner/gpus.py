@@ -54,17 +54,17 @@ def resolve(job: TrainingJob, found: GpusFound) -> Resolved:
         return Resolved(job, "")
     workers = job.spec.workers_per_node
     if job.spec.env.get(VISIBLE_DEVICES) == "":
-        made, why = 0, f"spec.env.{VISIBLE_DEVICES} is empty"
+        count, why = 0, f"spec.env.{VISIBLE_DEVICES} is empty"
     elif found.wanted or found.most >= workers:
-        made, why = 1, found.what
+        count, why = 1, found.what
     elif found.most == 0:
-        made, why = 0, found.what
+        count, why = 0, found.what
     else:
         expected = f"0, or a node with {workers} GPUs, one for each of workersPerNode"
         fix = f"write gpu: 0 to train on the CPU, or workersPerNode: {found.most}"
         raise TooFewGpus([Problem(FIELD, f"auto ({found.what})", expected, fix)])
-    each = "each worker gets one GPU" if made else "workers train on the CPU"
-    resolved = with_gpus(job, made)
+    each = "each worker gets one GPU" if count else "workers train on the CPU"
+    resolved = with_gpus(job, count)
     if problems := without_effect(resolved):
         raise SpecError(problems)
     return Resolved(resolved, f"{FIELD} auto: {each}; {why}")

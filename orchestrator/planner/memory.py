@@ -76,11 +76,11 @@ def peak_by_category(work: Workload, layout: ParallelLayout) -> dict[Category, i
     """device_bytes by category, without what CUDA takes, in the phase that needs most."""
     terms = max(_rank_terms(work, layout), key=peak)
     sums = by_phase(terms)
-    bit, found = 1 << sums.index(max(sums)), dict[Category, int]()
+    bit, num_bytes = 1 << sums.index(max(sums)), dict[Category, int]()
     for term in terms:
         if term.phases & bit and term.category != "context":
-            found[term.category] = found.get(term.category, 0) + round(term.num_bytes)
-    return {name: found[name] for name in CATEGORIES if found.get(name)}
+            num_bytes[term.category] = num_bytes.get(term.category, 0) + round(term.num_bytes)
+    return {name: num_bytes[name] for name in CATEGORIES if num_bytes.get(name)}
 
 
 def _rank_terms(work: Workload, layout: ParallelLayout) -> Iterator[tuple[Term, ...]]:

@@ -68,10 +68,10 @@ def check_job(path: Path, text: str, job: TrainingJob) -> list[Finding]:
     """The findings in the fields of a job; `text` is its file's, for the lines."""
     report = Report()
     for name in job.spec.env:
-        if found := INEFFECTIVE.get(name):
+        if effect := INEFFECTIVE.get(name):
             line = line_of(text, name)
-            report.put(path, line, 1, "ENV501", f"spec.env.{name}", found.why,
-                       f"write {found.instead}")  # fmt: skip
+            report.put(path, line, 1, "ENV501", f"spec.env.{name}", effect.why,
+                       f"write {effect.instead}")  # fmt: skip
     entry = job.spec.entrypoint.program
     if "torch.distributed.launch" in (*entry.args, entry.launcher):
         line = line_of(text, "torch.distributed.launch")

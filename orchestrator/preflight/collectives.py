@@ -62,9 +62,9 @@ class SharedCall(NamedTuple):
 
 
 def check(facts: Facts, report: Report) -> None:
-    found = _Collectives(facts)
+    collectives = _Collectives(facts)
     for function in facts.functions:
-        _check_function(facts, found, function, report)
+        _check_function(facts, collectives, function, report)
         _check_forward(facts, function, report)
 
 
@@ -77,9 +77,9 @@ class _Collectives:
         """id of a function -> the collective that it always calls."""
         for _ in range(6):
             new = {
-                id(function): found
+                id(function): shared
                 for function in facts.functions
-                if not isinstance(function.node, ast.Module) and (found := self._always(function))
+                if not isinstance(function.node, ast.Module) and (shared := self._always(function))
             }
             if new == self._inside:
                 break
@@ -89,10 +89,10 @@ class _Collectives:
         for site in function.sites:
             if self._facts.rank_guards(site) or site.context.in_except:
                 continue
-            found = self.of(site)
-            if found is not None and found.rule in (_HANG101, _HANG103, _FSDP203):
+            call = self.of(site)
+            if call is not None and call.rule in (_HANG101, _HANG103, _FSDP203):
                 text = f"{shown(site.call.func, 40)}() in line {site.call.lineno}"
-                return found._replace(text=text)
+                return call._replace(text=text)
         return None
 
     def of(self, site: Site) -> SharedCall | None:

@@ -122,10 +122,10 @@ class Facts:
                 self._affect(site.function, part, FSDP2)
         for target in self.targets(site):
             for name, value in arguments(site, target):
-                known = self.kinds(site.function, value) - {NOT_RANK, UNKNOWN_CALL}
+                kinds = self.kinds(site.function, value) - {NOT_RANK, UNKNOWN_CALL}
                 if self.is_rank(site.function, value):
-                    known = known | {RANK}
-                self._kinds[id(target.node), name] |= known
+                    kinds = kinds | {RANK}
+                self._kinds[id(target.node), name] |= kinds
                 for kind in self._effects[id(target), name]:
                     self._affect(site.function, value, kind)
 
@@ -163,14 +163,14 @@ class Facts:
     def _name_kinds(self, function: Function, node: ast.Name | ast.Attribute) -> set[str]:
         text = node.id if isinstance(node, ast.Name) else ast.unparse(node)
         if text.startswith("self.") and function.class_name:
-            found = self._kinds.get(((function.module.name, function.class_name), text))
-            if found:
-                return found
+            kinds = self._kinds.get(((function.module.name, function.class_name), text))
+            if kinds:
+                return kinds
         scope: Function | None = function
         while scope is not None:
-            found = self._kinds.get((id(scope.node), text))
-            if found:
-                return found
+            kinds = self._kinds.get((id(scope.node), text))
+            if kinds:
+                return kinds
             if text in scope.all_parameters:
                 return set()
             scope = scope.parent
@@ -192,10 +192,10 @@ class Facts:
         name = self.project.resolve(function.module, call.func)
         last = name.rpartition(".")[2]
         if name.startswith("torch."):
-            known = {"FullyShardedDataParallel": FSDP1, "DistributedDataParallel": DDP,
+            wrappers = {"FullyShardedDataParallel": FSDP1, "DistributedDataParallel": DDP,
                      "fully_shard": FSDP2, "replicate": DDP}  # fmt: skip
-            if last in known:
-                return {known[last]}
+            if last in wrappers:
+                return {wrappers[last]}
             if name == "torch.compile" and call.args:
                 return self.kinds(function, call.args[0])
             if name.startswith("torch.optim.") and last[:1].isupper():
@@ -224,8 +224,8 @@ class Facts:
                     return [scope.nested[called.id]]
                 scope = scope.parent
         if site.name:
-            found = self._by_name.get(site.name) or self._method(site.name, "__init__")
-            return [found] if found is not None else []
+            candidates = self._by_name.get(site.name) or self._method(site.name, "__init__")
+            return [candidates] if candidates is not None else []
         if not isinstance(called, ast.Attribute):
             return []
         if ast.unparse(called.value) in ("self", "cls") and function.class_name:
@@ -238,11 +238,11 @@ class Facts:
 
     def _method(self, owner: str, name: str, depth: int = 8) -> Function | None:
         """The method of a class of the project, or of the first of its bases that has it."""
-        if (found := self._by_name.get(f"{owner}.{name}")) is not None:
-            return found
+        if (function := self._by_name.get(f"{owner}.{name}")) is not None:
+            return function
         for base in self._bases.get(owner, ()) if depth else ():
-            if (found := self._method(base, name, depth - 1)) is not None:
-                return found
+            if (function := self._method(base, name, depth - 1)) is not None:
+                return function
         return None
 
     def _classes(self) -> Iterator[tuple[str, list[str]]]:
@@ -313,9 +313,7 @@ class Facts:
 
     def uses(self, *kinds: str) -> bool:
         """True if any value of the project has one of the kinds."""
-        return any(
-            found & set(kinds) for found in (*self._kinds.values(), *self._returned.values())
-        )
+        return any(held & set(kinds) for held in (*self._kinds.values(), *self._returned.values()))
 
     def is_output(self, function: Function, node: ast.expr, line: int, depth: int = 4) -> bool:
         """True if the value that the expression has in a line is computed from what a sharded or
@@ -338,11 +336,11 @@ class Facts:
 
     def rank_guards(self, site: Site) -> list[Guard]:
         """The conditions on the rank under which a call runs, outermost first."""
-        known = {guard.key for guard in site.context.guards}
+        guarded = {guard.key for guard in site.context.guards}
         return [
             guard
             for guard in site.context.guards
-            if self.is_rank(site.function, guard.test) and not _is_decided(guard, known)
+            if self.is_rank(site.function, guard.test) and not _is_decided(guard, guarded)
         ]
 
     def runs_on_some_ranks(self, site: Site) -> bool:
@@ -362,10 +360,10 @@ def arguments(site: Site, target: Function) -> list[tuple[str, ast.expr]]:
     names = target.parameters
     if target.is_method and (site.receiver is not None or target.name.endswith(".__init__")):
         names = names[1:]
-    given = [a for a in site.call.args if not isinstance(a, ast.Starred)]
-    pairs = list(zip(names, given, strict=False))
-    known = target.all_parameters
-    pairs += [(k.arg, k.value) for k in site.call.keywords if k.arg is not None and k.arg in known]
+    args = [a for a in site.call.args if not isinstance(a, ast.Starred)]
+    pairs = list(zip(names, args, strict=False))
+    taken = target.all_parameters
+    pairs += [(k.arg, k.value) for k in site.call.keywords if k.arg is not None and k.arg in taken]
     return pairs
 
 

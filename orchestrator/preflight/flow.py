@@ -76,8 +76,8 @@ class Site:
                 return keyword.value
         arguments = self.call.args
         if position is not None and position < len(arguments):
-            found = arguments[position]
-            return None if isinstance(found, ast.Starred) else found
+            value = arguments[position]
+            return None if isinstance(value, ast.Starred) else value
         return None
 
     @property
@@ -113,8 +113,8 @@ class Function:
     def parameters(self) -> list[str]:
         if isinstance(self.node, ast.Module):
             return []
-        given = self.node.args
-        return [a.arg for a in (*given.posonlyargs, *given.args)]
+        arguments = self.node.args
+        return [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
 
     @property
     def all_parameters(self) -> set[str]:
@@ -129,12 +129,12 @@ class Function:
 
 def functions(project: Project) -> list[Function]:
     """Every function of the project with its calls, the top levels of modules first."""
-    made: list[Function] = []
+    all_functions: list[Function] = []
     for module in project.modules.values():
         top = Function(module, module.tree, module.name)
-        made.append(top)
-        _Walker(project, top, made).run(module.tree.body)
-    return made
+        all_functions.append(top)
+        _Walker(project, top, all_functions).run(module.tree.body)
+    return all_functions
 
 
 class _Walker:

@@ -77,9 +77,9 @@ def bindings_of(function: Function, text: str) -> list[Binding]:
     """Assignments of a name in the nearest scope that has any."""
     scope: Function | None = function
     while scope is not None:
-        found = [b for b in scope.bindings if ast.unparse(b.target) == text and b.place is None]
-        if found or text in scope.all_parameters:
-            return found
+        bindings = [b for b in scope.bindings if ast.unparse(b.target) == text and b.place is None]
+        if bindings or text in scope.all_parameters:
+            return bindings
         scope = scope.parent
     return []
 
@@ -330,8 +330,8 @@ def _check_tied(facts: Facts, report: Report) -> None:
                 synced, ast.Constant) and synced.value is True:  # fmt: skip
                 what = f"sync_module_states=True with weights tied in line {tied[0][0].lineno}"
                 report.add("FSDP212", function.module, site.call, what)
-    for node, function, one, other in tied:
-        if one and other and one != other and {one, other} <= sharded_apart:
+    for node, function, left, other in tied:
+        if left and other and left != other and {left, other} <= sharded_apart:
             what = f"{shown(node)}, and fully_shard() on each of the two"
             report.add("FSDP212", function.module, node, what)
 

@@ -46,10 +46,10 @@ class Report:
         severity: Severity | None = None,
     ) -> None:
         """A finding at a place that no syntax tree has."""
-        known = RULES[rule]
+        rule_known = RULES[rule]
         finding = Finding(
-            path, line, column, rule, severity or known.severity, what,
-            why or known.why, fix or known.fix,
+            path, line, column, rule, severity or rule_known.severity, what,
+            why or rule_known.why, fix or rule_known.fix,
         )  # fmt: skip
         self._found.setdefault((path, line, column, rule), finding)
 

@@ -49,17 +49,17 @@ def _flags(module: Module) -> Iterator[tuple[ast.AST, str, list[str]]]:
             yield from _parameter_flags(node)
     for node in module.tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else []
-        if any(isinstance(one, ast.Name) and one.id == NANO_GPT for one in targets):
+        if any(isinstance(target, ast.Name) and target.id == NANO_GPT for target in targets):
             yield node, f"{NANO_GPT} = ...", [f"--{NANO_GPT}=resume"]
 
 
 def _option_flags(call: ast.Call) -> Iterator[tuple[ast.AST, str, list[str]]]:
-    names = [one.value for one in call.args if isinstance(one, ast.Constant)]
+    names = [arg.value for arg in call.args if isinstance(arg, ast.Constant)]
     flag = next((n for n in names if isinstance(n, str) and _FLAG.fullmatch(n)), None)
     if flag is None:
         return
-    given = {keyword.arg: keyword.value for keyword in call.keywords}
-    action, is_flag = given.get("action"), given.get("is_flag")
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+    action, is_flag = keywords.get("action"), keywords.get("is_flag")
     switch = (isinstance(action, ast.Constant) and action.value in _SWITCHES) or (
         action is not None and _name(action) in _SWITCHES
     )
@@ -68,11 +68,11 @@ def _option_flags(call: ast.Call) -> Iterator[tuple[ast.AST, str, list[str]]]:
 
 
 def _parameter_flags(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, str, list[str]]]:
-    for one in (*function.args.args, *function.args.kwonlyargs):
-        if _PARAMETER.fullmatch(one.arg) and one.annotation is not None:
-            flag = "--" + one.arg.replace("_", "-")
-            switch = _name(one.annotation) == "bool"
-            yield one, flag, [flag] if switch else [flag, "{checkpoint}"]
+    for parameter in (*function.args.args, *function.args.kwonlyargs):
+        if _PARAMETER.fullmatch(parameter.arg) and parameter.annotation is not None:
+            flag = "--" + parameter.arg.replace("_", "-")
+            switch = _name(parameter.annotation) == "bool"
+            yield parameter, flag, [flag] if switch else [flag, "{checkpoint}"]
 
 
 def _name(node: ast.expr) -> str:

@@ -221,5 +221,5 @@ _IGNORE = re.compile(r"#\s*holdfast:\s*ignore\[([^\]]*)\]")
 
 def ignored_ids(comment: str) -> set[str]:
     """The IDs that a comment silences: `# holdfast: ignore[FSDP203, ENV502]`."""
-    found = _IGNORE.search(comment)
-    return {word.strip() for word in found[1].split(",")} - {""} if found else set()
+    match = _IGNORE.search(comment)
+    return {word.strip() for word in match[1].split(",")} - {""} if match else set()

@@ -89,8 +89,8 @@ class Project:
         """The longest module of the project that the name begins with, and the rest."""
         parts = dotted.split(".")
         for count in range(len(parts), 0, -1):
-            if found := self.modules.get(".".join(parts[:count])):
-                return found, ".", ".".join(parts[count:])
+            if module := self.modules.get(".".join(parts[:count])):
+                return module, ".", ".".join(parts[count:])
         return None, "", dotted
 
     def _star_name(self, module: Module, name: str) -> str:
@@ -218,14 +218,14 @@ def load(main: Path, roots: list[Path], name: str = "__main__") -> Project:
             project.skipped += 1
             continue
         project.modules[dotted] = parsed
-        for wanted, found in _imported(parsed, roots):
-            if found.resolve() in seen:
+        for wanted, module in _imported(parsed, roots):
+            if module.resolve() in seen:
                 continue
             if len(seen) >= MAX_MODULES:
                 project.skipped += 1
                 continue
-            seen.add(found.resolve())
-            waiting.append((wanted, found))
+            seen.add(module.resolve())
+            waiting.append((wanted, module))
     return project
 
 

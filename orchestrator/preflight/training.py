@@ -222,8 +222,8 @@ def _check_environment(facts: Facts, function: Function, report: Report) -> None
             _check_variable(sets, site.call.args[0], site.call, function, report)
         if site.name == "os.environ.update":
             keys: list[ast.expr] = [ast.Constant(k.arg) for k in site.call.keywords]
-            for given in site.call.args:
-                keys += [k for k in getattr(given, "keys", []) if isinstance(k, ast.expr)]
+            for argument in site.call.args:
+                keys += [k for k in getattr(argument, "keys", []) if isinstance(k, ast.expr)]
             for key in keys:
                 _check_variable(True, key, site.call, function, report)
         if site.name.startswith(("subprocess.", "os.")) and site.call.args:
@@ -235,9 +235,9 @@ def _check_environment(facts: Facts, function: Function, report: Report) -> None
 def _check_variable(
     sets: bool, key: ast.expr, node: ast.expr, function: Function, report: Report
 ) -> None:
-    if sets and isinstance(key, ast.Constant) and (found := INEFFECTIVE.get(str(key.value))):
-        fix = f"write {found.instead}"
-        report.add("ENV501", function.module, node, str(key.value), why=found.why, fix=fix)
+    if sets and isinstance(key, ast.Constant) and (effect := INEFFECTIVE.get(str(key.value))):
+        fix = f"write {effect.instead}"
+        report.add("ENV501", function.module, node, str(key.value), why=effect.why, fix=fix)
 
 
 def _check_imports(facts: Facts, report: Report) -> None:

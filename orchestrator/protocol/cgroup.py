@@ -57,8 +57,8 @@ class _Mount:
         """The directory of a group of /proc/self/cgroup. Often only the container's own group is
         mounted, and its parents are not visible."""
         below = path.removeprefix(self.root.rstrip("/")).lstrip("/")
-        found = self.point / below
-        return found if found.is_dir() else self.point
+        directory = self.point / below
+        return directory if directory.is_dir() else self.point
 
 
 def _mounts(mountinfo: str) -> Iterator[_Mount]:
@@ -142,12 +142,12 @@ def _limit(text: str) -> int | None:
 
 
 def _least(group: CgroupDirectory, of: Callable[[Path], float | None]) -> float | None:
-    found = []
+    bounds = []
     for path in group.upwards():
         try:
             limit = of(path)
         except (OSError, ValueError):
             continue  # the root group has no limits, and not every group has every controller
         if limit is not None:
-            found.append(limit)
-    return min(found, default=None)
+            bounds.append(limit)
+    return min(bounds, default=None)

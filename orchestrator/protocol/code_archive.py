@@ -77,13 +77,13 @@ def _extract(tar: tarfile.TarFile, directory: Path) -> None:
     entries = tar.getmembers()
     if len(entries) > limits.MAX_CODE_FILES:
         raise BadArchive(f"code archive: more than {limits.MAX_CODE_FILES} files")
-    links = {str(PurePosixPath(one.name)): one.linkname for one in entries if one.issym()}
+    links = {str(PurePosixPath(e.name)): e.linkname for e in entries if e.issym()}
     for entry in entries:
         _check(entry, links)
     # Links come last, so that no file is written through one.
-    for entry in (one for one in entries if one.isreg()):
+    for entry in (e for e in entries if e.isreg()):
         _write(tar, entry, directory / entry.name)
-    for entry in (one for one in entries if one.issym()):
+    for entry in (e for e in entries if e.issym()):
         path = directory / entry.name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(entry.linkname)
@@ -106,8 +106,8 @@ def _check(entry: tarfile.TarInfo, links: Mapping[str, str]) -> None:
     plain = entry.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not entry.issparse()
     if not (plain or entry.issym()):
         raise BadArchive(f"code archive: {entry.name} is neither a file nor a link")
-    above = [str(one) for one in PurePosixPath(entry.name).parents]
-    if not is_inside(entry.name) or any(one in links for one in above):
+    above = [str(parent) for parent in PurePosixPath(entry.name).parents]
+    if not is_inside(entry.name) or any(parent in links for parent in above):
         raise BadArchive(f"code archive: {entry.name} leads out of its directory")
     if entry.issym() and not links_inside(entry.name, entry.linkname, links):
         raise BadArchive(f"code archive: {entry.name} leads out of its directory")

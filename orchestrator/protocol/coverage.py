@@ -31,8 +31,8 @@ def proved(files: Sequence[ShardFile], mesh: Mesh) -> bool:
     per_stage = mesh.num_shards // mesh.pipeline
     for begin in range(0, len(files), per_stage):
         sums = [file.coverage for file in files[begin : begin + per_stage]]
-        wholes = {one.whole for one in sums}
-        weighted = sum(one.weighted for one in sums) % MODULUS
+        wholes = {part.whole for part in sums}
+        weighted = sum(part.weighted for part in sums) % MODULUS
         if len(wholes) > 1 or weighted != per_stage * wholes.pop() % MODULUS:
             return False
     return True

@@ -120,8 +120,8 @@ def explain_environment(
         name = setting.name if setting.name in user else alias
         why = f"spec.env; Holdfast would have set {setting.name}={setting.value}"
         settings.append(Setting(name, user[name], why, "user"))
-    known = {setting.name for setting in settings}
-    settings += [Setting(n, v, "spec.env", "user") for n, v in user.items() if n not in known]
+    names = {setting.name for setting in settings}
+    settings += [Setting(n, v, "spec.env", "user") for n, v in user.items() if n not in names]
     return settings
 
 

@@ -116,11 +116,11 @@ def _hcas(profile: Profile, fabric: Fabric, facts: NodeFacts) -> tuple[tuple[str
     if fabric.hcas:
         return fabric.hcas, "set by spec.fabric.hcas"
     wanted = "InfiniBand" if profile == "ib" else "Ethernet"
-    found = [name for name, layer in map(_split_hca, facts.hcas) if layer == wanted]
+    devices = [name for name, layer in map(_split_hca, facts.hcas) if layer == wanted]
     # If all have one link layer, NCCL's own choice by PCI distance is better.
-    if not found or len(found) == len(facts.hcas):
+    if not devices or len(devices) == len(facts.hcas):
         return (), ""
-    return tuple(found), f"the devices of this node whose link layer is {wanted}"
+    return tuple(devices), f"the devices of this node whose link layer is {wanted}"
 
 
 def _split_hca(text: str) -> tuple[str, str]:

@@ -142,7 +142,7 @@ def report_fields(report: StepReport) -> dict[str, Any]:
 
 def largest(reports: Sequence[StepReport]) -> dict[str, Any]:
     """The largest of each number; the loss is that of the first report that has one."""
-    loss = next((one.loss for one in reports if one.loss is not None), None)
+    loss = next((report.loss for report in reports if report.loss is not None), None)
     names = [name for name in StepReport.__struct_fields__ if name != "loss"]
     return {"loss": loss} | {name: max(map(attrgetter(name), reports)) for name in names}
 
@@ -207,8 +207,8 @@ def is_silent(step: int, phase: WorkerPhase, began_after: int | None) -> bool:
 
 def counting(beats: Iterable[WorkerBeat]) -> list[WorkerBeat]:
     """Beats whose steps count: a script's ranks that report steps, otherwise all."""
-    every = list(beats)
-    return [beat for beat in every if beat.counted_by in SCRIPT_SOURCES] or every
+    all_beats = list(beats)
+    return [beat for beat in all_beats if beat.counted_by in SCRIPT_SOURCES] or all_beats
 
 
 USAGE_CODE = 2
@@ -389,11 +389,11 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
         megabytes."""
         if self.restore is None or not self.restore.sources:
             return self
-        every, kept = self.restore.sources, []
+        sources, kept = self.restore.sources, []
         for shard in sorted(set(shards)):
-            at = bisect_left(every, shard, key=lambda source: source.shard)
-            while at < len(every) and every[at].shard == shard:
-                kept.append(every[at])
+            at = bisect_left(sources, shard, key=lambda source: source.shard)
+            while at < len(sources) and sources[at].shard == shard:
+                kept.append(sources[at])
                 at += 1
         restore = msgspec.structs.replace(self.restore, sources=tuple(kept))
         return msgspec.structs.replace(self, restore=restore)

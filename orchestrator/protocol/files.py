@@ -51,11 +51,11 @@ def read_small(system: Any, path: str, most: int) -> bytes:
     library raises."""
     if not is_local(system):
         return bytes(system.cat_file(path))
-    found = system.info(path)
-    if found["type"] != "file":
+    info = system.info(path)
+    if info["type"] != "file":
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    if found["size"] > most:
-        raise ValueError(f"{found['size']} bytes; at most {most}")
+    if info["size"] > most:
+        raise ValueError(f"{info['size']} bytes; at most {most}")
     return bytes(system.cat_file(path))
 
 

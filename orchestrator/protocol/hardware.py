@@ -27,18 +27,18 @@ def query_gpus() -> tuple[Gpu, ...]:
     if program is None:
         return ()
     lines = _run(program, "--query-gpu=name,memory.total,mig.mode.current", _FORMAT)
-    found, divided = [], []
+    gpus, divided = [], []
     for index, line in enumerate(lines):
         name, memory, mig = (*(part.strip() for part in line.split(",")), "", "")[:3]
         if memory.isdigit():
-            found.append(Gpu(name, int(memory) * 2**20))
+            gpus.append(Gpu(name, int(memory) * 2**20))
             divided.append(index if mig == "Enabled" else -1)
-    if not found or -1 in divided:
+    if not gpus or -1 in divided:
         # CUDA shows either whole GPUs or one part to a process.
         whole = [index for index, at in enumerate(divided) if at < 0]
-        if len(whole) == len(found):
-            return tuple(found)
-        return tuple(structs.replace(found[index], device=str(index)) for index in whole)
+        if len(whole) == len(gpus):
+            return tuple(gpus)
+        return tuple(structs.replace(gpus[index], device=str(index)) for index in whole)
     return mig_devices("\n".join(_run(program, "-L")))
 
 
@@ -51,8 +51,8 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Processor:
             fields.setdefault(name.strip(), value.strip())
     except OSError:
         return Processor()
-    known = set(fields.get("flags", "").split())
-    flags = tuple(one for one in INSTRUCTIONS if one in known) if known else Processor().flags
+    names = set(fields.get("flags", "").split())
+    flags = tuple(flag for flag in INSTRUCTIONS if flag in names) if names else Processor().flags
     return Processor(fields.get("model name", "CPU"), flags)
 
 
@@ -73,10 +73,10 @@ def memory_bytes() -> int:
 def mig_devices(listed: str) -> tuple[Gpu, ...]:
     """The parts of GPUs in the output of `nvidia-smi -L`. Their memory is in their profile: 3g.20gb
     has 20 GB."""
-    found = []
+    gpus = []
     for profile, gigabytes, uuid in _MIG.findall(listed):
-        found.append(Gpu(f"MIG {profile}", int(gigabytes) * 10**9, uuid))
-    return tuple(found)
+        gpus.append(Gpu(f"MIG {profile}", int(gigabytes) * 10**9, uuid))
+    return tuple(gpus)
 
 
 def _run(program: str, *arguments: str) -> list[str]:
@@ -93,11 +93,11 @@ def _run(program: str, *arguments: str) -> list[str]:
 def rdma_devices() -> tuple[str, ...]:
     """RDMA devices as `name:link layer`; the link layer distinguishes InfiniBand, RoCE and EFA."""
     root = Path("/sys/class/infiniband")
-    found = []
+    devices = []
     for device in sorted(root.iterdir()) if root.is_dir() else ():
         try:
             layer = (device / "ports/1/link_layer").read_text().strip()
         except OSError:
             layer = ""
-        found.append(f"{device.name}:{layer}" if layer else device.name)
-    return tuple(found)
+        devices.append(f"{device.name}:{layer}" if layer else device.name)
+    return tuple(devices)

@@ -152,8 +152,8 @@ def scaled(
 
 def least(plans: dict[str, HostMemory]) -> tuple[str, HostMemory] | None:
     """The node that can hold least; what all nodes agree on depends on it."""
-    found = sorted(plans.items(), key=lambda one: (one[1].grant.buddy, one[1].grant.buffers))
-    return found[0] if found else None
+    ordered = sorted(plans.items(), key=lambda one: (one[1].grant.buddy, one[1].grant.buffers))
+    return ordered[0] if ordered else None
 
 
 def _size(num_bytes: int) -> str:

@@ -481,7 +481,7 @@ def decode(body: bytes) -> AnyMessage:
 
 def parse_endpoints(text: str, field: str = "--endpoint") -> tuple[Endpoint, ...]:
     """`HOST:PORT[,HOST:PORT...]`, an IPv6 address in brackets. Raises UserError."""
-    found = []
+    endpoints = []
     for part in text.split(","):
         host, colon, port = part.strip().rpartition(":")
         bare = host.removeprefix("[").removesuffix("]")
@@ -490,5 +490,5 @@ def parse_endpoints(text: str, field: str = "--endpoint") -> tuple[Endpoint, ...
         if not good or (":" in bare and not bracketed):
             expected = "HOST:PORT[,HOST:PORT...], an IPv6 address in brackets"
             raise UserError(str(Problem(field, part.strip() or "nothing", expected)))
-        found.append((bare, int(port)))
-    return tuple(found)
+        endpoints.append((bare, int(port)))
+    return tuple(endpoints)

@@ -53,13 +53,13 @@ def _merged(entries: Sequence[RankStacks]) -> RankStacks:
     spans: dict[tuple[str, str], CollectiveSpan] = {}
     for span in (span for entry in entries for span in entry.collectives):
         key = (span.group, span.operation)
-        known = spans.get(key)
-        spans[key] = span if known is None else CollectiveSpan(
+        earlier = spans.get(key)
+        spans[key] = span if earlier is None else CollectiveSpan(
             *key,
-            first=min(known.first, span.first),
-            last=max(known.last, span.last),
-            num_done=known.num_done + span.num_done,
-            num_ranks=known.num_ranks + span.num_ranks,
+            first=min(earlier.first, span.first),
+            last=max(earlier.last, span.last),
+            num_done=earlier.num_done + span.num_done,
+            num_ranks=earlier.num_ranks + span.num_ranks,
         )  # fmt: skip
     ranks = tuple(sorted(rank for entry in entries for rank in entry.ranks))
     return msgspec.structs.replace(entries[0], ranks=ranks, collectives=tuple(spans.values()))
@@ -69,14 +69,14 @@ def spans_of(groups: Iterable[GroupProgress]) -> tuple[CollectiveSpan, ...]:
     """Spans of one rank."""
     return tuple(
         CollectiveSpan(
-            group=one.label or one.group,
-            operation=one.operation,
-            first=one.sequence,
-            last=one.sequence,
-            num_done=int(one.done),
+            group=group.label or group.group,
+            operation=group.operation,
+            first=group.sequence,
+            last=group.sequence,
+            num_done=int(group.done),
             num_ranks=1,
         )
-        for one in groups
+        for group in groups
     )
 
 

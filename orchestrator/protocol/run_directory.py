@@ -61,10 +61,10 @@ class TrainCheckpoint:
     def get_metadata(self) -> dict[str, Any]:
         """What `set_metadata` has stored; {}: nothing."""
         try:
-            found: dict[str, Any] = json.loads(Path(self.path, _METADATA).read_text("utf-8"))
+            metadata: dict[str, Any] = json.loads(Path(self.path, _METADATA).read_text("utf-8"))
         except FileNotFoundError:
             return {}
-        return found
+        return metadata
 
     def set_metadata(self, metadata: dict[str, Any]) -> None:
         """Store what JSON can hold, in the directory, instead of what is stored there."""
@@ -88,8 +88,8 @@ def _not_local(field: str, got: object) -> UserError:
 
 def checkpoints(run: Path) -> list[Path]:
     """The complete ones, oldest first."""
-    found = [path for path in run.glob("checkpoint_*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=number)
+    folders = [path for path in run.glob("checkpoint_*") if _NAME.fullmatch(path.name)]
+    return sorted(folders, key=number)
 
 
 def number(checkpoint: Path) -> int:
@@ -98,8 +98,8 @@ def number(checkpoint: Path) -> int:
 
 def newest(run: Path) -> TrainCheckpoint | None:
     """None: there is no complete one."""
-    found = checkpoints(run)
-    return TrainCheckpoint(found[-1]) if found else None
+    folders = checkpoints(run)
+    return TrainCheckpoint(folders[-1]) if folders else None
 
 
 def facts_file(checkpoint: Path) -> Path:
@@ -116,14 +116,14 @@ def metrics(run: Path) -> dict[str, Any] | None:
 
 def metrics_of(file: Path) -> dict[str, Any]:
     """Metrics of one report. Raises FileNotFoundError."""
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["metrics"]
-    return found
+    document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["metrics"]
+    return document
 
 
 def kept(run: Path) -> list[tuple[TrainCheckpoint, dict[str, Any]]]:
     """The complete checkpoints, oldest first, with the metrics of their reports."""
-    found = checkpoints(run)
-    return [(TrainCheckpoint(path), metrics_of(facts_file(path))) for path in found]
+    folders = checkpoints(run)
+    return [(TrainCheckpoint(path), metrics_of(facts_file(path))) for path in folders]
 
 
 def write_returned(run: Path, value: object) -> None:
@@ -140,5 +140,5 @@ def write_returned(run: Path, value: object) -> None:
 def returned(run: Path) -> dict[str, str]:
     """`value`, the source of what the function returned, or `refused`, the begin of what is no
     plain value. Raises FileNotFoundError where no function has returned."""
-    found: dict[str, str] = json.loads((run / RETURNED).read_text(encoding="utf-8"))
-    return found
+    document: dict[str, str] = json.loads((run / RETURNED).read_text(encoding="utf-8"))
+    return document

@@ -58,10 +58,8 @@ class CodeSender:
         try:
             if self._store is None:
                 raise CodeMissing(f"code {code[:12]}: this controller has none")
-            found = await self._store.part(code, number)
-            answer = wire.CodePart(
-                code=code, part=number, num_parts=found.num_parts, data=found.data
-            )
+            part = await self._store.part(code, number)
+            answer = wire.CodePart(code=code, part=number, num_parts=part.num_parts, data=part.data)
         except CodeMissing as error:
             answer = wire.CodePart(code=code, part=number, problem=str(error))
         except HoldfastError as error:

@@ -75,8 +75,8 @@ class ControlApi:
         UserError for what cannot be done as requested."""
         act = self._verbs.get(verb)
         if act is None:
-            known = ", ".join(sorted([*self._verbs, "watch"]))
-            raise UserError(str(Problem("verb", verb, f"one of {known}")))
+            verbs = ", ".join(sorted([*self._verbs, "watch"]))
+            raise UserError(str(Problem("verb", verb, f"one of {verbs}")))
         return await act(arguments)
 
     async def _status(self, arguments: dict[str, Any]) -> wire.Reply:
@@ -237,8 +237,8 @@ class ControlApi:
         node = arguments.get("node")
         if kind == "kill-node" and node is not None:
             if node not in state.nodes:
-                known = ", ".join(state.nodes)
-                raise UserError(str(Problem("node", f"{node}", f"one of {known}")))
+                names = ", ".join(state.nodes)
+                raise UserError(str(Problem("node", f"{node}", f"one of {names}")))
             return str(node), -1
         rank = size - 1
         if node is not None:

@@ -40,7 +40,7 @@ class EvidenceBudget:
             case GroupStopped():
                 return msgspec.structs.replace(
                     message,
-                    exits=tuple(self.exit(message.generation, one) for one in message.exits),
+                    exits=tuple(self.exit(message.generation, exit) for exit in message.exits),
                     stacks=self.stacks(message.generation, message.stacks),
                 )
             case _:

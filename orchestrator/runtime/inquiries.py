@@ -76,18 +76,18 @@ class Inquiries:
         answers = await asyncio.gather(
             *(self._node_stacks(node, generation, of) for node, of in by_node.items())
         )
-        found = fold(entry for shown, _missing in answers for entry in shown)
-        kept, cut = within(found, limits.MAX_ANSWER_BYTES)
+        stacks = fold(entry for shown, _missing in answers for entry in shown)
+        kept, cut = within(stacks, limits.MAX_ANSWER_BYTES)
         body = {
             "generation": generation,
             "world_size": size,
             "stacks": msgspec.to_builtins(kept),
-            "unanswered": msgspec.to_builtins([one for _shown, none in answers for one in none]),
+            "unanswered": msgspec.to_builtins([item for _shown, none in answers for item in none]),
             "not_asked": size - len(ranks) if not arguments.get("ranks") else 0,
             "left_out": cut,
         }
-        num_shown = sum(len(entry.ranks) for entry in found)
-        detail = f"{num_shown} of {len(ranks)} ranks answered, {len(found)} different stacks"
+        num_shown = sum(len(entry.ranks) for entry in stacks)
+        detail = f"{num_shown} of {len(ranks)} ranks answered, {len(stacks)} different stacks"
         return wire.Reply(ok=True, detail=detail, body=body)
 
     async def _node_stacks(

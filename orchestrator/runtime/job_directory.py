@@ -335,8 +335,8 @@ class Home:
             except OSError as error:
                 raise HoldfastError(f"{record}: cannot be read ({error.strerror})") from None
         names = [job.name for job in self.list()]
-        known = f"one of {', '.join(names)}" if names else f"a job; {self.path} holds none"
-        raise UserError(str(Problem("job", name, known, "see `holdfast status`")))
+        expected = f"one of {', '.join(names)}" if names else f"a job; {self.path} holds none"
+        raise UserError(str(Problem("job", name, expected, "see `holdfast status`")))
 
     def list(self) -> list[JobDirectory]:
         """The directories of all jobs, sorted by name; those without job.json are left out."""

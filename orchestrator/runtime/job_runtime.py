@@ -184,7 +184,7 @@ class JobRuntime:
             error = str(problem) or f"no answer within {self._timing.storage_listing_s:g} s"
             self.log.warning("taking over without the list of checkpoints in storage: %s", error)
             self._on_note(f"storage does not answer; taking over all the same ({error})")
-        others = sorted({one.job for one in self._manifests or ()} - {self.key})
+        others = sorted({manifest.job for manifest in self._manifests or ()} - {self.key})
         if not others:
             return
         if fresh:
@@ -285,11 +285,11 @@ class JobRuntime:
         not answer."""
         try:
             async with asyncio.timeout(self._timing.storage_listing_s):
-                found = await self._storage.manifests()
+                listing = await self._storage.manifests()
         except TimeoutError:
             limit_s = self._timing.storage_listing_s
             raise HoldfastError(f"storage: no answer within {limit_s:g} s") from None
-        return _files([one for one in found if one.job == self.key])
+        return _files([manifest for manifest in listing if manifest.job == self.key])
 
     def _node_gone(self, gone: NodeGone) -> None:
         if self._gateway is not None:  # before `begin` the core knows no node
@@ -341,15 +341,15 @@ class JobRuntime:
         try:
             async with asyncio.timeout(self._timing.storage_listing_s):
                 retention = self.state.job.spec.checkpoint.retention
-                found = await self._storage.adopt_written(generation, retention)
+                adopted = await self._storage.adopt_written(generation, retention)
         except (HoldfastError, TimeoutError) as error:
             self.log.warning("what agents wrote without a controller is not read: %s", error)
             return []
-        for one in found:
-            text = f"step {one.step} was written without a controller and is a checkpoint now"
+        for manifest in adopted:
+            text = f"step {manifest.step} was written without a controller and is a checkpoint now"
             self.log.info("%s", text)
             self._on_note(text)
-        return found
+        return adopted
 
     # -- reading and reporting -----------------------------------------------------------------
     @property
@@ -395,4 +395,4 @@ class JobRuntime:
 
 
 def _files(manifests: list[Manifest]) -> tuple[ShardFile, ...]:
-    return tuple(file for one in manifests for file in one.files)
+    return tuple(file for manifest in manifests for file in manifest.files)

@@ -115,15 +115,15 @@ def encode(state: JobState, memory: ProjectionState) -> bytes:
 
 def decode(data: bytes) -> tuple[JobState, ProjectionState]:
     """The states in a snapshot. Raises SnapshotUnreadable."""
-    found = _read(data)
-    state = found.state
-    if found.membership is not None:
-        state.group.membership = found.memberships[found.membership]
-    state.group.launches = {one.node: _expand(one, found.memberships) for one in found.launch}
-    for one in found.inflight:
-        launch = _expand(one, found.memberships) if isinstance(one, _Launch) else one
+    saved = _read(data)
+    state = saved.state
+    if saved.membership is not None:
+        state.group.membership = saved.memberships[saved.membership]
+    state.group.launches = {act.node: _expand(act, saved.memberships) for act in saved.launch}
+    for m in saved.inflight:
+        launch = _expand(m, saved.memberships) if isinstance(m, _Launch) else m
         state.inflight[launch.action_id] = launch
-    return state, found.memory
+    return state, saved.memory
 
 
 def _read(data: bytes) -> _Snapshot:

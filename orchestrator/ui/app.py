@@ -74,8 +74,8 @@ class Entrance:
         host = request.headers.get("host", "")
         if host not in self._hosts:
             return PlainTextResponse("Open this page as 127.0.0.1 or localhost.", 403)
-        given = request.query_params.get("token")
-        if given is not None and request.method == "GET" and self._is_token(given):
+        token = request.query_params.get("token")
+        if token is not None and request.method == "GET" and self._is_token(token):
             entered = RedirectResponse(request.url.path, 303)
             entered.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
             return entered
@@ -175,15 +175,15 @@ class Pages:
         return event_stream(stream())
 
     async def logs(self, request: Request) -> Response:
-        given = request.query_params
+        query = request.query_params
         words = ["logs", request.path_params["name"]]
-        follow = "follow" in given
-        if "failed" in given and not follow:
+        follow = "follow" in query
+        if "failed" in query and not follow:
             words.append("--failed")
         else:
             for name in ("rank", "generation"):
-                if given.get(name, "").isdecimal():
-                    words += [f"--{name}", given[name]]
+                if query.get(name, "").isdecimal():
+                    words += [f"--{name}", query[name]]
         return self._lines(*words, *(["--follow"] if follow else []), follow=follow)
 
     async def events(self, request: Request) -> Response:

@@ -53,16 +53,16 @@ VERBS = {
 
 @functools.cache
 def templates() -> Environment:
-    found = Environment(
+    environment = Environment(
         loader=PackageLoader("holdfast.orchestrator.ui"), autoescape=True,
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    found.globals |= {
+    environment.globals |= {
         "duration": output.duration, "size": output.size, "date": output.date,
         "clock": output.clock, "count": output.count, "plural": output.plural,
         "colour": colour, "bar": charts.bar, "meaning": MEANING, "terminal": TERMINAL,
     }  # fmt: skip
-    return found
+    return environment
 
 
 def render_page(name: str, **values: Any) -> str:
@@ -124,15 +124,15 @@ def job_sections(
         "time": _time, "charts": _charts, "incidents": _incidents, "nodes": _nodes,
         "checkpoints": _checkpoints, "plan": _plan,
     }  # fmt: skip
-    found = {
+    sections = {
         "actions": render_page("actions.html", **_actions(view, rejections)),
         "stacks": "" if view.state in TERMINAL else render_page("stacks.html", view=view),
         "head": render_page("head.html", **_head(view, remarks)),
     }
     for name, values_of in make.items():
         values = values_of(view)
-        found[name] = "" if values is None else render_page(f"{name}.html", view=view, **values)
-    return found
+        sections[name] = "" if values is None else render_page(f"{name}.html", view=view, **values)
+    return sections
 
 
 def _actions(view: JobView, rejections: Mapping[str, str]) -> dict[str, Any]:
@@ -156,10 +156,10 @@ def _wanted(view: JobView) -> list[str]:
 
 def _head(view: JobView, remarks: Sequence[str]) -> dict[str, Any]:
     end_ns = view.finished_ns or view.now_ns
-    known = dict(render.fact_lines(view, []))
-    facts = {name: str(text) for name, text in known.items() if name and name != "goodput"}
+    labelled = dict(render.fact_lines(view, []))
+    facts = {name: str(text) for name, text in labelled.items() if name and name != "goodput"}
     problems = [view.storage_problem and render.storage_problem(view), view.journal_problem]
-    problems += [f"step {one.step}: {one.problem}" for one in view.refused_checkpoints]
+    problems += [f"step {refused.step}: {refused.problem}" for refused in view.refused_checkpoints]
     return {
         "view": view, "state": state_of(view), "facts": facts, "left_s": left_s(view),
         "steps": render.steps(view), "done": (view.step + 1) / (view.total_steps or 1),
@@ -188,7 +188,7 @@ def _time(view: JobView) -> dict[str, Any] | None:
 
 
 def _charts(view: JobView) -> dict[str, Any] | None:
-    marks = [charts.Mark(one.at_ns / 1e9, one.title) for one in view.incidents]
+    marks = [charts.Mark(incident.at_ns / 1e9, incident.title) for incident in view.incidents]
     of_history = view.history
     series = (
         ("loss", [(p.at_ns / 1e9, p.loss) for p in of_history if p.loss is not None], "{:.4f}"),
@@ -199,27 +199,27 @@ def _charts(view: JobView) -> dict[str, Any] | None:
         charts.line(name, points, marks, form.format if form else output.count)
         for name, points, form in series
     ]
-    found = [chart for chart in drawn if chart is not None]
-    return {"charts": found, "history": of_history} if found else None
+    charts_drawn = [chart for chart in drawn if chart is not None]
+    return {"charts": charts_drawn, "history": of_history} if charts_drawn else None
 
 
 def _incidents(view: JobView) -> dict[str, Any] | None:
     if not view.submitted_ns:
         return None
-    longest = max((sum_s(one) for one in view.incidents), default=0.0)
+    longest = max((sum_s(incident) for incident in view.incidents), default=0.0)
     ended, rows = view.state in TERMINAL, []
-    for one in reversed(view.incidents):
-        phases = [(name, s) for name, s in one.seconds.items() if name != "total"]
+    for shown in reversed(view.incidents):
+        phases = [(name, s) for name, s in shown.seconds.items() if name != "total"]
         parts = [
             (PHASE_COLOURS.get(name, "bright_black"), s, f"{name}: {output.duration(s)}")
             for name, s in phases
         ]
-        lines = [line.partition(": ") for line in incident_lines(one, ended=ended)]
+        lines = [line.partition(": ") for line in incident_lines(shown, ended=ended)]
         facts = {name: text for name, _, text in lines if name not in ("phases", "outcome")}
         rows.append(
-            {"one": one, "title": render.incident_title(one), "phases": phases, "parts": parts,
-             "outcome": render.outcome(one, ended=ended), "facts": facts,
-             "colours": PHASE_COLOURS, "is_open": render.is_open(one) and not ended}
+            {"one": shown, "title": render.incident_title(shown), "phases": phases, "parts": parts,
+             "outcome": render.outcome(shown, ended=ended), "facts": facts,
+             "colours": PHASE_COLOURS, "is_open": render.is_open(shown) and not ended}
         )  # fmt: skip
     return {"rows": rows, "longest": longest, "many": max(view.num_incidents, len(rows))}
 

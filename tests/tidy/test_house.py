@@ -72,6 +72,9 @@ NO_BEGINNING = (
     "There They Those Until When Where Whether Which While Who Why With Without"
 )
 
+# Names of variables that say how a thing came to be there, not what it is.
+NO_VARIABLES = {"every", "found", "given", "known", "made", "one"}
+
 # Spelled in pieces, so that this file does not name them either. The package index has another
 # project called holdfast; ours is holdfast-train.
 UNWANTED = [
@@ -174,6 +177,17 @@ def test_a_docstring_begins_with_what_it_describes() -> None:
 
 def test_a_function_is_called_by_what_it_returns_or_does() -> None:
     assert [(p, n.name) for p, n in functions("*.py") if n.name.startswith("_of_")] == []
+
+
+def test_a_variable_is_called_by_what_it_is() -> None:
+    wrong = [
+        (name(path), node.lineno, node.id)
+        for path in tracked("orchestrator/*.py", "workers/*.py")
+        for node in nodes(path)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        if node.id in NO_VARIABLES
+    ]
+    assert wrong == []
 
 
 def test_no_two_classes_share_a_name() -> None:

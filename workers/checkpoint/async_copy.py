@@ -61,15 +61,15 @@ class CopySet:
     thousands of tensors."""
 
     def __init__(self, tensors: Iterable[CopiedTensor]) -> None:
-        every = list(tensors)
-        self.urgent = [one for one in every if one.urgent]
-        self.others = [one for one in every if not one.urgent]
-        self._watched = [tensor for one in every for tensor in one.watched]
-        self._names = [one.name for one in every for _ in one.watched]
-        summed = [one for one in self.others if one.parameter and one.on_device]
-        self._summed = [one.name for one in summed]
+        copies = list(tensors)
+        self.urgent = [copy for copy in copies if copy.urgent]
+        self.others = [copy for copy in copies if not copy.urgent]
+        self._watched = [tensor for copy in copies for tensor in copy.watched]
+        self._names = [copy.name for copy in copies for _ in copy.watched]
+        summed = [copy for copy in self.others if copy.parameter and copy.on_device]
+        self._summed = [copy.name for copy in summed]
         self.sources = [
-            as_integers(one.source) if one.source.is_contiguous() else one.source for one in summed
+            as_integers(c.source) if c.source.is_contiguous() else c.source for c in summed
         ]
         """Tensors whose bits are summed."""
 
@@ -167,7 +167,7 @@ class AsyncCopier:
         self._jobs.put(self._current)
 
     def _copy(self, tensors: list[CopiedTensor]) -> None:
-        self._device.copy([one.target for one in tensors], [one.source for one in tensors])
+        self._device.copy([copy.target for copy in tensors], [copy.source for copy in tensors])
 
     def _sums(self, tensors: Sequence[Tensor], training: bool = False) -> Callable[[], list[int]]:
         return self._device.bit_sums(tensors, training) if tensors else list

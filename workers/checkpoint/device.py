@@ -112,7 +112,7 @@ class CudaDevice:
     ) -> Callable[[], list[int]]:
         host = torch.empty(len(sources), dtype=torch.int64, pin_memory=True)
         with torch.cuda.stream(self._training() if training else self._copies):
-            host.copy_(torch.stack([bit_sum(one) for one in sources]), non_blocking=True)
+            host.copy_(torch.stack([bit_sum(source) for source in sources]), non_blocking=True)
         return host.tolist
 
     def record(self) -> torch.cuda.Event:

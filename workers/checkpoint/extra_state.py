@@ -42,7 +42,7 @@ def export_user(extra: Extra, in_script: Mapping[str, Any]) -> dict[str, Any]:
     """JSON values for a header. Raises UserError for an unsupported value, with its name."""
     settings: dict[str, Any] = {_IN_SCRIPT: in_script} if in_script else {}
     if schedules := _schedules(extra):
-        settings[_SCHEDULES] = {name: type(one).__name__ for name, one in schedules.items()}
+        settings[_SCHEDULES] = {name: type(s).__name__ for name, s in schedules.items()}
     if extra is None:
         return {_USER: {}}
     if isinstance(extra, Stateful):
@@ -55,17 +55,17 @@ def export_user(extra: Extra, in_script: Mapping[str, Any]) -> dict[str, Any]:
 
 def settings_of(extra: Extra) -> dict[str, Any]:
     """The settings of the schedules in `extra`, as JSON values; one without a name is ""."""
-    found = {}
-    for name, one in _schedules(extra).items():
+    settings = {}
+    for name, schedule in _schedules(extra).items():
         with contextlib.suppress(UserError):  # raised where it matters, when it is staged
-            state = _packed(one.state_dict())
-            found[name] = {k: v for k, v in state.items() if k not in _POSITION}
-    return found
+            state = _packed(schedule.state_dict())
+            settings[name] = {k: v for k, v in state.items() if k not in _POSITION}
+    return settings
 
 
 def _schedules(extra: Extra) -> dict[str, LRScheduler]:
-    given = {"": extra} if isinstance(extra, Stateful) else extra or {}
-    return {name: one for name, one in given.items() if isinstance(one, LRScheduler)}
+    named = {"": extra} if isinstance(extra, Stateful) else extra or {}
+    return {name: s for name, s in named.items() if isinstance(s, LRScheduler)}
 
 
 def changed_settings(in_script: Mapping[str, Any], header: Mapping[str, Any]) -> Iterator[str]:
@@ -100,23 +100,23 @@ def import_user(extra: Extra, header: Mapping[str, Any], say: Callable[[str], No
             say(f"extra: the checkpoint has none; the {type(extra).__name__} stays as the script "
                 "made it")  # fmt: skip
         return
-    given = _objects(extra)
-    if given and not stored and not user.keys() <= extra.keys():
+    objects = _objects(extra)
+    if objects and not stored and not user.keys() <= extra.keys():
         raise UserError(
-            f"session.restore: got {_listed(given)} by name in `extra`; expected one object, as "
+            f"session.restore: got {_listed(objects)} by name in `extra`; expected one object, as "
             "the checkpoint has the state of one, without a name; give the same one to continue it"
         )
-    for name in given:
+    for name in objects:
         if name in stored:
             _load(name, extra[name], user[name], header, say)
     for name in extra:
-        if name not in (stored if name in given else user):
+        if name not in (stored if name in objects else user):
             say(f"extra: the checkpoint has no state of {name!r}; it stays as the script made it")
     for name in stored:
-        if name not in given:
+        if name not in objects:
             say(f"extra: the checkpoint has state of {name!r}, which the script does not give")
     for name in user:
-        if name not in stored and name not in given:
+        if name not in stored and name not in objects:
             extra[name] = _filled(extra.get(name), user[name])
 
 
@@ -125,7 +125,7 @@ def _filled(held: Any, value: Any) -> Any:
     if not isinstance(held, type(value)):
         return value
     if isinstance(held, dict):
-        filled = {key: _filled(held.get(key), one) for key, one in value.items()}
+        filled = {key: _filled(held.get(key), part) for key, part in value.items()}
         held.clear()
         held.update(filled)
     elif isinstance(held, list):

@@ -30,15 +30,15 @@ def leaves(given: Given) -> dict[str, Any]:
 
     torchtitan's container has `optimizers`, accelerate's wrapper has `optimizer`. Raises UserError.
     """
-    found: dict[str, Any] = {}
+    optimizers: dict[str, Any] = {}
     seen: set[int] = set()
-    for path, one in _walk(given, ""):
-        if id(one) not in seen:
-            seen.add(id(one))
-            found[path] = one
-    if not found:
+    for path, optimizer in _walk(given, ""):
+        if id(optimizer) not in seen:
+            seen.add(id(optimizer))
+            optimizers[path] = optimizer
+    if not optimizers:
         raise _not_an_optimizer(given, "")
-    return {"": next(iter(found.values()))} if len(found) == 1 else found
+    return {"": next(iter(optimizers.values()))} if len(optimizers) == 1 else optimizers
 
 
 def wrappers(given: Given) -> Iterator[tuple[Any, list[Any]]]:
@@ -47,21 +47,21 @@ def wrappers(given: Given) -> Iterator[tuple[Any, list[Any]]]:
     if inner is None:
         return
     if not isinstance(given, Mapping | list | tuple):
-        yield given, [one for _, one in _walk(inner, "")]
-    for one in inner.values():
-        yield from wrappers(one)
+        yield given, [optimizer for _, optimizer in _walk(inner, "")]
+    for part in inner.values():
+        yield from wrappers(part)
 
 
 def expect_stateless(wrapper: Any, inner: Iterable[Any]) -> None:
     """Raises UserError if a wrapper has state of its own, such as Lookahead's slow weights."""
     own = getattr(wrapper, "state", None)
-    states = [one.state for one in inner]
+    states = [optimizer.state for optimizer in inner]
     if not own or any(own is state for state in states):
         return
     if any(value and all(s.get(key) is not value for s in states) for key, value in own.items()):
         raise UserError(
             f"optimizer: got a {type(wrapper).__name__} with state of its own beside that of "
-            f"{', '.join(type(one).__name__ for one in inner)}; expected a wrapper without state; "
+            f"{', '.join(type(o).__name__ for o in inner)}; expected a wrapper without state; "
             "make it a subclass of the optimizer, so that its state is that of one object"
         )
 
@@ -72,8 +72,8 @@ class OnlyThese:
 
     def __init__(self, known: Mapping[str, Any], given: Given, names: Mapping[int, str]) -> None:
         """`names` are those of the parameters, by id."""
-        self._allowed = {id(one) for one in known.values()}
-        self._allowed |= {id(one) for one, _ in wrappers(given)}
+        self._allowed = {id(optimizer) for optimizer in known.values()}
+        self._allowed |= {id(wrapper) for wrapper, _ in wrappers(given)}
         self._names = names
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         if not _guards:
@@ -84,7 +84,7 @@ class OnlyThese:
         if id(optimizer) in self._allowed or optimizer in self._others:
             return
         inside = _inner(optimizer)
-        if inside and all(id(one) in self._allowed for _, one in _walk(inside, "")):
+        if inside and all(id(wrapped) in self._allowed for _, wrapped in _walk(inside, "")):
             self._others.add(optimizer)
             return
         stepped = [
@@ -112,11 +112,11 @@ def _check_all(optimizer: Optimizer, *_: Any) -> None:
 
 def expect_in_backward_given(parameters: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Optimizers that torch runs within backward stand at the parameters."""
-    ids = {id(one) for one in known.values()}
+    ids = {id(optimizer) for optimizer in known.values()}
     for name, parameter in parameters.items():
-        for one in getattr(parameter, "_in_backward_optimizers", ()):
-            if id(one) not in ids:
-                raise _not_given(f"{type(one).__name__} that runs within backward", [name])
+        for in_backward in getattr(parameter, "_in_backward_optimizers", ()):
+            if id(in_backward) not in ids:
+                raise _not_given(f"{type(in_backward).__name__} that runs within backward", [name])
 
 
 def expect_hooks(optimizer: Any) -> Callable[..., Any]:
@@ -145,8 +145,8 @@ def _walk(given: Given, path: str) -> Iterator[tuple[str, Any]]:
         yield path, given
         return
     alone = len(inner) == 1 and not isinstance(given, Mapping)
-    for name, one in inner.items():
-        yield from _walk(one, path if alone else f"{path}/{name}" if path else str(name))
+    for name, part in inner.items():
+        yield from _walk(part, path if alone else f"{path}/{name}" if path else str(name))
 
 
 def _inner(given: Given) -> dict[Any, Any] | None:
@@ -164,9 +164,9 @@ def _inner(given: Given) -> dict[Any, Any] | None:
     several = getattr(given, "optimizers", None)
     if isinstance(several, Mapping | list | tuple) and several:
         return dict(several) if isinstance(several, Mapping) else dict(enumerate(several))
-    one = getattr(given, "optimizer", None)
-    if hasattr(one, "param_groups") and hasattr(given, "param_groups"):
-        return {0: one}
+    optimizer = getattr(given, "optimizer", None)
+    if hasattr(optimizer, "param_groups") and hasattr(given, "param_groups"):
+        return {0: optimizer}
     return None
 
 

@@ -185,18 +185,18 @@ def _tensor_of(name: str, held: Any) -> _WholeTensor | None:
 def _collect(
     sources: Sequence[ShardSource], of_modules: Mapping[str, Any], optimizer: bool
 ) -> list[_WholeTensor]:
-    found: dict[str, list[tuple[ShardSource, Entry]]] = {}
+    parts_of: dict[str, list[tuple[ShardSource, Entry]]] = {}
     for source in sources:
         for name, entry in source.header().entries.items():
             if name.startswith(MODEL) or (optimizer and not name.startswith(RANK)):
-                found.setdefault(name, []).append((source, entry))
-    made = (_tensor_of(name, held) for name, held in of_modules.items())
-    tensors = [tensor for tensor in made if tensor is not None]
-    for name, parts in sorted(found.items()):
+                parts_of.setdefault(name, []).append((source, entry))
+    module_tensors = (_tensor_of(name, held) for name, held in of_modules.items())
+    tensors = [tensor for tensor in module_tensors if tensor is not None]
+    for name, parts in sorted(parts_of.items()):
         entry = parts[0][1]
         short = name.removeprefix(MODEL)
         tensors.append(_WholeTensor(short, entry.dtype, entry.box.global_shape, tuple(parts)))
-    if twice := [name for name, num in Counter(one.name for one in tensors).items() if num > 1]:
+    if twice := [name for name, num in Counter(w.name for w in tensors).items() if num > 1]:
         raise UserError(
             f"checkpoint export: got {twice[0]} in the model and in the optimizer's state; "
             "expected different names; leave out --optimizer"

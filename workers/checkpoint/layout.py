@@ -176,10 +176,10 @@ class Layout:
         the header. `first`: also all that belongs to no entry."""
         start = self._checksums_at[0] if self._checksums_at else self.data_start
         ends = [start, *(at + _CHECKSUM_WIDTH for at in self._checksums_at)]
-        found = [(ends[index], ends[index + 1]) for index in sorted(entries)]
+        ranges = [(ends[index], ends[index + 1]) for index in sorted(entries)]
         if first:
-            found = [(0, start), *found, (ends[-1], self.data_start)]
-        return merged(found)
+            ranges = [(0, start), *ranges, (ends[-1], self.data_start)]
+        return merged(ranges)
 
     def render(self, step: int, checksums: Sequence[int], extra: bytes) -> bytearray:
         """The header of one step. `checksums` are in the order of `entries`."""

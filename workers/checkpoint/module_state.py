@@ -25,7 +25,7 @@ def has_state(module: nn.Module) -> bool:
 def export(modules: Modules) -> dict[str, Any]:
     """JSON values for a header. Raises UserError for a value that cannot be stored, and for a
     module that could not take it back."""
-    return {MODULES: {name: _stored(name, one) for name, one in modules.items()}} if modules else {}
+    return {MODULES: {name: _stored(name, s) for name, s in modules.items()}} if modules else {}
 
 
 def _stored(name: str, module: nn.Module) -> Any:

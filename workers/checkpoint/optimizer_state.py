@@ -99,8 +99,8 @@ class OptimizerState:
 
     def of(self, name: str) -> Mapping[str, Any]:
         """The state of a parameter; empty before its first step."""
-        found: Mapping[str, Any] = self.optimizer.state.get(self.stepped[name]) or {}
-        return found
+        state: Mapping[str, Any] = self.optimizer.state.get(self.stepped[name]) or {}
+        return state
 
     def tensors(self) -> Iterator[StateTensor]:
         """Raises UserError for state that could not be restored."""
@@ -193,9 +193,9 @@ class OptimizerState:
         """Remembers who has had a gradient: zero_grad may come before the step is staged."""
         self._has_stepped = True
         if self._without_gradient:
-            found = [n for n, p in self._without_gradient.items() if p.grad is not None]
-            self._with_gradient.update(found)
-            for name in found:
+            names = [n for n, p in self._without_gradient.items() if p.grad is not None]
+            self._with_gradient.update(names)
+            for name in names:
                 del self._without_gradient[name]
 
     def expect_complete(self) -> None:
@@ -351,8 +351,8 @@ class OptimizerState:
         without = saved.get("without", "all")
         if without == "all":
             return []
-        known = {*without, *saved.get("scalars", {}), *(self.owner(entry) for entry in found)}
-        return [n for n, p in self.stepped.items() if p.requires_grad and n not in known]
+        names = {*without, *saved.get("scalars", {}), *(self.owner(entry) for entry in found)}
+        return [n for n, p in self.stepped.items() if p.requires_grad and n not in names]
 
     def restore_numbers(self, saved: Mapping[str, Any], elsewhere: Collection[str]) -> None:
         """Sets the result of `export`, without what it has of the parameters `elsewhere`; the
@@ -474,9 +474,9 @@ def changes(
     """The settings that have another value in the script `now` than `before`, with both values that
     it could have. All are packed."""
     for key, value in now.items():
-        known = key in before and key != "initial_lr"  # a schedule's copy of lr
-        if known and before[key] != value and stored.get(key) != value:
-            mine, kept = (unpack(one, rank_values.from_json) for one in (value, stored.get(key)))
+        is_setting = key in before and key != "initial_lr"  # a schedule's copy of lr
+        if is_setting and before[key] != value and stored.get(key) != value:
+            mine, kept = (unpack(item, rank_values.from_json) for item in (value, stored.get(key)))
             yield f"{where}[{key!r}] ({mine} in the script, {kept} in the checkpoint)"
 
 

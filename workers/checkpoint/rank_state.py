@@ -70,17 +70,17 @@ class RankState:
     def __init__(self, given: Mapping[str, Any], rank: int, mesh: Mesh) -> None:
         """Raises UserError for an object of an unknown kind, and for wrong settings."""
         self._objects = {
-            str(name): one if isinstance(one, PerRank) else PerRank(one)
-            for name, one in given.items()
+            str(name): entry if isinstance(entry, PerRank) else PerRank(entry)
+            for name, entry in given.items()
         }
         self._access = {
-            name: rank_values.access(name, one.held) for name, one in self._objects.items()
+            name: rank_values.access(name, entry.held) for name, entry in self._objects.items()
         }
-        for name, one in self._objects.items():
-            if one.on_resize not in ("refuse", "restart", "same-rank"):
+        for name, user_object in self._objects.items():
+            if user_object.on_resize not in ("refuse", "restart", "same-rank"):
                 field = f"per_rank[{name!r}].on_resize"
                 wanted = "refuse, restart or same-rank"
-                raise UserError(str(Problem(field, repr(one.on_resize), wanted)))
+                raise UserError(str(Problem(field, repr(user_object.on_resize), wanted)))
         self._rank, self._mesh = rank, mesh
         self._twins: Twins | None = None
         self._ranks = tuple(sorted((rank, *mesh.twins(rank))))
@@ -118,7 +118,7 @@ class RankState:
         each step, on all twins. Raises UserError if the state is larger than its room."""
         if step == self._collected:
             return
-        state = {name: one.read() for name, one in self._access.items()}
+        state = {name: access.read() for name, access in self._access.items()}
         data = rank_values.encode(state)
         if self._slots is None:
             self._make_room(len(data))
@@ -139,7 +139,7 @@ class RankState:
                 raise self._outgrown(rank, length, room, state)
 
     def _outgrown(self, rank: int, length: int, room: int, state: dict[str, Any]) -> UserError:
-        sizes = {name: len(rank_values.encode({name: one})) for name, one in state.items()}
+        sizes = {name: len(rank_values.encode({name: value})) for name, value in state.items()}
         name = max(sizes, key=lambda one: sizes[one])
         return UserError(
             f"per_rank: the state of rank {rank} grew to {length} bytes; expected at most {room}, "
@@ -150,7 +150,7 @@ class RankState:
 
     def _make_room(self, length: int) -> None:
         """Make room for states; this rank's has `length` bytes. Collective."""
-        declared = sum(one.room_bytes for one in self._objects.values())
+        declared = sum(entry.room_bytes for entry in self._objects.values())
         wanted = max(2 * length + _ROOM_UNIT, declared)
         if self._twins is not None:
             wanted = self._twins.largest(wanted)
@@ -189,7 +189,7 @@ class RankState:
         if stored is None or self._rank in self._found or self._rank >= stored.world_size:
             return None
         resized = stored.world_size != self._mesh.world_size
-        if resized and all(one.on_resize != "same-rank" for one in self._objects.values()):
+        if resized and all(entry.on_resize != "same-rank" for entry in self._objects.values()):
             return None
         return stored.shard_index(self._rank)
 
@@ -213,9 +213,9 @@ class RankState:
         self._make_room(len(data))
 
     def _load_same(self, states: Mapping[str, Any]) -> None:
-        for name, one in self._access.items():
+        for name, access in self._access.items():
             if name in states:
-                one.write(states[name])
+                access.write(states[name])
             else:
                 self._say(f"the checkpoint has no state of {name!r}; {_AS_MADE}")
         for name in states:
@@ -224,16 +224,16 @@ class RankState:
 
     def _load_resized(self, states: Mapping[str, Any], before: int) -> None:
         now = self._mesh.world_size
-        for name, one in self._objects.items():
-            if one.on_resize == "refuse":
+        for name, entry in self._objects.items():
+            if entry.on_resize == "refuse":
                 raise UserError(
                     f"per_rank[{name!r}]: got state of {before} ranks for {now}; expected the same "
                     "number, as nothing says how to divide it among others; set `elasticity: "
                     "fixed` below `spec:` in the job's YAML, or say what may be lost: "
                     f"session.PerRank({name}, on_resize='restart') or 'same-rank'"
                 )
-        for name, one in self._objects.items():
-            if one.on_resize == "restart":
+        for name, entry in self._objects.items():
+            if entry.on_resize == "restart":
                 what = _AS_MADE
             else:
                 if name in states:
@@ -255,5 +255,5 @@ def _length(start: bytes) -> int:
 
 
 def _stored_mesh(extra: Mapping[str, Any]) -> Mesh | None:
-    found = extra.get(EXTRA_KEY)
-    return None if found is None else Mesh(**found["mesh"])
+    stored = extra.get(EXTRA_KEY)
+    return None if stored is None else Mesh(**stored["mesh"])

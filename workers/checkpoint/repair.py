@@ -90,18 +90,18 @@ def repair(path: str, step: int | None = None, *, write: bool, job: str = "") ->
     the name for the new manifest if no manifest is left that has one. Raises UserError if there is
     nothing to repair, HoldfastError if the store cannot be read or written."""
     store = CheckpointFiles(path)
-    found = _checkpoints(store)
-    chosen = next((one for one in found if step is None or one.step == step), None)
+    saved = _checkpoints(store)
+    chosen = next((c for c in saved if step is None or c.step == step), None)
     if chosen is None:
-        have = ", ".join(str(one.step) for one in found) or "none"
+        have = ", ".join(str(c.step) for c in saved) or "none"
         wanted = "with all its files" if step is None else f"of step {step}"
         raise UserError(f"{path}: got no checkpoint {wanted}; expected one (steps: {have})")
     if chosen.committed_at and inspect.verify(path, chosen).ok:
         raise UserError(f"{path}: {chosen.directory} is intact; expected a damaged checkpoint")
-    work = _Repair(store, chosen, [one for one in found if _key(one) < _key(chosen)])
+    work = _Repair(store, chosen, [c for c in saved if _key(c) < _key(chosen)])
     result = work.plan()
     if write and not result.problems:
-        jobs = [one.job for one in found if one.job] or [job]
+        jobs = [c.job for c in saved if c.job] or [job]
         if not jobs[0]:
             got = f"nothing, and no manifest in {path} is left that has it"
             raise UserError(str(Problem("--job", got, "the job's name")))
@@ -116,22 +116,22 @@ def _key(manifest: Manifest) -> tuple[int, int]:
 
 def _generations(store: CheckpointFiles) -> list[int]:
     parsed = [parse_directory_name(name) for name in store.directories()]
-    return [found[1] for found in parsed if found is not None]
+    return [directory[1] for directory in parsed if directory is not None]
 
 
 def _checkpoints(store: CheckpointFiles) -> list[Manifest]:
     """Newest first; also those whose manifest is gone or damaged but whose files are all there."""
-    found = []
+    checkpoints = []
     for name in store.directories():
         if parse_directory_name(name) is None:
             continue
         try:
-            found.append(store.manifest(name))
+            checkpoints.append(store.manifest(name))
         except UnreadableCheckpoint:
             raise
         except HoldfastError:
-            found += _without_manifest(store, name)
-    return sorted(found, key=_key, reverse=True)
+            checkpoints += _without_manifest(store, name)
+    return sorted(checkpoints, key=_key, reverse=True)
 
 
 def _without_manifest(store: CheckpointFiles, name: str) -> list[Manifest]:
@@ -233,7 +233,7 @@ class _Repair:
             return part
         file = self._chosen.files[shard].file
         self.result.replaced = [
-            one for one in self.result.replaced if (one.file, one.tensor) != (file, name)
+            r for r in self.result.replaced if (r.file, r.tensor) != (file, name)
         ]
         self.result.replaced.append(Replaced(file, name, ZEROS))
         return _RepairedPart(part.entry, None)
@@ -243,7 +243,7 @@ class _Repair:
         at = (manifest.directory, shard)
         if at not in self._sources:
             self._sources[at] = None
-            file = next(one for one in manifest.files if one.shard == shard)
+            file = next(entry for entry in manifest.files if entry.shard == shard)
             try:
                 source = self._store.open(manifest.directory, file)
                 expect_identity(source, file.step, shard, file.num_shards)
@@ -267,7 +267,7 @@ class _Repair:
             generation=generation,
             files=files,
             committed_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            repaired={f"{one.file}: {one.tensor}": one.source for one in self.result.replaced},
+            repaired={f"{r.file}: {r.tensor}": r.source for r in self.result.replaced},
         )
         check = inspect.verify(path, manifest)
         if not check.ok:

@@ -140,15 +140,15 @@ def _add_optimizer_targets(
 
 def _needed(targets: dict[str, _Target], header: Header) -> list[Entry]:
     """The entries with values that are not filled yet."""
-    found = []
+    entries = []
     for entry in header.entries.values():
         target, part = targets.get(entry.name), (entry.box.offset, entry.box.shape)
         if target is None or target.complete or part in target.seen:
             continue
         if entry.box.overlap(target.held.box) is not None:
             target.seen.add(part)
-            found.append(entry)
-    return found
+            entries.append(entry)
+    return entries
 
 
 def _incomplete(targets: dict[str, _Target], header: Header) -> Iterator[tuple[Box, Box]]:
@@ -271,10 +271,10 @@ def _expect_optimizer_state(
 
 def _message(what: str, problems: dict[str, list[str]]) -> str:
     lines = [f"{what}: a checkpoint of another model or optimizer"]
-    for kind, found in problems.items():
-        if found:
-            more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
-            lines.append(f"  {kind} ({len(found)}): {', '.join(found[:_MAX_NAMED])}{more}")
+    for kind, names in problems.items():
+        if names:
+            more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+            lines.append(f"  {kind} ({len(names)}): {', '.join(names[:_MAX_NAMED])}{more}")
     lines.append("  use the model settings of the run that wrote it, or another checkpoint path")
     return "\n".join(lines)
 

@@ -51,14 +51,14 @@ class ShardOrder:
     def missing(self, opened: int, parts: Iterable[tuple[Box, Box]]) -> None:
         """Boxes after shard `opened`: for each of its tensors that is not complete, its box in that
         shard and the box that this rank has to fill."""
-        found: dict[int, None] = {}
+        shards: dict[int, None] = {}
         anything = False
         for stored, wanted in parts:
             anything = True
             if stored.parts and wanted.num_elements:
-                found |= dict.fromkeys(_holders(opened, stored, wanted, self._per_stage))
-        if found:
-            self._likely = found
+                shards |= dict.fromkeys(_holders(opened, stored, wanted, self._per_stage))
+        if shards:
+            self._likely = shards
         if not anything:
             self._done.add(opened // self._per_stage)
 

@@ -62,7 +62,7 @@ def read_entries(
     threads, `tick` in this one after each request. Raises what `read` raises."""
     runs = runs_of(wanted)
     ranges = [request for run in runs for request in run.requests]
-    parts = _read_ahead(ranges, read) if len(ranges) > 1 else (read(*one) for one in ranges)
+    parts = _read_ahead(ranges, read) if len(ranges) > 1 else (read(*span) for span in ranges)
     for run in runs:
         num_requests = len(run.requests)
         if num_requests == 1:
@@ -88,8 +88,8 @@ def _read_ahead(
     rest = iter(ranges)
     try:
         while True:
-            while len(pending) < REQUESTS_AT_A_TIME and (found := next(rest, None)) is not None:
-                pending.append(pool.submit(read, *found))
+            while len(pending) < REQUESTS_AT_A_TIME and (span := next(rest, None)) is not None:
+                pending.append(pool.submit(read, *span))
             if not pending:
                 return
             yield pending.popleft().result()

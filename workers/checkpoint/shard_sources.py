@@ -201,12 +201,12 @@ class CheckpointFiles:
         """Names of the directories below the path, oldest step first; empty if it does not
         exist."""
         try:
-            found = self.filesystem.ls(self.root, detail=False, refresh=True)
+            names = self.filesystem.ls(self.root, detail=False, refresh=True)
         except ABSENT:
             return []
         except Exception as error:  # as in RemoteShard
             raise UnreadableCheckpoint(f"{self.path}: cannot be listed: {_why(error)}") from None
-        return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in found)
+        return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in names)
 
     def open(self, directory: str, file: ShardFile) -> MappedShard | RemoteShard:
         """Open one shard file, without waiting for a FIFO. Raises DamagedCheckpoint if it is not a
@@ -224,11 +224,11 @@ class CheckpointFiles:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may be a FIFO
         except OSError as error:
             raise _cannot_open(name, error) from None
-        found = os.fstat(fd)
+        status = os.fstat(fd)
         try:
-            if not stat.S_ISREG(found.st_mode):
+            if not stat.S_ISREG(status.st_mode):
                 raise DamagedCheckpoint(name, "not a regular file")
-            _expect_length(name, found.st_size, file)
+            _expect_length(name, status.st_size, file)
         except DamagedCheckpoint:
             os.close(fd)
             raise

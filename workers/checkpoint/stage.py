@@ -217,13 +217,13 @@ class Stager:
         return time.perf_counter() - begin
 
     def _find_frozen(self) -> None:
-        found = tuple(
+        entries = tuple(
             number
             for number, name, owner in self._parameters
             if not owner.requires_grad and name not in self._not_frozen
         )
-        if found != self._frozen:
-            self._frozen = found
+        if entries != self._frozen:
+            self._frozen = entries
             self._held.clear()
             self._copies.clear()
 
@@ -266,7 +266,7 @@ class Stager:
 
         def done(sums: list[int]) -> list[str]:
             now = dict(zip(frozen, sums, strict=True))
-            changed.extend(part.names[n] for n, one in held.items() if one.bits != now[n])
+            changed.extend(part.names[n] for n, taken in held.items() if taken.bits != now[n])
             if changed:
                 self._not_frozen.update(changed)
                 return changed
@@ -354,21 +354,21 @@ class Stager:
 
     def _part(self, layout: Layout, buffer: WritableBuffer) -> _StagedPart:
         key = (buffer.part, buffer.parts)
-        found = self._parts.get(key)
-        if found is None:
+        part = self._parts.get(key)
+        if part is None:
             held = (layout, self._tensors, self._owners, self._buffer_names)
-            found = self._parts[key] = _StagedPart(*held, *key)
+            part = self._parts[key] = _StagedPart(*held, *key)
             if self._copier is None:
-                found.find_sources()
-        return found
+                part.find_sources()
+        return part
 
     def _view(self, buffer: WritableBuffer, part: _StagedPart) -> tuple[Bytes, list[Bytes]]:
         """A buffer's memory, and the piece of it for each tensor."""
-        known = self._views.get(buffer)
-        if known is None:
+        views = self._views.get(buffer)
+        if views is None:
             view = np.frombuffer(buffer.memory, dtype=np.uint8)
-            known = self._views[buffer] = view, part.targets(view)
-        return known
+            views = self._views[buffer] = view, part.targets(view)
+        return views
 
 
 def _with_memory_of_its_own(device: torch.device | CopyDevice) -> CopyDevice | None:

@@ -86,22 +86,22 @@ class TrainingState:
         """Name -> parameter."""
         self._boxes: dict[str, Box] = {}
         self._elsewhere: set[str] = set()
-        found = given_optimizers.leaves(optimizer)
+        optimizers = given_optimizers.leaves(optimizer)
         self.optimizers = [
-            OptimizerState(name, one, everything, self._box) for name, one in found.items()
+            OptimizerState(name, leaf, everything, self._box) for name, leaf in optimizers.items()
         ]
         self.optimizer = self.optimizers[0].optimizer
         """The first or only one."""
         self._wrappers = list(given_optimizers.wrappers(optimizer))
-        given_optimizers.expect_in_backward_given(everything, found)
+        given_optimizers.expect_in_backward_given(everything, optimizers)
         names = {id(p): name for name, p in everything.items()}
-        for one in self.optimizers:
-            names |= {id(p): name for name, p in one.stepped.items()}
-        self._guard = given_optimizers.OnlyThese(found, optimizer, names)
+        for state in self.optimizers:
+            names |= {id(p): name for name, p in state.stepped.items()}
+        self._guard = given_optimizers.OnlyThese(optimizers, optimizer, names)
 
     # -- stages of a pipeline -------------------------------------------------------------------
     def stage_part(self) -> StagePart:
-        sizes = {one.name: one.sizes for one in self.optimizers}
+        sizes = {optimizer.name: optimizer.sizes for optimizer in self.optimizers}
         names = [*self.parameters, *self._names.buffers, *self._names.modules]
         return StagePart(names, sizes)
 
@@ -110,24 +110,24 @@ class TrainingState:
         over all stages, since each has other parameters. Raises UserError if the stages have not
         the same groups."""
         self._elsewhere = {n for part in parts for n in part.names} - set(self.stage_part().names)
-        for one in self.optimizers:
-            sizes = [part.sizes.get(one.name, []) for part in parts]
+        for optimizer in self.optimizers:
+            sizes = [part.sizes.get(optimizer.name, []) for part in parts]
             if len({len(groups) for groups in sizes}) != 1:
                 raise UserError(
                     f"session.restore: got param groups of {sizes} parameters on the stages of the "
                     "pipeline; expected the same number of groups on each, as checkpoints are "
                     "restored to other stages; give every stage all groups, some of them empty"
                 )
-            one.total_sizes = [sum(group) for group in zip(*sizes, strict=True)]
+            optimizer.total_sizes = [sum(group) for group in zip(*sizes, strict=True)]
 
     def of_other_stage(self, entry: str) -> bool:
         """True if an entry of a file is of a tensor that another stage has."""
         if entry.startswith(MODEL):
             return entry.removeprefix(MODEL) in self._elsewhere
         return any(
-            one.owner(entry) in self._elsewhere
-            for one in self.optimizers
-            if entry.startswith(one.prefix)
+            optimizer.owner(entry) in self._elsewhere
+            for optimizer in self.optimizers
+            if entry.startswith(optimizer.prefix)
         )
 
     # -- export ---------------------------------------------------------------------------------
@@ -158,8 +158,8 @@ class TrainingState:
         Raises UserError for optimizer state that could not be restored.
         """
         yield from self.model_tensors()
-        for one in self.optimizers:
-            yield from one.tensors()
+        for optimizer in self.optimizers:
+            yield from optimizer.tensors()
         if self.rank_state is not None:
             yield from self.rank_state.tensors()
 
@@ -167,7 +167,7 @@ class TrainingState:
     def has_full_size(self) -> bool:
         """True if all optimizers already have state, and the size of the ranks' own is known."""
         own = self.rank_state is None or self.rank_state.has_room
-        return own and all(one.optimizer.state for one in self.optimizers)
+        return own and all(optimizer.optimizer.state for optimizer in self.optimizers)
 
     def collect(self, step: int) -> None:
         """Reads the state of this rank's own objects, to be staged with `step`. Collective among
@@ -183,8 +183,8 @@ class TrainingState:
             buffer = module._buffers[key]
             if buffer is not None:
                 out.append(address_of(buffer))
-        for one in self.optimizers:
-            out += one.addresses()
+        for optimizer in self.optimizers:
+            out += optimizer.addresses()
         own = self.rank_state.tensors() if self.rank_state is not None else ()
         return [*out, *(address_of(held.local) for held in own)]
 
@@ -198,13 +198,13 @@ class TrainingState:
 
     def entries_to_come(self) -> list[Entry]:
         """Upper estimate of the state that the optimizers will add."""
-        return [entry for one in self.optimizers for entry in one.entries_to_come()]
+        return [entry for optimizer in self.optimizers for entry in optimizer.entries_to_come()]
 
     def before_each_step(self, hook: Callable[[], None]) -> None:
         """Calls `hook` before a step of any of the optimizers. Raises UserError for one without
         hooks."""
-        for one in self.optimizers:
-            given_optimizers.expect_hooks(one.optimizer)(lambda *_: hook())
+        for optimizer in self.optimizers:
+            given_optimizers.expect_hooks(optimizer.optimizer)(lambda *_: hook())
 
     def export_extra(self, *, in_full: bool = False) -> dict[str, Any]:
         """State that is not a tensor, as JSON values. Raises UserError for an unsupported value,
@@ -220,7 +220,7 @@ class TrainingState:
                 "with keep='trainable'; expected it to stay frozen, as no checkpoint has it; "
                 "unfreeze it before restore"
             )
-        exported = {one.name: one.export(in_full=in_full) for one in self.optimizers}
+        exported = {o.name: o.export(in_full=in_full) for o in self.optimizers}
         single = exported.get("")
         of_optimizers = {"optimizers": exported} if single is None else {"optimizer": single}
         own: dict[str, Any] = {}
@@ -228,7 +228,7 @@ class TrainingState:
             own[EXTRA_KEY] = self.rank_state.describe()
         user = extra_state.export_user(self.extra, self._in_script)
         if self._positions:
-            own[_POSITIONS] = [one.state_dict() for one in self._positions]
+            own[_POSITIONS] = [position.state_dict() for position in self._positions]
         return {**of_optimizers, **user, **module_state.export(self._names.modules), **own}
 
     # -- import ---------------------------------------------------------------------------------
@@ -237,23 +237,23 @@ class TrainingState:
         stored = _stored_optimizers(extra)
         if not stored:
             return
-        here = [one.name for one in self.optimizers]
+        here = [optimizer.name for optimizer in self.optimizers]
         if sorted(stored) != sorted(here):
             raise WrongOptimizer(
                 f"session.restore: the checkpoint was written with {_listed(stored)}; got "
                 f"{_listed(here)}; give the optimizers of the run that wrote it, in the same order "
                 "or with the same names, or use another checkpoint path"
             )
-        for one in self.optimizers:
-            one.expect_stored(stored[one.name])
+        for state in self.optimizers:
+            state.expect_stored(stored[state.name])
 
     def missing_optimizer_state(self, extra: Mapping[str, Any], found: set[str]) -> list[str]:
         """Entries that the file should have beside `found`, for optimizers to be complete."""
         stored = _stored_optimizers(extra)
         return [
-            one.prefix + name
-            for one in self.optimizers
-            for name in one.missing(stored.get(one.name, {}), self._of(one, found))
+            o.prefix + name
+            for o in self.optimizers
+            for name in o.missing(stored.get(o.name, {}), self._of(o, found))
         ]
 
     def _of(self, one: OptimizerState, entries: set[str]) -> set[str]:
@@ -264,8 +264,8 @@ class TrainingState:
         self.expect_optimizers(extra)
         stored = _stored_optimizers(extra)
         self._say_what_changed(extra)
-        for one in self.optimizers:
-            one.restore_numbers(stored.get(one.name, {}), self._elsewhere)
+        for optimizer in self.optimizers:
+            optimizer.restore_numbers(stored.get(optimizer.name, {}), self._elsewhere)
         extra_state.import_user(self.extra, extra, self._say)
         module_state.load(self._names.modules, extra, self._elsewhere, self._say)
         if self.rank_state is not None:
@@ -290,8 +290,8 @@ class TrainingState:
         """Settings of the script that have changed and do not apply, as the checkpoint has them."""
         stored = _stored_optimizers(extra)
         changed = [
-            *(text for one in self.optimizers
-              for text in one.changed_settings(stored.get(one.name, {}))),
+            *(text for optimizer in self.optimizers
+              for text in optimizer.changed_settings(stored.get(optimizer.name, {}))),
             *extra_state.changed_settings(self._in_script, extra),
         ]  # fmt: skip
         if changed:
@@ -308,9 +308,9 @@ class TrainingState:
         """A new tensor of optimizer state for an entry of a file, registered with its optimizer,
         with undefined values. None: no optimizer has it. Raises UserError if it is unknown how to
         divide it on this mesh."""
-        for one in self.optimizers:
-            if entry.startswith(one.prefix):
-                return one.make(entry, shape, dtype)
+        for optimizer in self.optimizers:
+            if entry.startswith(optimizer.prefix):
+                return optimizer.make(entry, shape, dtype)
         return None
 
 
@@ -319,16 +319,16 @@ def combined_extra(
 ) -> dict[str, Any]:
     """`extra` of the shards read before, with what `more`, that of a shard with entries of these
     names, has of single parameters: each stage of a pipeline has other parameters."""
-    known, both = _stored_optimizers(extra), {}
+    read_before, both = _stored_optimizers(extra), {}
     for name, stored in _stored_optimizers(more).items():
-        one, before = dict(stored), known.get(name, {})
-        if one.get("without") == "all":
-            one["without"] = [n.removeprefix(MODEL) for n in names if n.startswith(MODEL)]
+        combined, before = dict(stored), read_before.get(name, {})
+        if combined.get("without") == "all":
+            combined["without"] = [n.removeprefix(MODEL) for n in names if n.startswith(MODEL)]
         if "scalars" in before:
-            one["scalars"] = {**one.get("scalars", {}), **before["scalars"]}
-        if "without" in before and "without" in one:
-            one["without"] = list(dict.fromkeys([*before["without"], *one["without"]]))
-        both[name] = {**before, **one}
+            combined["scalars"] = {**combined.get("scalars", {}), **before["scalars"]}
+        if "without" in before and "without" in combined:
+            combined["without"] = list(dict.fromkeys([*before["without"], *combined["without"]]))
+        both[name] = {**before, **combined}
     of_optimizers = {"optimizer": both[""]} if "optimizer" in more else {"optimizers": both}
     modules = {**more.get(MODULES, {}), **extra.get(MODULES, {})}
     of_modules = {MODULES: modules} if modules else {}

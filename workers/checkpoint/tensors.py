@@ -52,9 +52,9 @@ class StateTensor:
 def storage_type(name: str, dtype: torch.dtype) -> str:
     """The name of a format in files. Raises UserError for one that they cannot hold."""
     if dtype not in DTYPES:
-        known = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
+        names = ", ".join(str(kind).removeprefix("torch.") for kind in DTYPES)
         raise UserError(
-            f"{name}: got a tensor of {dtype}; expected one of {known}; keep it in one of these, "
+            f"{name}: got a tensor of {dtype}; expected one of {names}; keep it in one of these, "
             "such as torch.view_as_real of complex numbers, or register a buffer that a checkpoint "
             "need not have with persistent=False"
         )
@@ -159,7 +159,7 @@ def box_of(tensor: Tensor) -> Box:
     if not isinstance(tensor, DTensor):
         return Box(shape, (0,) * len(shape), shape, 1)
     mesh = tensor.device_mesh
-    split = [dim for dim, one in enumerate(tensor.placements) if not one.is_replicate()]
+    split = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     parts = math.prod(mesh.size(dim) for dim in split)
     local, offset = compute_local_shape_and_global_offset(
         shape, tensor.device_mesh, tensor.placements

@@ -32,15 +32,15 @@ def divide(entries: Sequence[Entry], parts: int, first: Collection[str]) -> list
     are in the first part."""
     total = sum(entry.num_bytes for entry in entries)
     at = sum(entry.num_bytes for entry in entries if entry.name in first)
-    found: list[list[int]] = [[] for _ in range(parts)]
+    indices: list[list[int]] = [[] for _ in range(parts)]
     for index, entry in enumerate(entries):
         part = 0
         if entry.name not in first and total:
             middle = at + entry.num_bytes / 2
             part = min(parts - 1, int(middle * parts / total))
             at += entry.num_bytes
-        found[part].append(index)
-    return found
+        indices[part].append(index)
+    return indices
 
 
 SAMPLE_ROOM = 64 * 1024
@@ -50,11 +50,11 @@ SAMPLE_ROOM = 64 * 1024
 def sample(entries: Sequence[Entry], first: Collection[str]) -> int | None:
     """The index of the entry that twins compare: a small one that every step changes."""
     for prefix in (OPTIMIZER, MODEL):
-        found = [
+        candidates = [
             (entry.num_bytes, index)
             for index, entry in enumerate(entries)
             if entry.name.startswith(prefix) and entry.name not in first and entry.num_bytes > 8
         ]
-        if found:
-            return min(found)[1]
+        if candidates:
+            return min(candidates)[1]
     return None

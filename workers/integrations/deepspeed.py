@@ -50,7 +50,7 @@ def report_deepspeed(
             f"holdfast.integrations.report_deepspeed: got {type(engine).__name__}, which has no "
             f"{missing[0]}; expected an engine; give the first result of deepspeed.initialize"
         )
-    if not any(engine is one.engine for one in _reports):
+    if not any(engine is report.engine for report in _reports):
         _reports.append(_Reporting(engine, total_steps, tokens, save))
         _reports[-1].extend()
     return engine
@@ -83,12 +83,12 @@ class _Reporting:
         def step_and_report(*args: Any, **more: Any) -> Any:
             before = self.engine.global_steps
             self._trains()
-            found = step(*args, **more)
+            result = step(*args, **more)
             if self.engine.global_steps > before:  # or it accumulates
-                self._stepped(found if isinstance(found, Tensor) else None)
+                self._stepped(result if isinstance(result, Tensor) else None)
             else:
                 self._trains()
-            return found
+            return result
 
         return step_and_report
 

@@ -147,7 +147,7 @@ class _KeptOfLightning:
         trainer = self.trainer
         loops = trainer.fit_loop.state_dict()
         loops["state_dict"].pop("combined_loader", None)  # batches are skipped instead
-        callbacks = {one.state_key: one.state_dict() for one in trainer.callbacks}
+        callbacks = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
         epoch = trainer.fit_loop.epoch_progress.current
         state = {
             "loops": loops,
@@ -158,7 +158,7 @@ class _KeptOfLightning:
         return {
             "trainer": pack(to_json(state)),
             "precision": trainer.precision_plugin.state_dict(),
-            "schedules": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
+            "schedules": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         }
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:

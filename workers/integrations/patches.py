@@ -84,19 +84,19 @@ def resume_own(
     inner = getattr(owner, name)
     if getattr(inner, "goes_on", False):
         return
-    found = list(inspect.signature(inner).parameters.values())
-    if len(found) < 2 or found[1].name != parameter or found[1].default is not None:
+    parameters = list(inspect.signature(inner).parameters.values())
+    if len(parameters) < 2 or parameters[1].name != parameter or parameters[1].default is not None:
         raise ValueError(f"{name} has no {parameter}=None")
 
     @wraps(inner)
     def begin(*args: Any, **more: Any) -> Any:
-        given = inspect.signature(inner).bind(*args, **more)
+        call = inspect.signature(inner).bind(*args, **more)
         chosen = None
-        if given.arguments.get(parameter) is False:
+        if call.arguments.get(parameter) is False:
             sys.audit(STARTS_OVER)
-        if given.arguments.get(parameter) is None:
-            chosen = given.arguments[parameter] = choose(given.arguments, since_ns)
-        result = inner(*given.args, **given.kwargs)
+        if call.arguments.get(parameter) is None:
+            chosen = call.arguments[parameter] = choose(call.arguments, since_ns)
+        result = inner(*call.args, **call.kwargs)
         if chosen is not None:
             then(args[0])
         return result
@@ -108,17 +108,17 @@ def resume_own(
 def written_since(folder: Path, since_ns: int) -> dict[str, int]:
     """What this job has written into it, with the times."""
     try:
-        found = {one.name: one.stat().st_mtime_ns for one in folder.iterdir()}
+        times = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     except OSError:
         return {}
-    return {name: written_ns for name, written_ns in found.items() if written_ns >= since_ns}
+    return {name: written_ns for name, written_ns in times.items() if written_ns >= since_ns}
 
 
 def second_training(folder: Path) -> str:
     """Empty for the first training of this process into a folder."""
-    known = folder.resolve() in _begun
+    is_second = folder.resolve() in _begun
     _begun.add(folder.resolve())
-    return f"it is the second training of this process into {folder}" if known else ""
+    return f"it is the second training of this process into {folder}" if is_second else ""
 
 
 def agreed(names: list[str]) -> tuple[str, list[str]]:
@@ -128,7 +128,7 @@ def agreed(names: list[str]) -> tuple[str, list[str]]:
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, names)
     first = everywhere[0]
-    return next((one for one in first if all(one in they for they in everywhere)), ""), first
+    return next((name for name in first if all(name in they for they in everywhere)), ""), first
 
 
 def chosen(call: str, folder: Path | None, agreed: str, names: list[str], why: str) -> str | None:

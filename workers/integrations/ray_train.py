@@ -85,9 +85,9 @@ def begin(
     chosen = backend or ("nccl" if has_gpu else "gloo")
     dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_s))
     _expect_shared(run, mark)
-    found = run_directory.checkpoints(run)
-    number = run_directory.number(found[-1]) + 1 if found else 0
-    reports = int(json.loads(facts_file(found[-1]).read_text())["reports"]) if found else 0
+    saved = run_directory.checkpoints(run)
+    number = run_directory.number(saved[-1]) + 1 if saved else 0
+    reports = int(json.loads(facts_file(saved[-1]).read_text())["reports"]) if saved else 0
     _runs.append(_Run(run, name, num_to_keep, device, number, reports))
 
 
@@ -207,9 +207,9 @@ def _sync(directory: Path) -> None:
 
 def _any(value: bool, device: torch.device) -> bool:
     """True if `value` is true on any rank. Waits for all."""
-    found = torch.tensor(int(value), device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return bool(found.item())
+    flag = torch.tensor(int(value), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag.item())
 
 
 def _delete_old(run: _Run) -> None:
@@ -340,10 +340,10 @@ def _with_part(loader: DataLoader[Any]) -> DataLoader[Any]:
     sampler: DistributedSampler[Any] = DistributedSampler(loader.dataset, shuffle=shuffle)
     size = loader.batch_size
     batches = None if size is None else BatchSampler(sampler, size, loader.drop_last)
-    made = copy.copy(loader)
+    divided = copy.copy(loader)
     # A DataLoader refuses the assignment. _iterator: persistent workers are those of the old one.
-    vars(made).update(sampler=sampler, batch_sampler=batches, _iterator=None)
-    return made
+    vars(divided).update(sampler=sampler, batch_sampler=batches, _iterator=None)
+    return divided
 
 
 def _is_plain_shuffle(sampler: object) -> bool:

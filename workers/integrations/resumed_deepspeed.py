@@ -51,9 +51,9 @@ def read_other_sizes(engine_class: Any) -> None:
 
     @wraps(inner)
     def load_checkpoint(*args: Any, **more: Any) -> Any:
-        given = inspect.signature(inner).bind(*args, **more)
-        given.apply_defaults()
-        engine, arguments = given.args[0], given.arguments
+        call = inspect.signature(inner).bind(*args, **more)
+        call.apply_defaults()
+        engine, arguments = call.args[0], call.arguments
         if not _reads_optimizer(engine, arguments):
             return inner(*args, **more)
         source = _newest(engine, arguments)
@@ -63,7 +63,7 @@ def read_other_sizes(engine_class: Any) -> None:
         arguments["load_dir"], arguments["tag"] = str(converted.parent), converted.name
         engine._config.load_universal_checkpoint = True
         try:
-            path, client_state = inner(*given.args, **given.kwargs)
+            path, client_state = inner(*call.args, **call.kwargs)
         finally:
             engine._config.load_universal_checkpoint = False
         return path and str(source / Path(path).name), client_state
@@ -82,8 +82,8 @@ def _newest(engine: Any, arguments: dict[str, Any]) -> Path | None:
     """The folder that would be loaded, as rank 0 sees it; None: DeepSpeed says what is missing."""
     folder, tag = Path(arguments["load_dir"]), arguments["tag"]
     source = tag_of_latest(folder) if tag is None else folder / str(tag)
-    found = str(source) if source is not None and _num_parts(source) else None
-    return Path(agreed) if (agreed := _from_first(engine, found)) is not None else None
+    path = str(source) if source is not None and _num_parts(source) else None
+    return Path(agreed) if (agreed := _from_first(engine, path)) is not None else None
 
 
 def _from_first(engine: Any, value: Any) -> Any:

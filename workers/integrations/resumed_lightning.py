@@ -54,13 +54,13 @@ def _in_dirpath(given: dict[str, Any], since_ns: int) -> str | None:
     trainer = given["self"].trainer
     if str(getattr(trainer.state.fn, "value", trainer.state.fn)) != "fit":
         return None
-    writers = [one for one in trainer.checkpoint_callbacks if getattr(one, "dirpath", None)]
-    folders = dict.fromkeys(Path(one.dirpath) for one in writers if not one.save_weights_only)
+    writers = [c for c in trainer.checkpoint_callbacks if getattr(c, "dirpath", None)]
+    folders = dict.fromkeys(Path(c.dirpath) for c in writers if not c.save_weights_only)
     for folder in folders:
         written = written_since(folder, since_ns)
         names = sorted(written, key=written.__getitem__, reverse=True)
         names = [name for name in names if name.endswith(".ckpt")][:MAX_NAMES]
-        name, names = agreed([one for one in names if not _is_torn(folder / one)])
+        name, names = agreed([n for n in names if not _is_torn(folder / n)])
         if names:
             return chosen("Trainer.fit()", folder, name, names, second_training(folder))
     for folder in folders:
@@ -147,11 +147,11 @@ class _Order:
 
     def _generators(self) -> list[torch.Generator]:
         samplers = (self.whole, getattr(self.whole, "sampler", None))
-        own = dict.fromkeys(getattr(one, "generator", None) for one in samplers)
-        return [torch.default_generator, *(one for one in own if one is not None)]
+        own = dict.fromkeys(getattr(sampler, "generator", None) for sampler in samplers)
+        return [torch.default_generator, *(generator for generator in own if generator is not None)]
 
     def _states(self) -> list[torch.Tensor]:
-        return [one.get_state() for one in self._generators()]
+        return [generator.get_state() for generator in self._generators()]
 
     def _set(self, states: list[torch.Tensor]) -> None:
         for generator, state in zip(self._generators(), states, strict=False):
@@ -174,15 +174,15 @@ def keep_place(connector: Any) -> None:
 
     @wraps(inner)
     def dump_checkpoint(self: Any, *args: Any, **more: Any) -> Any:
-        found = inner(self, *args, **more)
+        checkpoint = inner(self, *args, **more)
         fit, world = self.trainer.fit_loop, self.trainer.world_size
         loader = getattr(fit, "_combined_loader", None)
         num = fit.epoch_loop.batch_progress.current.ready
         loaders = loader.flattened if loader is not None else []
         # The generators of several ranks differ.
-        orders = [_notes(one).kept(num, states=world == 1) for one in loaders]
-        found[PLACE] = {"world": world, "orders": orders}
-        return found
+        orders = [_notes(part).kept(num, states=world == 1) for part in loaders]
+        checkpoint[PLACE] = {"world": world, "orders": orders}
+        return checkpoint
 
     dump_checkpoint.keeps_place = True  # type: ignore[attr-defined]
     connector.dump_checkpoint = dump_checkpoint
@@ -218,7 +218,7 @@ def go_on_behind(trainer: Any, place: dict[str, Any], say: Callable[[str], None]
     def on_run_start(fetcher: Any) -> None:
         del loop.on_run_start
         loaders = fetcher.combined_loader.flattened
-        if not any(hasattr(one, "load_state_dict") for one in loaders):
+        if not any(hasattr(loader, "load_state_dict") for loader in loaders):
             world = place.get("world", trainer.world_size)
             same_samples(trainer, world)
             num = loop.batch_progress.current.ready
@@ -229,7 +229,7 @@ def go_on_behind(trainer: Any, place: dict[str, Any], say: Callable[[str], None]
                 epoch = trainer.fit_loop.epoch_progress.current.processed
                 text = f"Trainer.fit() skips the {num} batches of epoch {epoch} that were trained"
                 if not same_world and 1 in (world, trainer.world_size):
-                    if any(_is_shuffled(one) for one in loaders):
+                    if any(_is_shuffled(loader) for loader in loaders):
                         text += " in another order than theirs: a single rank draws its own"
                 elif same_world and not is_same:
                     text = (
@@ -291,7 +291,7 @@ def skip(
             tick()
         fetcher.fetched -= num  # the loop adds them
     return all(
-        one.is_same and _has_indices(loader) for one, loader in zip(begins, loaders, strict=True)
+        b.is_same and _has_indices(loader) for b, loader in zip(begins, loaders, strict=True)
     )
 
 

@@ -64,9 +64,9 @@ class InMemoryTrainer(Trainer):  # type: ignore[misc]
 
     # -- before the loop ------------------------------------------------------------------------
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> Any:
-        found = super()._init_training_state(max_steps, steps_per_epoch, *args)
+        state = super()._init_training_state(max_steps, steps_per_epoch, *args)
         if not self._joined.restoring:
-            return found
+            return state
         self.state.global_step = step = self._joined.next_step
         in_epoch = step % steps_per_epoch * self.args.gradient_accumulation_steps
         return step // steps_per_epoch, 0 if self.args.ignore_data_skip else in_epoch
@@ -92,10 +92,10 @@ class InMemoryTrainer(Trainer):  # type: ignore[misc]
         super()._run_epoch(**given)
 
     def get_batch_samples(self, *args: Any, **more: Any) -> Any:
-        found = super().get_batch_samples(*args, **more)
+        batches = super().get_batch_samples(*args, **more)
         rank = self._joined.data_parallel_rank
         set_seed(mix(self.args.seed, self.state.global_step, rank) % 2**32)
-        return found
+        return batches
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **more: Any) -> None:
         """The trainer calls it after each step, and once more at the end of an epoch: then what
@@ -194,7 +194,7 @@ class _KeptOfTrainer:
 def _packed(trainer: Any) -> str:
     """The trainer's state, with as many of the newest logs as fit."""
     state = {name: getattr(trainer.state, name) for name in _FIELDS}
-    state["callbacks"] = [one.state().get("attributes", {}) for one in _stateful(trainer)]
+    state["callbacks"] = [callback.state().get("attributes", {}) for callback in _stateful(trainer)]
     logs = trainer.state.log_history
     num = min(256, len(logs))
     while True:
@@ -213,7 +213,7 @@ def _history(trainer: Any, newest: list[Any], older: bool) -> list[Any]:
     for path in _states_of_checkpoints(Path(trainer.args.output_dir)) if older else ():
         try:
             before = TrainerState.load_from_json(str(path)).log_history
-            return [one for one in before if one["step"] < first] + newest
+            return [entry for entry in before if entry["step"] < first] + newest
         except (OSError, ValueError, TypeError, KeyError):  # torn, or gone
             continue
     return newest
@@ -231,7 +231,7 @@ def _states_of_checkpoints(folder: Path) -> list[Path]:
 
 def _stateful(trainer: Any) -> list[Any]:
     callbacks = trainer.callback_handler.callbacks
-    return [one for one in callbacks if isinstance(one, ExportableState)]
+    return [callback for callback in callbacks if isinstance(callback, ExportableState)]
 
 
 def _expect_possible(trainer: Any) -> None:

@@ -153,8 +153,8 @@ class Attempts:
         """Say in `why_not` whether random numbers were drawn without s.seed. `leaves`: the process
         leaves its generation."""
         if self._random is not None and (self._watches or leaves):
-            now, known = _random_state(), int(self._seeded)
-            if now[known:] != self._random[known:]:
+            now, before = _random_state(), int(self._seeded)
+            if now[before:] != self._random[before:]:
                 self.why_not = self.why_not or "an attempt draws random numbers without s.seed"
             self._random = now
 
@@ -210,7 +210,7 @@ def _roots(model: Module) -> list[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule) and id(module) not in below:
             roots.append(module)
-            below.update(id(one) for one in module.modules())
+            below.update(id(inner) for inner in module.modules())
     return roots
 
 
@@ -235,8 +235,8 @@ def settings_digest(optimizers: Iterable[Optimizer]) -> int:
     """Digest of the numbers in all parameter groups, such as the learning rate; below 2**56."""
     values = [
         (key, float(value) if isinstance(value, Tensor) else value)
-        for one in optimizers
-        for group in one.param_groups
+        for optimizer in optimizers
+        for group in optimizer.param_groups
         for key, value in sorted(group.items())
         if isinstance(value, (bool, int, float, str, tuple))
         or (isinstance(value, Tensor) and value.numel() == 1)

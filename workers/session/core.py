@@ -210,9 +210,9 @@ class Session:
         partial sums.
         """
         _expect_memory("session.shards", model)
-        made = Shards(model, self.device, self.shape.world_size, self.shape.pipeline)
-        self._shards_given.append(made)
-        return made
+        shards = Shards(model, self.device, self.shape.world_size, self.shape.pipeline)
+        self._shards_given.append(shards)
+        return shards
 
     def data(
         self,
@@ -430,8 +430,8 @@ class Session:
             shards.resized(self.shape.world_size)
             for parameter in shards.parameters():
                 parameter.grad = None
-        for one in state.optimizers:
-            one.optimizer.state.clear()
+        for optimizer in state.optimizers:
+            optimizer.optimizer.state.clear()
         self._begin_at(state, 0)
 
     def _why_fixed_size(self) -> str:
@@ -461,7 +461,7 @@ class Session:
             parameters = [*state.parameters.values(), *state.left_out.values()]
         self._num_compared += 1
         number = checksum(parameters)
-        common = settings_digest(one.optimizer for one in state.optimizers)
+        common = settings_digest(optimizer.optimizer for optimizer in state.optimizers)
         # The last row: settings, such as the learning rate, that are the same on all ranks.
         largest_s2 = torch.full((self.shape.num_shards + 1, 2), -(2**63), dtype=torch.int64)
         largest_s2[self.shape.shard_index(self.rank)] = torch.tensor([number, -number])
@@ -601,9 +601,9 @@ class Session:
 
     def _stage_parts(self, part: StagePart) -> list[StagePart]:
         """What each stage of this rank's pipeline gives. Collective."""
-        found: list[Any] = [None] * self.shape.pipeline
-        dist.all_gather_object(found, part, group=self.meshes.axis("pipeline").get_group())
-        return found
+        parts: list[Any] = [None] * self.shape.pipeline
+        dist.all_gather_object(parts, part, group=self.meshes.axis("pipeline").get_group())
+        return parts
 
     def _due(self, step: int) -> tuple[bool, bool]:
         """True to stage this step, and true if a planned stop follows it."""

@@ -188,11 +188,11 @@ class _MapPlan(Sampler[Any]):
         source = inner.sampler if by is None else by.sampler if self.joins else by
         self.batch: int = by.batch_size if self.joins else 1
         self.drop_last = bool(by.drop_last) if self.joins else False
-        self._source, known = source, _is_known(type(source).__iter__)
-        divides = [hasattr(one, "num_replicas") for one in (source, getattr(source, "sampler", 0))]
+        self._source, plain = source, _is_known(type(source).__iter__)
+        divides = [hasattr(p, "num_replicas") for p in (source, getattr(source, "sampler", 0))]
         whole = getattr(source, "data_source", getattr(source, "dataset", None))
-        self.size: int | None = len(whole) if known and whole is not None else None
-        if known and divides[0]:
+        self.size: int | None = len(whole) if plain and whole is not None else None
+        if plain and divides[0]:
             self.kind = "shuffled" if source.shuffle else "sequential"
             self.seed = source.seed
         elif any(divides):
@@ -200,10 +200,10 @@ class _MapPlan(Sampler[Any]):
                 f"a {type(source).__name__}, which divides samples among ranks",
                 "a sampler of the whole order, which session.data divides",
             )
-        elif known and type(source).__name__ == "SequentialSampler":
+        elif plain and type(source).__name__ == "SequentialSampler":
             self.kind = "sequential"
         elif (
-            known
+            plain
             and type(source).__name__ in ("RandomSampler", "SeedableRandomSampler")
             and not source.replacement
             and source.num_samples == self.size
@@ -266,8 +266,8 @@ def _seeded(seed: int, source: Any) -> Iterator[None]:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
-    for one in (source, getattr(source, "sampler", None)):
-        if isinstance(generator := getattr(one, "generator", None), torch.Generator):
+    for part in (source, getattr(source, "sampler", None)):
+        if isinstance(generator := getattr(part, "generator", None), torch.Generator):
             generator.manual_seed(seed)
     try:
         yield

@@ -191,7 +191,7 @@ class Groups:
         if moved:
             raise NotKept("ranks of kept processes have moved")
         here = c10d._world.pg_map
-        self._listed = {name: one for name, one in self._listed.items() if one[0] in here}
+        self._listed = {name: entry for name, entry in self._listed.items() if entry[0] in here}
         self._store.now, self._generation = store, generation
         store.set(f"kept/{rank}", json.dumps(list(self._listed)))
         keys = [f"kept/{other}" for other in range(world_size)]
@@ -200,8 +200,8 @@ class Groups:
         self._inodes.clear()
         self._times.clear()
         self._rank, self._world_size, self.connected = rank, world_size, True
-        for name, (group, made, place) in self._listed.items():
-            members = ranks_now(made, self._each, place, self._place)
+        for name, (group, created, place) in self._listed.items():
+            members = ranks_now(created, self._each, place, self._place)
             if any(name not in listed[member] for member in members):
                 raise NotKept("kept processes and new ones have made different process groups")
             c10d._world.pg_group_ranks[group] = {at: index for index, at in enumerate(members)}
@@ -215,8 +215,8 @@ class Groups:
     def _form(self, name: str, is_over: Callable[[], bool] | None = None) -> None:
         """Connect one group; with `is_over` of ranks that are all here. Its key names the members:
         a rank that lists others never meets these."""
-        group, made, place = self._listed[name]
-        members = ranks_now(made, self._each, place, self._place)
+        group, created, place = self._listed[name]
+        members = ranks_now(created, self._each, place, self._place)
         store, number = self._store.now, self._times[name]
         prefix = f"form/{self._generation}/{name}/{number}/{members}"
         self._times[name] += 1

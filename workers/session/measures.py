@@ -51,15 +51,15 @@ class PeakMemory:
 
     def _pages(self) -> dict[str, int]:
         """Bytes by kind; empty where the kernel does not show them."""
-        found: dict[str, int] = {}
+        pages: dict[str, int] = {}
         try:
             for line in self._status.read_text().splitlines():
                 name, _, value = line.partition(":")
                 if name in ("VmHWM", "RssAnon", "RssFile", "RssShmem"):
-                    found[name] = int(value.split()[0]) * 1024
+                    pages[name] = int(value.split()[0]) * 1024
         except (OSError, ValueError, IndexError):
             return {}
-        return found
+        return pages
 
 
 class SentBytes:
@@ -93,9 +93,9 @@ class SentBytes:
         if not self._left or self._steps < 2 or self._began_ns is None:
             return
         self._left -= 1
-        found = _recorded_bytes(self._began_ns)
-        if found is not None:
-            self.num_bytes, self._left = found, 0
+        sent = _recorded_bytes(self._began_ns)
+        if sent is not None:
+            self.num_bytes, self._left = sent, 0
 
 
 def _recorded_bytes(since_ns: int) -> int | None:
@@ -103,8 +103,8 @@ def _recorded_bytes(since_ns: int) -> int | None:
     if not dumps or "torch.distributed" not in sys.modules:
         return None
     try:
-        every, sizes = [json.loads(dump()).get("entries", ()) for dump in dumps], _group_sizes()
-        sent = [sent_since(since_ns, entries, sizes) for entries in every]
+        logs, sizes = [json.loads(dump()).get("entries", ()) for dump in dumps], _group_sizes()
+        sent = [sent_since(since_ns, entries, sizes) for entries in logs]
         return None if None in sent else sum(filter(None, sent))
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
         print(f"holdfast: the flight recorder's dump was not used: {error}", file=sys.stderr)
@@ -131,13 +131,13 @@ def sent_since(
     """Bytes that a rank has sent in the collectives begun since then, as rings send them. None: the
     recorder has lost some of them, or has an operation that is not known here. `sizes`: ranks of a
     process group by its name."""
-    every = list(entries)
-    kept = [one for one in every if one["time_created_ns"] >= since_ns]
-    if kept and len(kept) == len(every) and every[0]["record_id"] > 0:
+    recorded = list(entries)
+    kept = [entry for entry in recorded if entry["time_created_ns"] >= since_ns]
+    if kept and len(kept) == len(recorded) and recorded[0]["record_id"] > 0:
         return None
     total = 0.0
-    for one in kept:
-        num_bytes = _sent(one, sizes[one["process_group"][0]])
+    for call in kept:
+        num_bytes = _sent(call, sizes[call["process_group"][0]])
         if num_bytes is None:
             return None
         total += num_bytes

@@ -64,8 +64,8 @@ def cpus_of(system: Path, place: str) -> set[int]:
 
 def parse_list(text: str) -> set[int]:
     """A list of CPUs as the kernel writes it: 0-3,8,10-11."""
-    found: set[int] = set()
+    cpus: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus

@@ -111,10 +111,10 @@ def preemption() -> PlannedStop | None:
     time. Outside Holdfast it is always None.
     """
     channel = agent_channel.of_process()
-    found = channel.stop_notice() if channel is not None else None
-    if found is None:
+    warning = channel.stop_notice() if channel is not None else None
+    if warning is None:
         return None
-    notice, at_s = found
+    notice, at_s = warning
     return PlannedStop(notice.after_step, max(0.0, at_s + notice.grace_s - time.monotonic()))
 
 

@@ -134,7 +134,7 @@ class Shards:
     def _step_group(
         self, group: list[int], whole: list[nn.Parameter], step: Callable[[], object]
     ) -> None:
-        moved = [one for number in group if (one := self._move(number, whole[number])) is not None]
+        moved = [s for number in group if (s := self._move(number, whole[number])) is not None]
         for gradient, share in moved:
             square = gradient.float().square().sum().to(self._device) * share
             self._stepped = square if self._stepped is None else self._stepped + square
@@ -146,7 +146,7 @@ class Shards:
         """(gradient, the share of it that this rank counts) of each part with a gradient."""
         whole = enumerate(self._model.parameters())
         moved = (self._move(number, parameter) for number, parameter in whole)
-        return [one for one in moved if one is not None]
+        return [s for s in moved if s is not None]
 
     def _move(self, number: int, parameter: nn.Parameter) -> tuple[Tensor, float] | None:
         shard = self._shards[number]

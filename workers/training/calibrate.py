@@ -72,26 +72,26 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--threads", type=int, help="of each; default: an equal share")
     parser.add_argument("--micro-batch", type=int, help="samples; default: one pass of the share")
     parser.add_argument("--sharded", action="store_true", help="as FSDP2 casts, not autocast")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        job = load_job(given.file)
+        job = load_job(options.file)
         config = _config(job)
     except HoldfastError as error:
         print(error, file=sys.stderr)
         return 2
-    workers = given.workers or job.spec.workers_per_node
+    workers = options.workers or job.spec.workers_per_node
     share = -(-config.global_batch // workers)
     settings = Settings(
-        given.file,
-        given.steps,
+        options.file,
+        options.steps,
         workers,
-        given.threads or _threads(job, workers),
-        given.micro_batch or config.samples_per_pass(share, 1),
-        given.sharded,
+        options.threads or _threads(job, workers),
+        options.micro_batch or config.samples_per_pass(share, 1),
+        options.sharded,
         0,
     )
     try:
-        found = _measure_in_processes(settings)
+        measured = _measure_in_processes(settings)
     except (MemoryError, torch.OutOfMemoryError, BrokenProcessPool) as error:
         why = "a process was killed" if isinstance(error, BrokenProcessPool) else str(error)
         print(f"out of memory, or nearly so: {why.splitlines()[0]}", file=sys.stderr)
@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> int:
     except (RuntimeError, HoldfastError) as error:
         print(f"{error}", file=sys.stderr)
         return 1
-    print(json.dumps(_slowest(found)))
+    print(json.dumps(_slowest(measured)))
     return 0
 
 
@@ -148,10 +148,10 @@ def _worker(settings: Settings, rank: int) -> dict[str, Any]:
             "gloo", store=store, rank=rank, world_size=settings.workers, timeout=wait
         )
     try:
-        found = measure(job, settings, device)
+        measured = measure(job, settings, device)
         if not alone and not on_gpu:
-            found |= time_link(settings.workers, settings.steps)
-        return found
+            measured |= time_link(settings.workers, settings.steps)
+        return measured
     finally:  # also ends the waiting of the others if this one failed
         if not alone:
             distributed.destroy_process_group()
@@ -160,8 +160,8 @@ def _worker(settings: Settings, rank: int) -> dict[str, Any]:
 def _slowest(found: list[dict[str, Any]]) -> dict[str, Any]:
     """The largest time of each part, and the narrowest link."""
     joined = dict(found[0])
-    for one in found[1:]:
-        for name, value in one.items():
+    for result in found[1:]:
+        for name, value in result.items():
             if value is not None:
                 joined[name] = (min if name == "link_bandwidth" else max)(joined[name], value)
     return joined
@@ -286,8 +286,8 @@ def _median(run: Callable[[], Any], steps: int, device: torch.device) -> float:
 
 
 def _between(events: list[torch.cuda.Event]) -> Iterator[float]:
-    for one, following in itertools.pairwise(events):
-        yield one.elapsed_time(following)
+    for event, following in itertools.pairwise(events):
+        yield event.elapsed_time(following)
 
 
 def _timed(run: Callable[[], Any]) -> float:

@@ -107,13 +107,13 @@ def _documents(
         if not path.is_dir():
             return [(path, path.stat().st_size)]
         pattern = "*" if stored == "text" else "*.bin"
-        found = sorted(file for file in path.rglob(pattern) if file.is_file())
-        if not found and stored != "text":
+        listed = sorted(file for file in path.rglob(pattern) if file.is_file())
+        if not listed and stored != "text":
             raise UserError(
                 f"{field}: got the directory {source} without a .bin file; expected files of "
                 f"tokens called NAME.bin, as data.format is {stored}"
             )
-        return [(file, file.stat().st_size) for file in found]
+        return [(file, file.stat().st_size) for file in listed]
     except OSError as error:
         raise _unreadable(field, source, error) from None
 
@@ -128,19 +128,19 @@ def _unreadable(field: str, source: str, error: OSError) -> UserError:
 @functools.cache
 def _stdlib() -> list[tuple[Path, int]]:
     """Cached: a worker forked from a warm process inherits it."""
-    root, found, room = Path(sysconfig.get_path("stdlib")), [], MAX_STDLIB_BYTES
+    root, sources, room = Path(sysconfig.get_path("stdlib")), [], MAX_STDLIB_BYTES
     for path in _stdlib_files(root):
         size = path.stat().st_size
         room -= size + 1
         if room < 0:
             break
-        found.append((path, size))
-    if not found:
+        sources.append((path, size))
+    if not sources:
         raise UserError(
             f"{FIELD}: got stdlib, but {root} has no .py files; expected an installation with its "
             "source; name a file or directory instead"
         )
-    return found
+    return sources
 
 
 def _stdlib_files(root: Path) -> Iterator[Path]:

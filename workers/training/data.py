@@ -51,7 +51,7 @@ def divide_batches(
     if mesh is None:
         yield batches
         return
-    inputs, targets = [one.inputs_bt for one in batches], [one.targets_bt for one in batches]
+    inputs, targets = [b.inputs_bt for b in batches], [b.targets_bt for b in batches]
     with divide(mesh, *inputs, *targets) as (*parts, positions_t):
         halves = zip(parts[: len(batches)], parts[len(batches) :], strict=True)
         yield [

@@ -151,7 +151,7 @@ class Conversations:
         if evaluation:
             return sum(self.validation.num_targets[index] for index in indices)
         ids = sample_ids(tuple(indices), len(self.train), self._seed)
-        return sum(self.train.num_targets[one] for one in ids)
+        return sum(self.train.num_targets[number] for number in ids)
 
 
 def _tokens_of(path: str, field: str, tokenizer: Any, cache: Path | None) -> list[Any]:
@@ -171,8 +171,8 @@ def _tokens_of(path: str, field: str, tokenizer: Any, cache: Path | None) -> lis
             fcntl.flock(lock, fcntl.LOCK_EX)
             place = cache / f"{key.hexdigest()}.npz"
             if not place.exists():
-                made = _tokenize(path, field, tokenizer)
-                np.savez(cache / "part.npz", *made)
+                arrays = _tokenize(path, field, tokenizer)
+                np.savez(cache / "part.npz", *arrays)
                 (cache / "part.npz").replace(place)
             with np.load(place) as stored:
                 return [stored[name] for name in stored.files]
@@ -183,10 +183,10 @@ def _tokens_of(path: str, field: str, tokenizer: Any, cache: Path | None) -> lis
 def _tokenize(path: str, field: str, tokenizer: Any) -> list[Any]:
     documents = [*_documents(path, field, tokenizer)]
     return [
-        np.array([token for one in documents for token in one.tokens], np.int32),
-        np.array([has for one in documents for has in one.trained], np.bool_),
-        np.array([len(one.tokens) for one in documents], np.int64),
-        np.array([one.num_silent for one in documents], np.int64),
+        np.array([token for d in documents for token in d.tokens], np.int32),
+        np.array([has for d in documents for has in d.trained], np.bool_),
+        np.array([len(d.tokens) for d in documents], np.int64),
+        np.array([d.num_silent for d in documents], np.int64),
     ]
 
 
@@ -229,10 +229,10 @@ def _document(line: str, got: str, tokenizer: Any) -> Document:
 
 def _tokens(text: str, tokenizer: Any, *, special: bool = True) -> list[int]:
     """Tokens without an end, which some tokenizers append."""
-    found: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
-    while special and found and found[-1] == tokenizer.eos_token_id:
-        found.pop()
-    return found
+    tokens: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
+    while special and tokens and tokens[-1] == tokenizer.eos_token_id:
+        tokens.pop()
+    return tokens
 
 
 def _ended(before: list[int], after: list[int], tokenizer: Any) -> Document:

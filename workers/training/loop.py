@@ -96,8 +96,8 @@ def run(job: TrainingJob, build: Callable[[session.Session], BaseTrainer]) -> No
             tokens, total = trainer.tokens_per_step, trainer.steps
             flops = tokens * trainer.flops_per_token
             s.step(step, loss=loss, tokens=tokens, flops=flops, total_steps=total)
-            every = config.evaluate_every_steps
-            if every and (step + 1) % every == 0:
+            interval = config.evaluate_every_steps
+            if interval and (step + 1) % interval == 0:
                 with s.phase("evaluate"):
                     validation_loss = evaluate(trainer)
                 if s.rank == 0:

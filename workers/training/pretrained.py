@@ -132,8 +132,8 @@ def tokenizer_of(directory: Path) -> Any:
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The blocks as transformers names them; otherwise the longest list of modules."""
     names = getattr(model, "_no_split_modules", None) or ()
-    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList)]
-    named = [one for one in lists if len(one) and type(one[0]).__name__ in names]
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    named = [module for module in lists if len(module) and type(module[0]).__name__ in names]
     chosen = max(named or lists, key=lambda one: sum(p.numel() for p in one.parameters()))
     return list(chosen)
 
@@ -149,7 +149,7 @@ class _Same(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def entire(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             return tuple(
-                DTensor.from_local(one, mesh, [Replicate()], run_check=False) for one in inputs
+                DTensor.from_local(part, mesh, [Replicate()], run_check=False) for part in inputs
             )
 
         return distribute_module(
@@ -227,7 +227,7 @@ def load(parameters: Mapping[str, Tensor], directory: Path) -> None:
                 f"{FIELD}: got {got}; expected {tuple(parameter.shape)}, as config.json says; "
                 "download the directory again"
             )
-    tensors: dict[str, Any] = {name: one.detach() for name, one in parameters.items()}
+    tensors: dict[str, Any] = {name: tensor.detach() for name, tensor in parameters.items()}
     with torch.no_grad():
         fill_from(tensors, storage_reader=reader, no_dist=True)
 
@@ -241,19 +241,19 @@ def quantize(model: nn.Module, directory: Path, session: Session, block: nn.Modu
     scales need the whole matrix."""
     from torchao.quantization import NF4Tensor
 
-    inside = {id(one) for one in block.modules()}
+    inside = {id(module) for module in block.modules()}
     linear = {
-        stored_name(f"{name}.weight"): one
-        for name, one in model.named_modules()
-        if id(one) in inside and isinstance(one, nn.Linear) and ".lora_" not in name
+        stored_name(f"{name}.weight"): module
+        for name, module in model.named_modules()
+        if id(module) in inside and isinstance(module, nn.Linear) and ".lora_" not in name
     }
-    values = {name: _empty(one.weight, session) for name, one in linear.items()}
+    values = {name: _empty(module.weight, session) for name, module in linear.items()}
     load(values, directory)
-    for name, one in linear.items():
+    for name, layer in linear.items():
         value = values.pop(name)
         value = value.full_tensor() if isinstance(value, DTensor) else value
         weight = NF4Tensor.from_tensor(value, 64, 256)
-        one.weight = nn.Parameter(weight, requires_grad=False)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
 
 
 def _empty(like: Tensor, session: Session) -> Tensor:
@@ -273,7 +273,7 @@ def is_quantized(parameter: Tensor) -> bool:
 def expect_whole_groups(blocks: list[nn.Module], shape: Mesh) -> None:
     """Raises UserError for matrices whose shards are not whole groups of NF4."""
     shards = shape.num_fsdp_shards
-    for module in (one for block in blocks for one in block.modules()):
+    for module in (part for block in blocks for part in block.modules()):
         if not isinstance(module, nn.Linear) or module.weight.requires_grad:
             continue
         rows, columns = module.weight.shape

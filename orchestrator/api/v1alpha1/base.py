@@ -120,18 +120,18 @@ def _quantity_fix(value: Any) -> str:
 
 def parse_quantity(value: Any) -> float:
     """A Kubernetes quantity ("500m", "4Gi", 2) as a number >= 0. Raises ValueError."""
-    found: float = -1
+    number: float = -1
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        found = value
+        number = value
     elif isinstance(value, str) and (match := re.fullmatch(QUANTITY_PATTERN, value)):
-        found = float(match[1] + (match[2] or "")) * _SUFFIXES[match[3] or ""]
-    if not found >= 0:  # also true for NaN
+        number = float(match[1] + (match[2] or "")) * _SUFFIXES[match[3] or ""]
+    if not number >= 0:  # also true for NaN
         fix = _quantity_fix(value)
         got = f"got {value!r}; " if fix else ""
         raise ValueError(f"{got}expected a quantity such as 2, 500m or 4Gi{fix}")
-    if found > limits.MAX_QUANTITY:
+    if number > limits.MAX_QUANTITY:
         raise ValueError(f"expected a quantity of at most {limits.MAX_QUANTITY:g}, such as 4Gi")
-    return float(found)
+    return float(number)
 
 
 Quantity = Annotated[

@@ -123,9 +123,9 @@ def _split(line: str) -> list[str]:
         raise CommandRefused(f"a line with {str(error).lower()}", "quotes in pairs") from None
     bare = _SHELL_TEXT.sub('""', re.sub(r"'[^']*'", "''", text))
     outside = re.sub(r"\\.", "", re.sub(r'"(\\.|[^"\\])*"', '""', bare))
-    if found := _REPLACED.search(bare) or _OPERATOR.search(outside):
+    if sign := _REPLACED.search(bare) or _OPERATOR.search(outside):
         raise CommandRefused(
-            f"{found[0]}, which is for a shell", "one command: no shell reads the line", _BY_A_SHELL
+            f"{sign[0]}, which is for a shell", "one command: no shell reads the line", _BY_A_SHELL
         )
     return words
 

@@ -164,13 +164,13 @@ class _Converter:
 
     def convert(self, node: Node, path: str) -> Node:
         node = self._resolved(node)
-        made = self._shape(node, path)
+        schema = self._shape(node, path)
         if text := node.get("description"):
-            made = {"description": _plain(text + RETYPED.get(path, "")), **made}
+            schema = {"description": _plain(text + RETYPED.get(path, "")), **schema}
         default = _default(node.get("default"))
         if default is not None:
-            made["default"] = default
-        return _with_rules(path, made)
+            schema["default"] = default
+        return _with_rules(path, schema)
 
     def _resolved(self, node: Node) -> Node:
         """The node without references and without the choice null; the field's own keys win."""
@@ -206,14 +206,14 @@ class _Converter:
             return shape
         if "const" in node or "enum" in node:
             return {"type": kind, "enum": node.get("enum", [node.get("const")])}
-        made = {"type": kind, **_bounds(node)}
+        schema = {"type": kind, **_bounds(node)}
         if kind == "string" and node.get("format") != "date-time":
-            made.setdefault("maxLength", MAX_TEXT)
+            schema.setdefault("maxLength", MAX_TEXT)
         if path in RULED:
-            made[RULED[path]] = 0
+            schema[RULED[path]] = 0
         if kind == "integer":
-            made["format"] = "int32" if path in NODE_COUNTS else "int64"
-        return made
+            schema["format"] = "int32" if path in NODE_COUNTS else "int64"
+        return schema
 
     def _object(self, node: Node, path: str) -> Node:
         if "properties" not in node:
@@ -223,26 +223,26 @@ class _Converter:
                 "maxProperties": node.get("maxProperties", MAX_KEYS),
                 "additionalProperties": values,
             }
-        made: Node = {"type": "object"}
+        document: Node = {"type": "object"}
         if required := node.get("required"):
-            made["required"] = required
-        made["properties"] = {
+            document["required"] = required
+        document["properties"] = {
             name: self.convert(child, f"{path}.{name}")
             for name, child in node["properties"].items()
         }
         for name, schema in SCHEMAS.get(path, {}).items():
-            made["properties"][name] = {"description": description(path, name), **schema}
-        return made
+            document["properties"][name] = {"description": description(path, name), **schema}
+        return document
 
     def _union(self, choices: list[Node]) -> Node:
         kinds = {"string" if "const" in choice else choice["type"] for choice in choices}
         if kinds <= {"integer", "string"}:
-            made: Node = {
+            schema: Node = {
                 "x-kubernetes-int-or-string": True,
                 "anyOf": [{"type": "integer"}, {"type": "string"}],
                 "maxLength": MAX_WORD,
             }
-            return _with_bounds(made, choices)
+            return _with_bounds(schema, choices)
         return _word_or_list(choices) if "array" in kinds else _untyped(choices)
 
 
@@ -268,50 +268,50 @@ _NO_BOOLEAN = {"not": {"enum": [True, False]}}
 def _untyped(choices: list[Node]) -> Node:
     """A field without a type, with the bounds of all choices: numbers obey the bounds of the
     number, texts the pattern of the text."""
-    made: Node = {"x-kubernetes-preserve-unknown-fields": True}
+    schema: Node = {"x-kubernetes-preserve-unknown-fields": True}
     kinds = {"string" if "const" in choice else choice["type"] for choice in choices}
-    made = _with_bounds(made, choices)
+    schema = _with_bounds(schema, choices)
     if kinds & {"integer", "number"}:
-        made |= {} if "number" in kinds else {"multipleOf": 1}
+        schema |= {} if "number" in kinds else {"multipleOf": 1}
     else:
-        made |= _NO_NUMBER
+        schema |= _NO_NUMBER
     if "string" in kinds:
-        made |= {"maxLength": MAX_WORD}
+        schema |= {"maxLength": MAX_WORD}
     else:
-        made |= _NO_TEXT
-    made |= {} if "boolean" in kinds else _NO_BOOLEAN
-    return {**made, **_NO_LIST, **_NO_MAP}
+        schema |= _NO_TEXT
+    schema |= {} if "boolean" in kinds else _NO_BOOLEAN
+    return {**schema, **_NO_LIST, **_NO_MAP}
 
 
 def _word_or_list(choices: list[Node]) -> Node:
     """One of some words, or a list, whose elements the operator checks."""
     words = [word for choice in choices for word in choice.get("enum", ())]
-    made: Node = {"x-kubernetes-preserve-unknown-fields": True, **_NO_MAP, **_NO_NUMBER}
+    schema: Node = {"x-kubernetes-preserve-unknown-fields": True, **_NO_MAP, **_NO_NUMBER}
     length = next(choice["maxItems"] for choice in choices if choice["type"] == "array")
     bounds = {"minItems": 1, "maxItems": length, "maxLength": MAX_WORD}
-    return {**made, **_NO_BOOLEAN, **bounds, "pattern": f"^({'|'.join(words)})$"}
+    return {**schema, **_NO_BOOLEAN, **bounds, "pattern": f"^({'|'.join(words)})$"}
 
 
-def _with_bounds(made: Node, choices: list[Node]) -> Node:
+def _with_bounds(schema: Node, choices: list[Node]) -> Node:
     for choice in choices:
-        made |= {} if "const" in choice else _bounds(choice)
+        schema |= {} if "const" in choice else _bounds(choice)
     words = [str(choice["const"]) for choice in choices if "const" in choice]
     if words:
-        made["pattern"] = f"^{words[0]}$" if len(words) == 1 else f"^({'|'.join(words)})$"
-    return made
+        schema["pattern"] = f"^{words[0]}$" if len(words) == 1 else f"^({'|'.join(words)})$"
+    return schema
 
 
 def _bounds(node: Node) -> Node:
     """Bounds as OpenAPI 3.0 writes them: an exclusive bound is a flag beside the number."""
-    made: Node = {
+    schema: Node = {
         key: node[key] for key in ("minLength", "maxLength", "pattern", "format") if key in node
     }
     for key, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if key in node:
-            made[key] = _number(node[key])
+            schema[key] = _number(node[key])
         if exclusive in node:
-            made |= {key: _number(node[exclusive]), exclusive: True}
-    return made
+            schema |= {key: _number(node[exclusive]), exclusive: True}
+    return schema
 
 
 def _default(value: Any) -> Any:
@@ -331,22 +331,22 @@ def _number(value: float) -> float:
 
 
 def _with_rules(path: str, made: Node) -> Node:
-    if found := [_rule(rule) for rule in RULES if rule.path == path]:
-        made["x-kubernetes-validations"] = found
+    if rules := [_rule(rule) for rule in RULES if rule.path == path]:
+        made["x-kubernetes-validations"] = rules
     return made
 
 
 def _rule(rule: Rule) -> Node:
-    made: Node = {"rule": rule.rule}
+    entry: Node = {"rule": rule.rule}
     if rule.values:
-        made["messageExpression"] = rule.message_expression()
+        entry["messageExpression"] = rule.message_expression()
     else:
-        made["message"] = rule.message
+        entry["message"] = rule.message
     if rule.field:
-        made["fieldPath"] = rule.field
+        entry["fieldPath"] = rule.field
     if rule.optional_old:
-        made["optionalOldSelf"] = True
-    return made
+        entry["optionalOldSelf"] = True
+    return entry
 
 
 def _plain(text: str) -> str:

@@ -107,13 +107,13 @@ def _elasticity_effects(spec: JobSpec, as_written: bool) -> Iterator[str]:
         )
     if isinstance(allowed, str):
         return
-    for size in (one for one in allowed if not low <= one <= full):
+    for size in (count for count in allowed if not low <= count <= full):
         yield (
             f"elasticity: got {size} workers; expected sizes from {low} (nodes.min {nodes.min} x "
             f"workersPerNode {workers}) to {full} (nodes.max {nodes.max} x {workers}); remove it, "
             f"or change nodes"
         )
-    for size in {one: None for one in allowed if allowed.count(one) > 1}:
+    for size in {count: None for count in allowed if allowed.count(count) > 1}:
         yield f"elasticity: got {size} workers more than once; expected each size once; write one"
     if max(allowed) < full:
         yield (

@@ -84,9 +84,7 @@ def redacted_document(
     spec = dict(document.get("spec", {}))
     entry, env = spec.get("entrypoint", {}), {**(of_line or {}), **spec.get("env", {})}
     if spec.get("notify"):
-        spec["notify"] = [
-            one | ({"url": HIDDEN} if one.get("url") else {}) for one in spec["notify"]
-        ]
+        spec["notify"] = [n | ({"url": HIDDEN} if n.get("url") else {}) for n in spec["notify"]]
         document = {**document, "spec": spec}
     hidden = {name: text for name, value in env.items() if (text := redacted(name, value)) != value}
     if not hidden:

@@ -138,8 +138,8 @@ class _Loader(yaml.SafeLoader):
                 pairs += source.value
             first: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
             for key, value in pairs:
-                known = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
-                first.setdefault(known, (key, value))
+                identity = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
+                first.setdefault(identity, (key, value))
             node.value = list(first.values())
         super().flatten_mapping(node)  # raises for what cannot be merged
 
@@ -185,8 +185,8 @@ def _read_scalars_as_kubectl_does() -> None:
     replaced = (integer, number, "tag:yaml.org,2002:timestamp")
     for loader in (_Loader, _WordLoader):
         loader.yaml_implicit_resolvers = {
-            first: [(tag, pattern) for tag, pattern in known if tag not in replaced]
-            for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+            first: [(tag, pattern) for tag, pattern in resolvers if tag not in replaced]
+            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
     _Loader.add_implicit_resolver(
         integer,
@@ -266,12 +266,12 @@ def document_problems(document: Any) -> list[Problem]:
     return [
         Problem(
             _printable(".".join(path)) or "the document",
-            f"a text with the character U+{ord(found[0]):04X} in it",
+            f"a text with the character U+{ord(match[0]):04X} in it",
             "text without NUL and without halves of surrogate pairs",
             "remove it",
         )
         for path, text in _texts((), document)
-        if (found := re.search("[\0\ud800-\udfff]", text))
+        if (match := re.search("[\0\ud800-\udfff]", text))
     ]
 
 
@@ -310,10 +310,10 @@ def _problem(details: ErrorDetails, recipe: Any) -> Problem:
     if kind == "value_error":
         return _from_rule(field, details["input"], str(context["error"]))
     if kind == "extra_forbidden":
-        known = _known_keys(location[:-1], recipe)
-        close = difflib.get_close_matches(str(location[-1]), known, n=1)
+        fields = _known_keys(location[:-1], recipe)
+        close = difflib.get_close_matches(str(location[-1]), fields, n=1)
         fix = f"did you mean {close[0]}?" if close else "remove it"
-        return Problem(field, "an unknown key", "one of " + ", ".join(known), fix)
+        return Problem(field, "an unknown key", "one of " + ", ".join(fields), fix)
     if kind == "missing":
         return Problem(field, "nothing", "a value: this key is required", "add it")
     if kind == "string_pattern_mismatch":

@@ -430,8 +430,8 @@ def config_of(name: str) -> type[RecipeConfig]:
         return RECIPES[name]
     others = {point.name: point for point in entry_points(group="holdfast.recipes")}
     if name not in others:
-        known = ", ".join((*RECIPES, *sorted(others)))
-        raise ValueError(f"got {name}; expected one of {known}; another needs its package")
+        recipes = ", ".join((*RECIPES, *sorted(others)))
+        raise ValueError(f"got {name}; expected one of {recipes}; another needs its package")
     config: type[RecipeConfig] = others[name].load()
     return config
 

@@ -148,37 +148,37 @@ def _choose(part: Fields, key: str, choices: dict[str, Fields], present: Any) ->
     """Take the fields of the earlier form out of a part; return the choice with its settings. None
     without such fields, and for an unknown choice."""
     names = {name for settings in choices.values() for name in settings}
-    given = {name: part[name] for name in names if name in part}
+    taken = {name: part[name] for name in names if name in part}
     written = next((c for c in choices if isinstance(present, dict) and c in present), None)
-    fitting = next(c for c in choices if {*given} <= {*choices[c]} or c == [*choices][-1])
+    fitting = next(c for c in choices if {*taken} <= {*choices[c]} or c == [*choices][-1])
     chosen = part.get(key, written or fitting)
-    if not (given or key in part) or not isinstance(chosen, str) or chosen not in choices:
+    if not (taken or key in part) or not isinstance(chosen, str) or chosen not in choices:
         return None
-    for name in (key, *given):
+    for name in (key, *taken):
         part.pop(name, None)
     inside = present.get(chosen) if isinstance(present, dict) else None
     own = inside if isinstance(inside, dict) else {}
-    return {chosen: {**own, **{new: given[o] for o, new in choices[chosen].items() if o in given}}}
+    return {chosen: {**own, **{new: taken[o] for o, new in choices[chosen].items() if o in taken}}}
 
 
 def _beside(part: Fields, last: str, place: str) -> str:
     """Change a part that had settings of a choice beside it; return what to write."""
     old, moved = part.get(last), MOVED[place]
-    given = {new: part.pop(name) for name, new in moved.items() if name in part}
+    taken = {new: part.pop(name) for name, new in moved.items() if name in part}
     own = old if isinstance(old, dict) else {}
     if place == PIPELINE and type(old) is int:
-        own, given = {"ranks": old}, {"ranks": old, **given}
+        own, taken = {"ranks": old}, {"ranks": old, **taken}
     if place == GUARD and old in ("auto", "never"):
-        own, given = {}, {"never": {}} if old == "never" else given
-    elif not given:
+        own, taken = {}, {"never": {}} if old == "never" else taken
+    elif not taken:
         return ""
     part.pop(last, None)
     excluded = place == FSDP and ("pipeline" in part or "ddp" in part)
     if excluded or (place == PIPELINE and own.get("ranks", 1) == 1):
         return removed(place).replace(
-            "remove ", "remove pipeline, " if "ranks" in given else "remove "
+            "remove ", "remove pipeline, " if "ranks" in taken else "remove "
         )
-    part[last] = {**own, **given}
+    part[last] = {**own, **taken}
     return line(place) % _flow(part[last])[1:-1]
 
 

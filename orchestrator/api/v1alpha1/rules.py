@@ -81,12 +81,12 @@ _WELL_FORMED = "name.matches('^[A-Za-z_][A-Za-z0-9_]*$')"
 
 
 def _one_choice(name: str, path: str, part: type[Choice]) -> Rule:
-    written = "[" + ", ".join(f"has(self.{one})" for one in part.choices) + "].filter(given, given)"
+    written = "[" + ", ".join(f"has(self.{c})" for c in part.choices) + "].filter(given, given)"
     words = "'none of them'"
     for count in range(1, len(part.choices) + 1):
         for names in itertools.combinations(part.choices, count):
-            given = " && ".join(f"has(self.{one})" for one in names)
-            words = f"{given} ? {_text(' and '.join(names))} : {words}"
+            present = " && ".join(f"has(self.{choice})" for choice in names)
+            words = f"{present} ? {_text(' and '.join(names))} : {words}"
     sign = "<=" if part.default_choice else "=="
     message = f"{path}: got %s; expected {part.one_of()}"
     return Rule(name, path, f"size({written}) {sign} 1", message, (words,))
@@ -96,10 +96,10 @@ def _settings(names: dict[str, str]) -> str:
     """The fields of these names that are given, under their new names, in CEL."""
     text = "''"
     for count in range(1, len(names) + 1):
-        for given in itertools.combinations(names, count):
-            condition = " && ".join(f"has(self.{name})" for name in given)
-            shown = _text(", ".join(f"{names[name]}: %s" for name in given))
-            values = ", ".join(f"dyn(self.{name})" for name in given)
+        for group in itertools.combinations(names, count):
+            condition = " && ".join(f"has(self.{name})" for name in group)
+            shown = _text(", ".join(f"{names[name]}: %s" for name in group))
+            values = ", ".join(f"dyn(self.{name})" for name in group)
             text = f"{condition} ? {shown}.format([{values}]) : {text}"
     return f"({text})"
 

@@ -62,8 +62,8 @@ INEFFECTIVE: dict[str, Ineffective] = {
 def remarks(env: dict[str, str], num_gpus: int | None) -> Iterator[str]:
     """One sentence for each such variable. `num_gpus`: of a worker; None: not known yet."""
     for name in env:
-        if found := INEFFECTIVE.get(name):
-            yield f"spec.env.{name}: {found.why}; write {found.instead}"
+        if effect := INEFFECTIVE.get(name):
+            yield f"spec.env.{name}: {effect.why}; write {effect.instead}"
         elif name.startswith(PET):
             yield f"spec.env.{name}: {PET}* are options of torchrun; write fields of spec"
     read = [name for name in env if name not in INEFFECTIVE]

@@ -120,11 +120,11 @@ class PodTracker:
 
     def blamed(self, avoid: tuple[str, ...], pods: Mapping[str, Document]) -> dict[str, str]:
         """Blamed node of the job -> Kubernetes node, including those of earlier operators."""
-        found: dict[str, str] = {}
+        kubernetes_nodes: dict[str, str] = {}
         for pod in pods.values():
             text = pod["metadata"].get("annotations", {}).get(names.BLAMED)
-            found |= json.loads(text) if text else {}
-        return found | {n: self.node_names[n] for n in avoid if self.node_names.get(n)}
+            kubernetes_nodes |= json.loads(text) if text else {}
+        return kubernetes_nodes | {n: self.node_names[n] for n in avoid if self.node_names.get(n)}
 
     def doubtful(self, pods: Mapping[str, Document]) -> set[str]:
         """Kubernetes nodes with a released pod whose end is not confirmed. A dead machine is in
@@ -235,12 +235,12 @@ class KubernetesBackend:
             await self._deletion.once((node,))
 
     async def list_nodes(self) -> tuple[str, ...]:
-        found = {
+        listed = {
             name
             for name, pod in self._pods().items()
             if not pod_conditions.is_over(pod) and not self.queue.is_held(pod)
         }
-        return tuple(sorted(found | self._tracker.creating))
+        return tuple(sorted(listed | self._tracker.creating))
 
     def starts(self) -> Starts:
         return Starts(limit_s=self._timing.start_limit_s)
@@ -268,12 +268,12 @@ class KubernetesBackend:
 
     def problems(self) -> list[pod_conditions.PodProblem]:
         """Reason why pods do not start or are not created, without duplicates."""
-        found = [
+        problems = [
             self.queue.problem(pod) or pod_conditions.problem(pod) for pod in self._pods().values()
         ]
         if refusal := self._refusal.text(asyncio.get_running_loop().time()):
-            found.append(pod_conditions.PodProblem(self._refusal.code, refusal))
-        return list(dict.fromkeys(one for one in found if one is not None))
+            problems.append(pod_conditions.PodProblem(self._refusal.code, refusal))
+        return list(dict.fromkeys(problem for problem in problems if problem is not None))
 
     @property
     def machines(self) -> Mapping[str, str]:
@@ -378,8 +378,8 @@ class KubernetesBackend:
 
     # -- changes of pods -----------------------------------------------------------------------
     def _pods(self) -> dict[str, Document]:
-        found = self._shared.pod_informer.pods(self._key)
-        return {name: pod for name, pod in found.items() if self._owner.owns(pod)}
+        pods = self._shared.pod_informer.pods(self._key)
+        return {name: pod for name, pod in pods.items() if self._owner.owns(pod)}
 
     def _on_pod_change(self, change: Change, pod: Document) -> None:
         if not self._owner.owns(pod):
@@ -483,11 +483,11 @@ class KubernetesBackend:
         """Runs while there are such pods."""
         try:
             while pods := self._unscheduled():
-                found = await provisioning.provisioned_for(
+                provisioned = await provisioning.provisioned_for(
                     self._cluster, self._owner.namespace, pods
                 )
-                if found != self._provisioned:
-                    self._provisioned = found
+                if provisioned != self._provisioned:
+                    self._provisioned = provisioned
                     self._check_startup()
                 await asyncio.sleep(self._timing.provisioning_check_s)
         finally:

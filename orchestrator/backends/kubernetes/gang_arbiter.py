@@ -88,9 +88,9 @@ class GangArbiter:
 def _in_order(jobs: Iterable[Contender]) -> list[Contender]:
     """Sort by tier, then the namespace with the oldest job comes first, then the order within the
     namespace: an order without cycles."""
-    found = list(jobs)
+    contenders = list(jobs)
     oldest: dict[tuple[object, str], str] = {}
-    for job in found:
+    for job in contenders:
         where = (job.rank._tier, job.rank.namespace)
         oldest[where] = min(oldest.get(where, job.rank.created), job.rank.created)
 
@@ -99,7 +99,7 @@ def _in_order(jobs: Iterable[Contender]) -> list[Contender]:
         since = oldest[rank._tier, rank.namespace]
         return (rank._tier, since, rank.namespace, -rank.priority, rank.created, rank.name)
 
-    return sorted(found, key=order)
+    return sorted(contenders, key=order)
 
 
 def shown(ahead: GangPriority, namespace: str) -> str:

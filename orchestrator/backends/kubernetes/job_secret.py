@@ -45,9 +45,9 @@ async def ensure_keys(
     Raises KeysUnusable and ApiError.
     """
     name = names.secret_name(owner.name)
-    found = None if fresh else await cluster.find(SECRETS, owner.namespace, name)
+    secret = None if fresh else await cluster.find(SECRETS, owner.namespace, name)
     state: SecretState = "found"
-    if found is None:
+    if secret is None:
         keys = known
         if keys is None and not fresh:
             keys = await _copied(cluster, owner)
@@ -55,18 +55,18 @@ async def ensure_keys(
         keys = keys or make_keys(names.tls_name(owner.uid))
         try:
             document = secret_document(owner, keys)
-            found = await cluster.create(SECRETS, owner.namespace, document)
+            secret = await cluster.create(SECRETS, owner.namespace, document)
             state = "new" if is_new else "restored"
             if is_new:
                 await _keep_copy(cluster, owner, keys)
         except Conflict:
-            found = await cluster.get(SECRETS, owner.namespace, name)
-    if not owner.owns(found):
+            secret = await cluster.get(SECRETS, owner.namespace, name)
+    if not owner.owns(secret):
         raise KeysUnusable(
             f"Secret {owner.namespace}/{name}: has another owner, or belongs to an earlier job of "
             f"this name that is being deleted; the job starts when it is gone"
         )
-    held = _keys_in(found)
+    held = _keys_in(secret)
     if held is None or (known is not None and held != known):
         what = "not usable" if held is None else "edited, and running agents have other keys"
         raise KeysUnusable(
@@ -78,8 +78,8 @@ async def ensure_keys(
 
 async def _copied(cluster: KubeClient, owner: Owner) -> TlsKeyPair | None:
     """The keys in the copy; None: there is none of this job, or it was edited."""
-    found = await cluster.find(SECRETS, owner.namespace, names.secret_copy_name(owner.name))
-    return _keys_in(found) if found is not None and owner.owns(found) else None
+    copy = await cluster.find(SECRETS, owner.namespace, names.secret_copy_name(owner.name))
+    return _keys_in(copy) if copy is not None and owner.owns(copy) else None
 
 
 async def _keep_copy(cluster: KubeClient, owner: Owner, keys: TlsKeyPair) -> None:

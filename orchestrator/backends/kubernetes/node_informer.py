@@ -61,11 +61,11 @@ class NodeInformer:
 
     async def _has_notice(self, node: str) -> bool:
         try:
-            found: Document = await self._cluster.find(NODES, "", node) or {}
+            document: Document = await self._cluster.find(NODES, "", node) or {}
         except ApiError as error:
             self._report(error)
             return False
-        why = pod_conditions.notice(found.get("spec", {}).get("taints") or ())
+        why = pod_conditions.notice(document.get("spec", {}).get("taints") or ())
         if why:
             self._notices[node] = why
         return bool(why)
@@ -94,12 +94,12 @@ class NodeInformer:
             return
         self._reading.add(node)
         try:
-            found = await self._cluster.find(NODES, "", node)
+            document = await self._cluster.find(NODES, "", node)
         except ApiError as error:
             self._report(error)
         else:
-            if found is not None:
-                self._seen[node] = NodeObservation(now, known_node(node, found))
+            if document is not None:
+                self._seen[node] = NodeObservation(now, known_node(node, document))
         finally:
             self._reading.discard(node)
 
@@ -109,13 +109,13 @@ class NodeInformer:
         if not node or self._forbidden:
             return False
         try:
-            found: Document | None = await self._cluster.find(NODES, "", node)
+            document: Document | None = await self._cluster.find(NODES, "", node)
         except ApiError as error:
             self._report(error)
             return False
-        if found is None:
+        if document is None:
             return True
-        taints = found.get("spec", {}).get("taints") or ()
+        taints = document.get("spec", {}).get("taints") or ()
         return any(taint["key"] == OUT_OF_SERVICE for taint in taints)
 
     def _report(self, error: ApiError) -> None:

@@ -46,8 +46,8 @@ class OrphanPods:
         if change == "DELETED":
             self._forget(node, uid)
         elif node and pod_conditions.is_terminating(pod):
-            found = TerminatingPod(key_of(pod), pod_conditions.job(pod))
-            self._terminating.setdefault(node, {})[uid] = found
+            terminating = TerminatingPod(key_of(pod), pod_conditions.job(pod))
+            self._terminating.setdefault(node, {})[uid] = terminating
             if node not in self._tasks:
                 self._tasks[node] = asyncio.get_running_loop().create_task(self._watch(node))
 

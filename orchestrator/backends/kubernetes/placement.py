@@ -83,10 +83,10 @@ def _tolerates(tolerations: Any, taint: Document) -> bool:
     if taint.get("effect") not in HARD_EFFECTS or taint["key"] in PASSING:
         return True
     return any(
-        one.get("key") in (None, "", taint["key"])
-        and one.get("effect") in (None, "", taint["effect"])
-        and (one.get("operator") == "Exists" or one.get("value", "") == taint.get("value", ""))
-        for one in tolerations
+        t.get("key") in (None, "", taint["key"])
+        and t.get("effect") in (None, "", taint["effect"])
+        and (t.get("operator") == "Exists" or t.get("value", "") == taint.get("value", ""))
+        for t in tolerations
     )
 
 

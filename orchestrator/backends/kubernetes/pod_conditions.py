@@ -109,8 +109,8 @@ def disruption(pod: Document) -> str:
 
 def notice(taints: Iterable[Document]) -> str:
     """Reason why a Kubernetes node will be taken away, by its taints; empty: nothing is known."""
-    found = [str(taint.get("key")) for taint in taints if taint.get("key") in NOTICES]
-    return f"its Kubernetes node has the taint {found[0]} and will be taken away" if found else ""
+    keys = [str(taint.get("key")) for taint in taints if taint.get("key") in NOTICES]
+    return f"its Kubernetes node has the taint {keys[0]} and will be taken away" if keys else ""
 
 
 def end(pod: Document, *, deleted: bool = False) -> str:
@@ -190,8 +190,8 @@ def problem(pod: Document) -> PodProblem | None:
 
 def not_started(pod: Document, seconds: float) -> str:
     """Reason why a pod is released that did not start in time."""
-    found = problem(pod)
-    text = found.text if found else "its containers did not start"
+    fault = problem(pod)
+    text = fault.text if fault else "its containers did not start"
     return f"not started within {seconds:g} s: {text}"
 
 

@@ -59,8 +59,8 @@ class PodInformer:
 
     def machines(self) -> set[str]:
         """Kubernetes nodes with pods that run."""
-        every = (pod for pods in self._by_job.values() for pod in pods.values())
-        return {pod_conditions.node_name(pod) for pod in every if pod_conditions.is_running(pod)}
+        all_pods = (pod for pods in self._by_job.values() for pod in pods.values())
+        return {pod_conditions.node_name(pod) for pod in all_pods if pod_conditions.is_running(pod)}
 
     def look_again(self, machine: str) -> None:
         """Something about this Kubernetes node has changed: tell the jobs that have pods there."""

@@ -101,7 +101,7 @@ def pod_document(
     )
     ours: dict[str, Any] = {
         "metadata": {"labels": dict(job.metadata.labels), "annotations": {}},
-        "spec": _spec(job, owner, settings, [one for one in volumes if one.mount]),
+        "spec": _spec(job, owner, settings, [volume for volume in volumes if volume.mount]),
     }
     pod: dict[str, Any] = merge(ours, job.spec.kubernetes.pod_template)
     _add_requests(pod["spec"], settings.requests, job.spec.workers_per_node)
@@ -200,7 +200,7 @@ def _spec(
 def _worker(
     job: TrainingJob, settings: PodSettings, shared: Sequence[SharedVolume]
 ) -> dict[str, Any]:
-    has_cache = any(one.name == shared_volumes.CACHE for one in shared)
+    has_cache = any(volume.name == shared_volumes.CACHE for volume in shared)
     container: dict[str, Any] = {
         "name": names.CONTAINER,
         "image": job.spec.image or settings.image,
@@ -223,7 +223,7 @@ def _worker(
         "volumeMounts": [
             {"name": "agents", "mountPath": SECRETS, "readOnly": True},
             {"name": "shm", "mountPath": "/dev/shm"},
-            *(dict(one.mount) for one in shared),
+            *(dict(volume.mount) for volume in shared),
         ],
         # The last log lines of a failed agent become the pod's status.
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -249,8 +249,8 @@ def _resources(job: TrainingJob) -> dict[str, Any]:
         limits[job.spec.kubernetes.gpu_resource] = str(each.num_gpus * count)
     for name, amount in sorted(job.spec.kubernetes.extended_resources.items()):
         limits[name] = str(amount)
-    found = {"requests": requests, "limits": limits}
-    return {name: amounts for name, amounts in found.items() if amounts}
+    requirements = {"requests": requests, "limits": limits}
+    return {name: amounts for name, amounts in requirements.items() if amounts}
 
 
 def _add_requests(spec: dict[str, Any], each: Mapping[str, str], count: int) -> None:
@@ -258,8 +258,8 @@ def _add_requests(spec: dict[str, Any], each: Mapping[str, str], count: int) -> 
     if not each:
         return
     resources = _container(spec).setdefault("resources", {})
-    given = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-    missing = {name: amount for name, amount in each.items() if name not in given}
+    amounts = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    missing = {name: amount for name, amount in each.items() if name not in amounts}
     if missing:
         requests = {name: _times(name, amount, count) for name, amount in missing.items()}
         resources["requests"] = {**(resources.get("requests") or {}), **requests}
@@ -280,7 +280,7 @@ def _volumes(
     return [
         {"name": "agents", "secret": secret},
         {"name": "shm", "emptyDir": memory},
-        *(one.document for one in shared),
+        *(volume.document for volume in shared),
     ]
 
 

@@ -27,13 +27,13 @@ def nominated(pods: Mapping[str, Document]) -> set[str]:
 
 async def provisioned_for(cluster: KubeClient, namespace: str, pods: Set[str]) -> set[str]:
     """Pods for which an autoscaler adds a machine; empty where Events cannot be read."""
-    found: set[str] = set()
+    names_of_pods: set[str] = set()
     for reason in REASONS:
         fields = f"involvedObject.kind=Pod,reason={reason}"
         try:
             events, _version = await cluster.list_all(EVENTS, namespace, fields=fields)
         except ApiError as error:
             log.info("Events of autoscalers cannot be read: %s", error)
-            return found
-        found |= {str(one["involvedObject"]["name"]) for one in events}
-    return found & pods
+            return names_of_pods
+        names_of_pods |= {str(event["involvedObject"]["name"]) for event in events}
+    return names_of_pods & pods

@@ -82,9 +82,9 @@ def _check_mounts(spec: Mapping[str, Any], shared: SharedVolume) -> None:
     own = shared.mount.get("subPath", "")
     for kind in ("containers", "initContainers"):
         for container in spec.get(kind) or ():
-            for one in container.get("volumeMounts") or ():
-                where = (one.get("subPath", ""), one.get("subPathExpr", ""))
-                if shared.mount and one.get("name") == shared.name and where != (own, ""):
+            for mount in container.get("volumeMounts") or ():
+                where = (mount.get("subPath", ""), mount.get("subPathExpr", ""))
+                if shared.mount and mount.get("name") == shared.name and where != (own, ""):
                     got = f"{shared.name} with the subPath {where[1] or where[0] or 'nothing'}"
                     problem = Problem(
                         f"{TEMPLATE}.{kind}.volumeMounts", got, f"the directory of this job ({own})"

@@ -161,8 +161,8 @@ class LocalBackend:
             await asyncio.wait([self._connecting])
         if release:
             await self._end_everything()
-        for one in self._watches.values():
-            one.close()
+        for process_watch in self._watches.values():
+            process_watch.close()
         self._watches.clear()
         self._save()
         if self._link is not None:
@@ -283,11 +283,11 @@ class LocalBackend:
 
     # -- nodes ---------------------------------------------------------------------------------
     def _watch(self, node: str, identity: Identity) -> bool:
-        found = watch(identity, lambda: self._exited(node))
-        if found is None:
+        watched = watch(identity, lambda: self._exited(node))
+        if watched is None:
             self._nodes.agents.pop(node, None)
             return False
-        self._watches[node] = found
+        self._watches[node] = watched
         return True
 
     def _exited(self, node: str) -> None:
@@ -300,11 +300,11 @@ class LocalBackend:
             )
 
     def _ended(self, node: str, detail: str) -> None:
-        one = self._watches.pop(node, None)
-        if one is None and node not in self._nodes.starting:
+        process_watch = self._watches.pop(node, None)
+        if process_watch is None and node not in self._nodes.starting:
             return
-        if one is not None:
-            one.close()
+        if process_watch is not None:
+            process_watch.close()
         self._nodes.starting.discard(node)
         self._nodes.agents.pop(node, None)
         self._nodes.devices.pop(node, None)
@@ -335,8 +335,8 @@ class LocalBackend:
 
     async def _end_everything(self) -> None:
         self._nodes.starting.clear()
-        for one in self._watches.values():
-            one.kill()
+        for process_watch in self._watches.values():
+            process_watch.kill()
         launcher_ended = asyncio.Event()
         identity = self._link.launcher if self._link is not None else None
         launcher = watch(identity, launcher_ended.set) if identity is not None else None

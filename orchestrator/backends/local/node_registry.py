@@ -33,7 +33,7 @@ class LocalNodeRegistry(msgspec.Struct):
 def load(path: Path) -> LocalNodeRegistry:
     """Nodes of the current boot. Raises HoldfastError when the file cannot be read."""
     try:
-        known = msgspec.json.decode(path.read_bytes(), type=LocalNodeRegistry)
+        registry = msgspec.json.decode(path.read_bytes(), type=LocalNodeRegistry)
     except FileNotFoundError:
         return LocalNodeRegistry()
     except (OSError, msgspec.MsgspecError) as error:
@@ -42,12 +42,12 @@ def load(path: Path) -> LocalNodeRegistry:
             f"{path}: cannot be read ({why}); it lists the processes of the job's nodes. When none "
             f"of them is left, remove it and attach again"
         ) from None
-    return LocalNodeRegistry(known.next_number) if known.boot != _boot() else known
+    return LocalNodeRegistry(registry.next_number) if registry.boot != _boot() else registry
 
 
 def living(path: Path) -> tuple[str, ...]:
     """Nodes whose processes run, with or without a controller."""
-    return tuple(node for node, one in load(path).agents.items() if identify(one.pid) == one)
+    return tuple(node for node, who in load(path).agents.items() if identify(who.pid) == who)
 
 
 def save(path: Path, known: LocalNodeRegistry) -> None:

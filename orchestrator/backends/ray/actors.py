@@ -72,7 +72,7 @@ def start_agent(order: AgentOrder, group: Any, bundle: int, resources: dict[str,
         options["memory"] = resources["memory"]
     if further := {k: v for k, v in resources.items() if k not in ("CPU", "GPU", "memory")}:
         options["resources"] = further
-    made = _agent_class().options(
+    options_of_actor = _agent_class().options(
         name=names.agent(order.job, order.node),
         namespace=names.NAMESPACE,
         lifetime="detached",
@@ -82,7 +82,7 @@ def start_agent(order: AgentOrder, group: Any, bundle: int, resources: dict[str,
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
         **options,
     )
-    return made.remote(order)
+    return options_of_actor.remote(order)
 
 
 def find(name: str) -> Any:
@@ -109,9 +109,9 @@ def kill_all(job: str) -> None:
     """SIGKILL for the controller and the agents of a job, workers included."""
     import ray
 
-    for one in ray.util.list_named_actors(all_namespaces=True):
-        if one["namespace"] == names.NAMESPACE and names.belongs(one["name"], job):
-            actor = find(one["name"])
+    for ray_actor in ray.util.list_named_actors(all_namespaces=True):
+        if ray_actor["namespace"] == names.NAMESPACE and names.belongs(ray_actor["name"], job):
+            actor = find(ray_actor["name"])
             if actor is not None:
                 kill(actor)
 
@@ -197,10 +197,10 @@ def death_cause(error: BaseException) -> str:
     """What Ray reports of an actor's death, without the table of its ids. For an actor that could
     not be created, Ray gives a traceback whose last line has the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    found = [line for line in lines if line.startswith("The actor is dead because")]
-    if not found and "raised in its creation task" in str(error):
-        found = lines[-1:]
-    return (found or [first_line(error)])[0][:400]
+    causes = [line for line in lines if line.startswith("The actor is dead because")]
+    if not causes and "raised in its creation task" in str(error):
+        causes = lines[-1:]
+    return (causes or [first_line(error)])[0][:400]
 
 
 FRAMES = re.compile(r"Traceback \(most recent call last\):\n(?:[ ].*\n)*")

@@ -125,20 +125,20 @@ class RayBackend:
         if left_s > 0:
             raise NoRoom(f"replacements are withheld for another {left_s:.0f} s (fault injection)")
         async with self._lock:
-            given = [node for node in self._unclaimed if node in self._registry.nodes][:count]
-            self._unclaimed = [node for node in self._unclaimed if node not in given]
-            known = self._registry.ray_nodes
-            self._avoided = {known[node] for node in avoid if node in known}
-            self._missing = count - len(given)
-            given += await self._fill(wait=True)
-            if not given:
+            granted = [node for node in self._unclaimed if node in self._registry.nodes][:count]
+            self._unclaimed = [node for node in self._unclaimed if node not in granted]
+            ray_node_of = self._registry.ray_nodes
+            self._avoided = {ray_node_of[node] for node in avoid if node in ray_node_of}
+            self._missing = count - len(granted)
+            granted += await self._fill(wait=True)
+            if not granted:
                 selector = self._job.spec.ray.label_selector
                 raise NoRoom(
                     await asyncio.to_thread(
                         ray_nodes.capacity_report, count, self._bundle, selector
                     )
                 )
-            return tuple(given)
+            return tuple(granted)
 
     async def release_node(self, node: str) -> None:
         if node not in self._registry.nodes:

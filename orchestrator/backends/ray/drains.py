@@ -40,8 +40,8 @@ def draining() -> dict[str, int]:
     libraries use this one."""
     from ray._private.state import state
 
-    found = state.get_draining_nodes()
-    return {str(node): int(deadline) for node, deadline in found.items()}
+    deadlines = state.get_draining_nodes()
+    return {str(node): int(deadline) for node, deadline in deadlines.items()}
 
 
 class Drains:
@@ -116,7 +116,7 @@ def reason_in_log(logs: Path, raylet_pid: int) -> str:
             file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
         own = [line for line in lines if f" {raylet_pid} {raylet_pid}]" in line]
-        for found in filter(None, (DRAIN_LINE.search(line) for line in reversed(own))):
-            kind, message = found[1].lower().replace("_", " "), found[2].strip()
+        for match in filter(None, (DRAIN_LINE.search(line) for line in reversed(own))):
+            kind, message = match[1].lower().replace("_", " "), match[2].strip()
             return f"{kind}: {message}" if message else kind
     return ""

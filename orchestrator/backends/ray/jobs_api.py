@@ -128,9 +128,9 @@ class JobsApi:
 
     def running(self, key: str, value: str) -> str | None:
         """A Ray job with that metadata which has not ended. Raises ServerGone."""
-        for one in self._call(self._client.list_jobs):
-            if str(one.status) not in ENDED and (one.metadata or {}).get(key) == value:
-                return str(one.submission_id or one.job_id)
+        for job in self._call(self._client.list_jobs):
+            if str(job.status) not in ENDED and (job.metadata or {}).get(key) == value:
+                return str(job.submission_id or job.job_id)
         return None
 
     def wait(self, name: str) -> tuple[Outcome, str]:
@@ -187,11 +187,11 @@ class JobsApi:
         left the next command deletes."""
         before_ms = (time.time() - KEPT_S) * 1000
         with suppress(HoldfastError):
-            for one in self._call(self._client.list_jobs):
-                ended = str(one.status) in ENDED and (one.end_time or 0) < before_ms
-                if ended and (one.submission_id or "").startswith(prefix):
+            for job in self._call(self._client.list_jobs):
+                ended = str(job.status) in ENDED and (job.end_time or 0) < before_ms
+                if ended and (job.submission_id or "").startswith(prefix):
                     with suppress(HoldfastError):
-                        self._call(self._client.delete_job, one.submission_id)
+                        self._call(self._client.delete_job, job.submission_id)
 
     def _outcome(self, name: str) -> Outcome | None:
         """None: it has not ended."""

@@ -32,8 +32,8 @@ class JobKeyValueStore:
         self._prefix = f"jobs/{job}/"
 
     def get(self, key: str) -> bytes | None:
-        found: bytes | None = _kv()._internal_kv_get(self._key(key), namespace=_NAMESPACE)
-        return found
+        value: bytes | None = _kv()._internal_kv_get(self._key(key), namespace=_NAMESPACE)
+        return value
 
     def put(self, key: str, value: bytes) -> None:
         _kv()._internal_kv_put(self._key(key), value, overwrite=True, namespace=_NAMESPACE)
@@ -54,8 +54,8 @@ class JobKeyValueStore:
 
     def list(self, prefix: str) -> list[str]:
         """Sorted, without the job's own prefix."""
-        found = _kv()._internal_kv_list(self._key(prefix), namespace=_NAMESPACE)
-        return sorted(key.decode().removeprefix(self._prefix) for key in found)
+        keys = _kv()._internal_kv_list(self._key(prefix), namespace=_NAMESPACE)
+        return sorted(key.decode().removeprefix(self._prefix) for key in keys)
 
     def clear(self) -> None:
         """Delete the job's keys. ENDED and then RECORD, which holds the job's name, come last: an
@@ -68,8 +68,8 @@ class JobKeyValueStore:
 
 def jobs() -> list[str]:
     """Names of the jobs that have a record, sorted."""
-    found = _kv()._internal_kv_list(b"jobs/", namespace=_NAMESPACE)
-    parts = [key.decode().split("/") for key in found]
+    keys = _kv()._internal_kv_list(b"jobs/", namespace=_NAMESPACE)
+    parts = [key.decode().split("/") for key in keys]
     return sorted(part[1] for part in parts if part[2:] == [RECORD])
 
 

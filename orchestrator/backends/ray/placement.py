@@ -176,13 +176,13 @@ class RayGroups:
         from ray.util.placement_group import placement_group_table
 
         prefix = names.group(self._job, "")
-        found = {}
-        for one in placement_group_table().values():
-            if one["name"].startswith(prefix) and one["state"] != "REMOVED":
-                bundles = one.get("bundles_to_node_id", {})
+        states = {}
+        for group in placement_group_table().values():
+            if group["name"].startswith(prefix) and group["state"] != "REMOVED":
+                bundles = group.get("bundles_to_node_id", {})
                 placed = {int(bundle): str(node) for bundle, node in bundles.items() if node}
-                found[one["name"]] = GroupState(one["state"] == "CREATED", placed)
-        return found
+                states[group["name"]] = GroupState(group["state"] == "CREATED", placed)
+        return states
 
     async def wait(self, group: PlacementGroupHandle) -> None:
         # In a thread of its own: asyncio's shared threads are few, and a group may wait for days.
@@ -277,10 +277,10 @@ class GangPlacement:
         while True:
             await self._refresh()
             await self._drop_misplaced()
-            made = await self._request(missing)
-            if not made or not wait or loop.time() > give_up:
+            groups = await self._request(missing)
+            if not groups or not wait or loop.time() > give_up:
                 break
-            if not await self._until_placed_or_full(made):
+            if not await self._until_placed_or_full(groups):
                 break
         return (await self._usable())[:missing]
 
@@ -397,13 +397,13 @@ class GangPlacement:
                 needs_gang |= group.size > 1
         missing -= sum(len(group.free()) for group in self.groups.values())
         await self._withdraw(-missing)
-        made: list[PlacementGroupHandle] = []
+        groups: list[PlacementGroupHandle] = []
         if missing > 0 and needs_gang:
-            made += await self._make(1, min(missing, self._gang), avoided)
-            missing -= made[0].size
+            groups += await self._make(1, min(missing, self._gang), avoided)
+            missing -= groups[0].size
         if missing > 0 and not self._gang_first:
-            made += await self._make(missing, 1, avoided)
-        return made
+            groups += await self._make(missing, 1, avoided)
+        return groups
 
     async def _withdraw(self, surplus: int) -> None:
         """Remove groups that are no longer wanted: pending ones first, the gang last."""
@@ -420,13 +420,13 @@ class GangPlacement:
             asyncio.to_thread(self._api.make, self._next_name(), size, avoided)
             for _ in range(count)
         ]
-        made = await asyncio.gather(*calls, return_exceptions=True)
-        groups = [group for group in made if isinstance(group, PlacementGroupHandle)]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        groups = [group for group in results if isinstance(group, PlacementGroupHandle)]
         for group in groups:
             group.excluded = self._excluded
             self.groups[group.name] = group
             self._await(group)
-        for error in made:
+        for error in results:
             if isinstance(error, BaseException):
                 raise error
         return groups

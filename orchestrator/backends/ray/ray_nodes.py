@@ -43,13 +43,13 @@ def alive_nodes() -> dict[str, dict[str, Any]]:
     """Ray nodes by id, as the head lists them."""
     import ray
 
-    return {str(one["NodeID"]): one for one in ray.nodes() if one["Alive"]}
+    return {str(ray_node["NodeID"]): ray_node for ray_node in ray.nodes() if ray_node["Alive"]}
 
 
 async def topology(ray_node: str, keys: Sequence[str]) -> tuple[str, ...]:
     """Topology by its labels (`ray start --labels`)."""
-    found = await asyncio.to_thread(alive_nodes)
-    return coordinates(found.get(ray_node, {}).get("Labels", {}), keys)
+    nodes = await asyncio.to_thread(alive_nodes)
+    return coordinates(nodes.get(ray_node, {}).get("Labels", {}), keys)
 
 
 # -- whether they listen -----------------------------------------------------------------------
@@ -119,8 +119,8 @@ def gpus_found(job: TrainingJob) -> GpusFound:
     if ray.accelerator_type is not None:
         return GpusFound(0, f"spec.ray.acceleratorType is {ray.accelerator_type}", wanted=True)
     needs = {name: float(count) for name, count in ray.custom_resources.items()}
-    usable = [one for one in alive_nodes().values() if suits(needs, ray.label_selector, one)]
-    most = max((int(one["Resources"].get("GPU", 0)) for one in usable), default=0)
+    usable = [node for node in alive_nodes().values() if suits(needs, ray.label_selector, node)]
+    most = max((int(node["Resources"].get("GPU", 0)) for node in usable), default=0)
     has = f"{most} GPU{'s' * (most > 1)}" if most else "no GPU"
     return GpusFound(most, f"of {len(usable)} Ray nodes that it may use the largest has {has}")
 
@@ -130,7 +130,7 @@ def capacity_report(count: int, bundle: dict[str, float], selector: Mapping[str,
     import ray
 
     nodes = alive_nodes()
-    suitable = [one for one in nodes.values() if suits(bundle, selector, one)]
+    suitable = [node for node in nodes.values() if suits(bundle, selector, node)]
     free = ray.available_resources()
     total = ray.cluster_resources()
     parts = [f"{free.get(k, 0.0):g} of {total.get(k, 0.0):g} {k}" for k in bundle]

@@ -45,9 +45,7 @@ def fetch_logs(
     import ray
 
     # Several Ray nodes of one machine have the same files.
-    machines = {
-        str(one["NodeManagerHostname"]): node for node, one in ray_nodes.alive_nodes().items()
-    }
+    machines = {str(r["NodeManagerHostname"]): node for node, r in ray_nodes.alive_nodes().items()}
     arguments = job, job_id, wanted, offsets
     parts: dict[str, FilePart] = {}
     # Through a Ray client (ray://) this process is on no machine of the cluster.
@@ -97,15 +95,15 @@ def _on_ray_nodes(nodes: Iterable[str], function: Callable[..., Any], *arguments
 
 def _read(job: str, job_id: str, wanted: LogFilter, offsets: dict[str, int]) -> list[FilePart]:
     """Read log files; runs on a Ray node."""
-    found: list[FilePart] = []
+    parts: list[FilePart] = []
     root = ray_nodes.log_directory(job, job_id)
     wanted_files = matching(root, wanted)
     for path in sorted(root.rglob("*.log")):
         try:
-            found += _read_log(path, str(path.relative_to(root)), path in wanted_files, offsets)
+            parts += _read_log(path, str(path.relative_to(root)), path in wanted_files, offsets)
         except FileNotFoundError:  # its generation was deleted meanwhile
             continue
-    return found
+    return parts
 
 
 def _read_log(path: Path, name: str, wanted: bool, offsets: dict[str, int]) -> list[FilePart]:
@@ -152,10 +150,10 @@ def matching(root: Path, wanted: LogFilter) -> set[Path]:
         return {root / f"agent-{wanted.node}.log"}
     generations = _numbered(root, r"gen-(\d+)")
     number = max(generations, default=0) if wanted.generation is None else wanted.generation
-    chosen = {one for one in generations if one == number}
+    chosen = {generation for generation in generations if generation == number}
     if wanted.since is not None and wanted.generation is None:
-        chosen = {one for one in generations if one >= wanted.since}
-    ranks = [_numbered(generations[one], r"rank-(\d+)\.log") for one in chosen]
+        chosen = {generation for generation in generations if generation >= wanted.since}
+    ranks = [_numbered(generations[generation], r"rank-(\d+)\.log") for generation in chosen]
     return {path for of in ranks for rank, path in of.items() if wanted.rank in (None, rank)}
 
 

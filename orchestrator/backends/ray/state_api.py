@@ -41,12 +41,12 @@ class StateApi:
         }
         filters = [(key, "=", value) for key, value in wanted.items()]
         options = ListApiOptions(limit=10, timeout=TIMEOUT_S, filters=filters)
-        found = self._client.list(
+        actors = self._client.list(
             StateResource.ACTORS, options=options, raise_on_missing_output=False
         )
-        if len(found) != 1 or not found[0].node_id or not found[0].pid:
+        if len(actors) != 1 or not actors[0].node_id or not actors[0].pid:
             return None
-        return ControllerProcess(str(found[0].node_id), int(found[0].pid))
+        return ControllerProcess(str(actors[0].node_id), int(actors[0].pid))
 
     def ray_nodes(self) -> list[str]:
         """Ids of those that are alive. Raises ValueError if they are more than MAX_RAY_NODES."""
@@ -55,12 +55,12 @@ class StateApi:
         filters = [("state", "=", "ALIVE")]
         options = ListApiOptions(limit=MAX_RAY_NODES + 1, timeout=TIMEOUT_S, filters=filters)
         # Ray would count nodes that are dead, and so filtered out, as missing from its answer.
-        found = self._client.list(
+        nodes = self._client.list(
             StateResource.NODES, options=options, raise_on_missing_output=False
         )
-        if len(found) > MAX_RAY_NODES:
+        if len(nodes) > MAX_RAY_NODES:
             raise ValueError(f"more than {MAX_RAY_NODES} Ray nodes are alive")
-        return [str(one.node_id) for one in found]
+        return [str(ray_node.node_id) for ray_node in nodes]
 
     def log_files(self, ray_node: str, glob: str) -> list[str]:
         """Names of files in a Ray node's log directory, as `ray.util.state.list_logs` lists them,

@@ -76,14 +76,14 @@ def kill_node(
 def _inject(
     kind: str, target: Target, job: str, as_json: bool, **arguments: int | float | str | None
 ) -> None:
-    given = {name: value for name, value in arguments.items() if value is not None}
+    arguments_given = {name: value for name, value in arguments.items() if value is not None}
     running, waits = target.find(job), False
     while (view := running.view()).state in ("pending", "starting") and view.controller_alive:
         if not waits:
             typer.echo(f"job {job}: is {view.state}; {kind} waits until it trains", err=True)
         waits = True
         time.sleep(POLL_S)
-    answer = running.request("chaos", kind=kind, **given)
+    answer = running.request("chaos", kind=kind, **arguments_given)
     if as_json:
         print_json({"job": job, "kind": kind, "detail": answer.detail, **answer.body})
     else:

@@ -59,11 +59,11 @@ def list_(job_or_path: TargetArgument, as_json: JsonOption = False, *, target: T
         manifests = _manifests(path)
     else:
         job = _find(job_or_path, target)
-        found = job.manifests()
-        if found is None:
+        listed = job.manifests()
+        if listed is None:
             _list_view(job.view(), as_json)
             return
-        path, manifests = found
+        path, manifests = listed
     if as_json:
         print_json(manifests)
         return
@@ -94,9 +94,9 @@ def _list_view(view: JobView, as_json: bool) -> None:
         typer.echo(f"no committed checkpoint{where}", err=True)
         return
     table = columns("last step", "generation", "size", "committed", "path")
-    for one in view.checkpoints:
-        at = date(one.committed_ns) if one.committed_ns else ""
-        cells = (str(one.step), str(one.generation), size(one.num_bytes), at)
+    for checkpoint in view.checkpoints:
+        at = date(checkpoint.committed_ns) if checkpoint.committed_ns else ""
+        cells = (str(checkpoint.step), str(checkpoint.generation), size(checkpoint.num_bytes), at)
         table.add_row(*cells, view.checkpoint_path)
     stdout().print(table)
 
@@ -147,7 +147,7 @@ def save_and_wait(target: Target, name: str) -> Reply:
     while True:
         job = target.find(name)
         view = job.view()
-        newest = max((one.step for one in view.checkpoints), default=-1)
+        newest = max((checkpoint.step for checkpoint in view.checkpoints), default=-1)
         if step is not None and newest >= step:
             return Reply(ok=True, detail=f"step {newest} is committed", body={"step": newest})
         if step is not None and (view.state == "suspended" or view.state in TERMINAL):
@@ -179,7 +179,7 @@ def _request_save(job: RemoteJob) -> int | None:
 
 
 def _not_committed(view: JobView, step: int | None, what: str) -> str:
-    newest = max((one.step for one in view.checkpoints), default=-1)
+    newest = max((checkpoint.step for checkpoint in view.checkpoints), default=-1)
     has = f"the newest one is of step {newest}" if newest >= 0 else "there is none yet"
     wanted = "a new checkpoint" if step is None else f"the checkpoint of step {step}"
     return f"job {view.name}: {what}, so {wanted} was not committed; {has}"
@@ -271,13 +271,13 @@ def _show_repair(body: dict[str, Any]) -> None:
         typer.echo("name an older checkpoint with --step, or begin at step 0: holdfast resume JOB "
                    "--start-over", err=True)  # fmt: skip
         return
-    found = body["replaced"]
-    typer.echo(f"{body['directory']} can be repaired; {plural(len(found), 'part')} replaced")
-    for one in found[:SHOWN_PARTS]:
-        source = "zeros" if one["source"] == "zeros" else f"from {one['source']}"
-        typer.echo(f"  {one['file']}: {one['tensor']}: {source}")
-    if len(found) > SHOWN_PARTS:
-        typer.echo(f"  and {len(found) - SHOWN_PARTS} more; the manifest lists all")
+    replaced = body["replaced"]
+    typer.echo(f"{body['directory']} can be repaired; {plural(len(replaced), 'part')} replaced")
+    for part in replaced[:SHOWN_PARTS]:
+        source = "zeros" if part["source"] == "zeros" else f"from {part['source']}"
+        typer.echo(f"  {part['file']}: {part['tensor']}: {source}")
+    if len(replaced) > SHOWN_PARTS:
+        typer.echo(f"  and {len(replaced) - SHOWN_PARTS} more; the manifest lists all")
 
 
 def _expect_idle(job: str, state: str) -> None:
@@ -346,19 +346,19 @@ def adopt(
     if not _is_path(job_or_path):
         _expect_ended(job_or_path, target.find(job_or_path).view().state)
     with _storage(job_or_path, target) as path:
-        found = _manifests(path)
-        if not found:
+        manifests = _manifests(path)
+        if not manifests:
             raise _nothing_in(path, job_or_path)
-        others = [one for one in found if one.job != job]
-        owners = ", ".join(sorted({one.job for one in others}))
+        others = [m for m in manifests if m.job != job]
+        owners = ", ".join(sorted({m.job for m in others}))
         what = f"{plural(len(others), 'checkpoint')} of {owners} in {path}"
         if others and not yes:
             typer.confirm(f"Give {what} to {job}? {owners} must have ended.", abort=True)
         CheckpointStore(path, job).adopt(others)
     if as_json:
-        print_json({"path": path, "job": job, "adopted": [one.directory for one in others]})
+        print_json({"path": path, "job": job, "adopted": [m.directory for m in others]})
     elif not others:
-        typer.echo(f"{plural(len(found), 'checkpoint')} in {path}: all belong to {job} already")
+        typer.echo(f"{plural(len(manifests), 'checkpoint')} in {path}: all belong to {job} already")
     else:
         typer.echo(f"{what}: now belong to {job}; run it with spec.checkpoint.path: {path}")
 
@@ -394,8 +394,8 @@ def _arguments(job_or_path: str, path: str, step: int | None) -> list[str]:
     if step is None:
         return [path]
     if step not in steps:
-        known = ", ".join(map(str, steps))
-        raise UserError(str(Problem("--step", str(step), f"one of {known}")))
+        choices = ", ".join(map(str, steps))
+        raise UserError(str(Problem("--step", str(step), f"one of {choices}")))
     return [path, "--step", str(step)]
 
 

@@ -102,13 +102,13 @@ def delete(
 
     Example: `holdfast delete my-job --keep-checkpoints my-checkpoints`
     """
-    found = target.find(job)
-    what = found.describe_deletion(keep)
+    remote = target.find(job)
+    what = remote.describe_deletion(keep)
     if not yes and not sys.stdin.isatty():
         raise UserError("stdin is not a terminal: pass --yes")
     if not yes:
         typer.confirm(f"Delete {what}?", abort=True)
-    remarks = found.delete(keep)
+    remarks = remote.delete(keep)
     typer.echo(f"job {job}: deleted")
     for remark in remarks:
         typer.echo(remark)

@@ -68,8 +68,8 @@ def status(
 
         with make_display(stdout(), wants_lines=False) as display:
             watch_job(lambda: target.find(job).view(), display)
-    found = target.find(job)
-    view = found.view()
+    remote = target.find(job)
+    view = remote.view()
     if html is not None:
         if (write_report := part("ui report")) is None:
             raise UserError(str(Problem("--html", html, "an installation of Holdfast that has it")))
@@ -85,7 +85,7 @@ def status(
         print_report(console, view, stacks=stacks, command=target.command, can_read=can_read)
     else:
         console.print(render(view))
-    for remark in found.remarks(view):
+    for remark in remote.remarks(view):
         stderr().print(remark, style="yellow", soft_wrap=True)
 
 
@@ -155,20 +155,20 @@ def logs(
     from ..log_files import LogMissing
     from ..targets.remote_job import LogSelector
 
-    found, wanted = target.find(job), LogSelector(rank, generation, node)
+    remote, wanted = target.find(job), LogSelector(rank, generation, node)
     if failed:
         if follow or wanted != LogSelector():
             got, expected = "--failed with another option", "it alone: it chooses the log"
             raise UserError(str(Problem("--failed", got, expected)))
-        wanted = _failure_selector(found.view())
+        wanted = _failure_selector(remote.view())
     try:
-        found.print_logs(wanted, follow=follow)
+        remote.print_logs(wanted, follow=follow)
     except LogMissing:
         if not failed:
             raise
         worker = "all workers" if wanted.rank is None else f"rank {wanted.rank}"
         got = f"{worker} of generation {wanted.generation}"
-        fix = f"`{target.command('logs', found.name)}` prints those that are kept"
+        fix = f"`{target.command('logs', remote.name)}` prints those that are kept"
         raise UserError(str(Problem("--failed", got, "a log that is kept", fix))) from None
 
 
@@ -179,7 +179,7 @@ def _failure_selector(view: JobView) -> LogSelector:
     from ..targets.remote_job import LogSelector
 
     failures = ("user", "infrastructure", "hang")
-    newest = next((one for one in reversed(view.incidents) if one.failure_class in failures), None)
+    newest = next((i for i in reversed(view.incidents) if i.failure_class in failures), None)
     if newest is None:
         raise UserError(str(Problem("--failed", view.name, "a job with a failure")))
     generation, title = newest.generation_before, incident_title(newest)

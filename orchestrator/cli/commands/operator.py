@@ -238,16 +238,16 @@ def _lists(option: str, text: str) -> dict[str, list[str]]:
     if option == "--user-credentials":
         expected = expected.replace("s3://bucket/team-a", "https://minio.example.com")
     try:
-        found = json.loads(text or "{}")
+        parsed = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
         got = f"{text} ({error})"
         raise UserError(str(Problem(option, got, expected))) from None
-    lists = found.values() if isinstance(found, dict) else [None]
+    lists = parsed.values() if isinstance(parsed, dict) else [None]
     if not all(
-        isinstance(one, list) and all(isinstance(p, str) and p for p in one) for one in lists
+        isinstance(item, list) and all(isinstance(p, str) and p for p in item) for item in lists
     ):
         raise UserError(str(Problem(option, text, expected)))
-    return dict(found)
+    return dict(parsed)
 
 
 def _requests(text: str) -> dict[str, str]:
@@ -256,13 +256,13 @@ def _requests(text: str) -> dict[str, str]:
 
     expected = 'JSON such as {"cpu": "250m", "memory": "512Mi"}'
     try:
-        found = json.loads(text or "{}")
-        for amount in found.values():
+        requests = json.loads(text or "{}")
+        for amount in requests.values():
             parse_quantity(amount)
     except (ValueError, AttributeError, RecursionError) as error:
         got = f"{text} ({error})"
         raise UserError(str(Problem("--worker-requests", got, expected))) from None
-    return {name: str(amount) for name, amount in found.items()}
+    return {name: str(amount) for name, amount in requests.items()}
 
 
 def _checkpoint_volume(text: str, root: str) -> dict[str, Any]:
@@ -275,11 +275,11 @@ def _checkpoint_volume(text: str, root: str) -> dict[str, Any]:
 
 def _cache_volume(text: str, checkpoint_volume: str) -> dict[str, Any]:
     """Raises UserError."""
-    found = _volume("--cache-volume", text)
-    if found and found == _volume("--checkpoint-volume", checkpoint_volume):
+    volume = _volume("--cache-volume", text)
+    if volume and volume == _volume("--checkpoint-volume", checkpoint_volume):
         expected = "another volume than --checkpoint-volume: all jobs of a namespace write to it"
         raise UserError(str(Problem("--cache-volume", text, expected, "use another claim")))
-    return found
+    return volume
 
 
 def _volume(option: str, text: str) -> dict[str, Any]:
@@ -288,9 +288,9 @@ def _volume(option: str, text: str) -> dict[str, Any]:
         return {}
     expected = 'JSON such as {"persistentVolumeClaim": {"claimName": "shared"}}'
     try:
-        found = json.loads(text)
+        volume = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(str(Problem(option, f"{text} ({error})", expected))) from None
-    if not isinstance(found, dict):
+    if not isinstance(volume, dict):
         raise UserError(str(Problem(option, text, expected)))
-    return found
+    return volume

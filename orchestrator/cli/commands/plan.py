@@ -159,14 +159,14 @@ def plan(
     from holdfast.orchestrator.catalogue.load import load_catalogue
 
     _expect_one_of(file, model)
-    known, host = load_catalogue(catalogue), _memory("--host-memory", host_memory)
+    loaded, host = load_catalogue(catalogue), _memory("--host-memory", host_memory)
     if model is not None:
         of_job = {"--nodes": nodes, "--device-memory": device_memory}
         flags = {"--calibrate": calibrate or None, "--environment": environment or None}
         _refuse_with("--model", of_job | flags)
         between = network or DEFAULT_NETWORK
-        made: Any = _model_plan(
-            known, model, devices or [], between, (sequence, batch, method or "full"), host
+        planned: Any = _model_plan(
+            loaded, model, devices or [], between, (sequence, batch, method or "full"), host
         )
     else:
         _refuse_with(
@@ -174,18 +174,18 @@ def plan(
         )
         assert file is not None
         measure, memory = (home, calibrate), (device_memory, host)
-        made = _job_plan(known, file, devices or [], network, nodes, memory, measure)
+        planned = _job_plan(loaded, file, devices or [], network, nodes, memory, measure)
     if save is not None:
-        _write(save, _job_text(made))
+        _write(save, _job_text(planned))
     if as_json:
-        print_json(made)
+        print_json(planned)
     else:
         from ..plan_text import render
 
         console = stdout()
-        shown = render(made, explain=explain, environment=environment)
+        shown = render(planned, explain=explain, environment=environment)
         console.print(shown, soft_wrap=not console.is_terminal)
-    if made.fits is False:
+    if planned.fits is False:
         raise typer.Exit(DOES_NOT_FIT)
 
 
@@ -318,12 +318,12 @@ def _job_plan(
     if not devices:
         hardware = hardware_of(known, job, facts, nodes or job.spec.nodes.max, network or "")
         hardware = with_calibration(file, job, nodes, memory, facts, hardware, *measure)
-    made = make_plan(job, facts, nodes, memory, gpus=gpus, hardware=hardware)
-    if made is None:
+    job_plan = make_plan(job, facts, nodes, memory, gpus=gpus, hardware=hardware)
+    if job_plan is None:
         low, high = job.spec.nodes.min, job.spec.nodes.max
         expected = f"{low} to {high} nodes that hold at least one replica group"
         raise UserError(str(Problem("--nodes", str(nodes or high), expected)))
-    return made
+    return job_plan
 
 
 def _memory(option: str, written: str | None) -> int | None:

@@ -70,9 +70,9 @@ def preflight(
     Example: `holdfast spec preflight examples/script.yaml`
     """
     asked = {"FILE": file, "--rules": rules or None, "--import": imported}
-    given = [name for name, value in asked.items() if value is not None]
-    if len(given) != 1:
-        got = " and ".join(given) or "none of them"
+    options = [name for name, value in asked.items() if value is not None]
+    if len(options) != 1:
+        got = " and ".join(options) or "none of them"
         raise UserError(str(Problem("preflight", got, "one of FILE, --rules, --import CONFIG")))
     only_import = {"--script": script, "--nodes": nodes, "--workers": workers, "--save": save}
     for option, value in only_import.items():
@@ -125,27 +125,27 @@ def _findings(file: Path) -> tuple[list[Finding], dict[str, Any], str]:
     from holdfast.orchestrator.preflight.check import script_of
 
     if file.suffix == ".py":
-        found, project = check_script(file, [file.absolute().parent, Path.cwd()])
+        findings, project = check_script(file, [file.absolute().parent, Path.cwd()])
         remark = _skipped_files(project.skipped)
-        return found, {"num_files": len(project.modules) + len(project.unreadable)}, remark
+        return findings, {"num_files": len(project.modules) + len(project.unreadable)}, remark
     from holdfast.orchestrator.api.v1alpha1 import load_job
     from holdfast.orchestrator.api.v1alpha1.load import read_job_file
 
     job = load_job(file)
-    found = check_job(file, read_job_file(file), job)
+    findings = check_job(file, read_job_file(file), job)
     script, roots = script_of(job, file.absolute().parent)
     if script is None:
         entry = job.spec.entrypoint.program
         what = f"module {entry.module} is not below the working directory" if entry.module else ""
         what = what or (f"{entry} is not a Python file" if entry.words else "")
-        return found, {"num_files": 1}, what and f"{what}: its code was not read"
+        return findings, {"num_files": 1}, what and f"{what}: its code was not read"
     if not script.is_file():
         got = f"{job.spec.entrypoint.program.script} ({script} does not exist)"
         raise UserError(str(Problem(job.spec.entrypoint.script_field, got, "a Python file")))
     resumes = bool(job.spec.entrypoint.resume_args)
     more, project = check_script(script, roots, resumes=resumes)
     count = 1 + len(project.modules) + len(project.unreadable)
-    return found + more, {"num_files": count}, _skipped_files(project.skipped)
+    return findings + more, {"num_files": count}, _skipped_files(project.skipped)
 
 
 def _skipped_files(skipped: int) -> str:
@@ -172,21 +172,21 @@ def _import(
 ) -> None:
     from holdfast.orchestrator.preflight.importers import import_config
 
-    made = import_config(config, nodes=nodes, workers=workers, script=script)
+    new = import_config(config, nodes=nodes, workers=workers, script=script)
     if save is not None:
         try:
-            save.write_text(made.text, encoding="utf-8")
+            save.write_text(new.text, encoding="utf-8")
         except OSError as error:
             got = f"{save} ({error.strerror})"
             raise UserError(str(Problem("--save", got, "a writable file"))) from None
     if as_json:
-        dropped = [{"field": d.field, "value": d.value, "why": d.why} for d in made.dropped]
-        print_json({"format": made.format, "job": made.document, "dropped": dropped})
+        dropped = [{"field": d.field, "value": d.value, "why": d.why} for d in new.dropped]
+        print_json({"format": new.format, "job": new.document, "dropped": dropped})
     elif save is None:
-        typer.echo(made.text, nl=False)
+        typer.echo(new.text, nl=False)
     console = stderr()
-    for drop in () if as_json else made.dropped:
+    for drop in () if as_json else new.dropped:
         console.print(f"dropped {drop}", soft_wrap=True)
     if save is not None and not as_json:
         fix = f"holdfast spec plan {save}"
-        console.print(f"{save} written: {plural(len(made.dropped), 'field')} dropped; see {fix}")
+        console.print(f"{save} written: {plural(len(new.dropped), 'field')} dropped; see {fix}")

@@ -89,17 +89,17 @@ def _collective(entry: RankStacks, span: CollectiveSpan) -> str:
 def _remarks(body: dict[str, Any]) -> list[str]:
     from ...protocol.rank_stacks import rank_list
 
-    found = [
-        f"{rank_list(one['ranks'])} on {one['node']}: no answer: {one['why']}"
-        for one in body["unanswered"]
+    remarks = [
+        f"{rank_list(silent['ranks'])} on {silent['node']}: no answer: {silent['why']}"
+        for silent in body["unanswered"]
     ]
     if body["not_asked"]:
-        found.append(f"{plural(body['not_asked'], 'more rank')} not asked: --all, or --rank N")
+        remarks.append(f"{plural(body['not_asked'], 'more rank')} not asked: --all, or --rank N")
     if body["left_out"]:
-        found.append(
+        remarks.append(
             f"{plural(body['left_out'], 'rank')} left out, the answer is too large: --rank N"
         )
-    return found
+    return remarks
 
 
 def profile(
@@ -141,18 +141,18 @@ def profile(
     form = SUFFIXES.get(file.suffix)
     if form is None:
         raise UserError(str(Problem("--output", str(file), "a name that ends with .svg or .json")))
-    found = target.find(job)
-    expect_not_ended(found.view(), "profile")
+    live = target.find(job)
+    expect_not_ended(live.view(), "profile")
     if not as_json:
         stderr().print(f"recording rank {rank} for {seconds:g} s", soft_wrap=True)
-    answer = found.request("profile", format=form, rank=rank, seconds=seconds, rate=rate, idle=idle)
+    answer = live.request("profile", format=form, rank=rank, seconds=seconds, rate=rate, idle=idle)
     content = zlib.decompress(base64.b64decode(answer.body["content"]))
     try:
         file.write_bytes(content)
     except OSError as error:
         raise HoldfastError(f"--output: {file} cannot be written: {error.strerror}") from None
     if as_json:
-        known = {name: value for name, value in answer.body.items() if name != "content"}
-        print_json({"job": job, "file": str(file), "bytes": len(content), **known})
+        fields = {name: value for name, value in answer.body.items() if name != "content"}
+        print_json({"job": job, "file": str(file), "bytes": len(content), **fields})
         return
     typer.echo(f"job {job}: {answer.detail}: {file} ({size(len(content))})")

@@ -150,9 +150,9 @@ def start(
         raise typer.Exit(begin(Launch(file, file.absolute().parent, None, runtime_env)))
     local = isinstance(target, RunsEnded)
     script = replace(script, is_local=local)
-    with spec_file(script, save, target.free_name, show, uploads=not local) as (made, shown):
+    with spec_file(script, save, target.free_name, show, uploads=not local) as (document, shown):
         directory = Path.cwd() if save is None else save.absolute().parent
-        raise typer.Exit(begin(Launch(made, directory, script, runtime_env, shown)))
+        raise typer.Exit(begin(Launch(document, directory, script, runtime_env, shown)))
 
 
 def _page_beside(target: Target) -> Any:
@@ -239,8 +239,8 @@ def again(
     from ..targets.base import RunsEnded
 
     begin = time.monotonic()
-    found = target.find(job)
-    view = found.view()
+    remote = target.find(job)
+    view = remote.view()
     before = view.generation
     if file is None and view.state in TERMINAL and isinstance(target, RunsEnded):
         raise typer.Exit(_shown(target, as_json, lines, lambda shown: target.run_ended(job, shown)))
@@ -250,10 +250,10 @@ def again(
     directory = None
     if file is not None:
         directory = file if file.is_dir() else file.absolute().parent
-    answer = found.again(directory)
+    answer = remote.again(directory)
     if not as_json:
         typer.echo(f"job {job}: {answer.detail}")
-    view = found.view()
+    view = remote.view()
     while not (view.generation > before and view.state == "running"):
         if view.state in TERMINAL:
             raise HoldfastError(f"job {job}: has {view.state} ({view.reason})")

@@ -95,18 +95,18 @@ class WatchedGeneration:
 
     def record(self, now_ns: int, beat: WorkerBeat, interval_s: float) -> float:
         """Take in a heartbeat; returns the seconds without progress of this rank that it ended."""
-        known = self.ranks.get(beat.rank)
-        if known is not None and (beat.step, beat.ticks) < (known.beat.step, known.beat.ticks):
+        seen = self.ranks.get(beat.rank)
+        if seen is not None and (beat.step, beat.ticks) < (seen.beat.step, seen.beat.ticks):
             return 0.0  # a newer one overtook it
         moved_ns = now_ns - seconds(beat.quiet_s)
-        ran_ns = known.ran_ns if beat.stopped and known is not None else now_ns
+        ran_ns = seen.ran_ns if beat.stopped and seen is not None else now_ns
         self.ranks[beat.rank] = RankProgress(beat, moved_ns, now_ns, ran_ns)
-        if known is None or {known.beat.phase, beat.phase} & {*WORKING}:
+        if seen is None or {seen.beat.phase, beat.phase} & {*WORKING}:
             return 0.0
-        trains = self.num_steps > 0 or (beat.silent and known.beat.collectives >= MIN_COLLECTIVES)
+        trains = self.num_steps > 0 or (beat.silent and seen.beat.collectives >= MIN_COLLECTIVES)
         # Steps between two heartbeats are not seen.
-        shown_s = known.beat.quiet_s + GAP_BEATS * interval_s
-        return min((moved_ns - known.moved_ns) / SECOND_NS, shown_s) if trains else 0.0
+        shown_s = seen.beat.quiet_s + GAP_BEATS * interval_s
+        return min((moved_ns - seen.moved_ns) / SECOND_NS, shown_s) if trains else 0.0
 
 
 def doing(now_ns: int, beat: WorkerBeat, known: InspectedStack | None) -> Doing:
@@ -146,28 +146,28 @@ class HangFacts:
         self._silence, self._worst_gap_s = silence, worst_gap_s
         ranks = generation.ranks
         self.live = {
-            rank: known
-            for rank, known in ranks.items()
-            if rank not in state.group.exits and not known.beat.leaves
+            rank: watched
+            for rank, watched in ranks.items()
+            if rank not in state.group.exits and not watched.beat.leaves
         }
         """Ranks that have neither ended nor run to the end of their script."""
-        every = self.live.values()
-        self.now_ns = max((known.seen_ns for known in every), default=0)
+        live = self.live.values()
+        self.now_ns = max((watched.seen_ns for watched in live), default=0)
         self.auto = recovery.hang_timeout_s == "auto"
         self.counted = generation.num_steps > 0
         enough = generation.num_steps >= limits.HANG_SAMPLES and bool(generation.step_s)
         self.learned = self.auto and enough
         """The job's own step time is known."""
         script = state.job.spec.entrypoint.recipe is None
-        self.silent = script and not self.counted and all(k.beat.silent for k in every)
+        self.silent = script and not self.counted and all(k.beat.silent for k in live)
         """No step of the script was counted, and no rank prepares for one."""
-        self.begun = bool(every) and all(k.beat.collectives >= MIN_COLLECTIVES for k in every)
+        self.begun = bool(live) and all(k.beat.collectives >= MIN_COLLECTIVES for k in live)
         early = script and self.counted and self.auto and not self.learned
         self.by_collectives = self.begun and (self.silent or early)
         """No step was counted, or too few to know how long one takes."""
-        self.works = any(known.beat.phase in WORKING for known in every)
-        newest_ns = max([state.group.launched_ns, *(known.moved_ns for known in every)])
-        reporting = [beat.rank for beat in counting(known.beat for known in ranks.values())]
+        self.works = any(watched.beat.phase in WORKING for watched in live)
+        newest_ns = max([state.group.launched_ns, *(watched.moved_ns for watched in live)])
+        reporting = [beat.rank for beat in counting(watched.beat for watched in ranks.values())]
         oldest_ns = min((ranks[r].moved_ns for r in reporting if r in self.live), default=None)
         any_counts = self.works or self.by_collectives or not self.counted
         self.moved_ns = newest_ns if any_counts else oldest_ns
@@ -180,8 +180,8 @@ class HangFacts:
         self._read_activity(-1 if starved_ns is None else starved_ns + seconds(STARVED_MEMORY_S))
 
     def _read_activity(self, starved_until_ns: int) -> None:
-        ranks, every, stacks = self.generation.ranks, self.live.values(), self.generation.inspected
-        self.stopped_ns = min((k.ran_ns for k in every if k.beat.stopped), default=None)
+        ranks, live, stacks = self.generation.ranks, self.live.values(), self.generation.inspected
+        self.stopped_ns = min((k.ran_ns for k in live if k.beat.stopped), default=None)
         """Time at which the rank that has been stopped for longest ran last."""
         self.starved = starved_until_ns >= self.now_ns
         does = {r: doing(self.now_ns, k.beat, stacks.get(r)) for r, k in self.live.items()}
@@ -193,15 +193,15 @@ class HangFacts:
         """Time until which a rank worked or its machine was starved. A rank that does nothing waits
         for no CPU."""
         launched_ns, startup_s = self.state.group.launched_ns, self.recovery.startup_timeout_s
-        complete = bool(every) and len(every) == len(ranks)
-        worked = (known.seen_ns - seconds(known.beat.idle_s) for known in every)
+        complete = bool(live) and len(live) == len(ranks)
+        worked = (watched.seen_ns - seconds(watched.beat.idle_s) for watched in live)
         self.idle_ns = max([launched_ns, *worked])
         """Time since which no rank of a script uses the CPU or does I/O."""
         early = self.idle_ns - launched_ns <= seconds(startup_s)
         self.loads = self.silent and complete and not self.begun and early
         """Few collectives were begun, and no rank has worked for longer than a start may take."""
-        judged = self.begun and complete and len(every) > 1 and (self.hangs or not self.auto)
-        gone = self.moved_ns is None or (bool(ranks) and not every)
+        judged = self.begun and complete and len(live) > 1 and (self.hangs or not self.auto)
+        gone = self.moved_ns is None or (bool(ranks) and not live)
         self.unwatched = not judged if self.silent else gone
         """No progress is expected, or none would show."""
 

@@ -49,8 +49,8 @@ def find(
     inspected: Mapping[int, InspectedStack],
 ) -> Suspects:
     """`exits`: ranks that have ended; `known`: ranks that have sent heartbeats."""
-    live = {r: one for r, one in known.items() if r not in exits and not one.beat.leaves}
-    beats = {rank: one.beat for rank, one in live.items()}
+    live = {r: w for r, w in known.items() if r not in exits and not w.beat.leaves}
+    beats = {rank: w.beat for rank, w in live.items()}
     done = max((beat.step for beat in beats.values()), default=-1)
     reporting = {beat.rank: beat.step for beat in counting(beats.values())}
 
@@ -106,13 +106,13 @@ def culprit(
     first = suspects[0] if suspects else None
     if basis in ("stopped", "no-pulse", "unreported", ""):
         return first, ""
-    known = {stack.rank: stack for stack in stacks}
-    absent, source = _absent(known), "the flight recorder"
-    if not absent and any(stack.in_collective for stack in known.values()):
+    stack_of = {stack.rank: stack for stack in stacks}
+    absent, source = _absent(stack_of), "the flight recorder"
+    if not absent and any(stack.in_collective for stack in stack_of.values()):
         source = "the stacks"
         absent = {
             rank: f"the main thread of rank {rank} is in no collective, unlike its peers"
-            for rank, stack in known.items()
+            for rank, stack in stack_of.items()
             if stack.activity in ("nothing", "reads", "compiles")
         }
     if not absent:

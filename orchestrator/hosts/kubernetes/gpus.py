@@ -66,10 +66,10 @@ class GpuFinder:
         async with self._reading:
             now = asyncio.get_running_loop().time()
             if self._read_s is None or now - self._read_s > FRESH_S:
-                found: list[KnownNode] = []
+                nodes: list[KnownNode] = []
                 async for page, _version in self._cluster.pages(NODES):
-                    found += [known_node(one["metadata"]["name"], one) for one in page]
-                self._nodes, self._read_s = found, now
+                    nodes += [known_node(node["metadata"]["name"], node) for node in page]
+                self._nodes, self._read_s = nodes, now
             return self._nodes
 
 
@@ -77,10 +77,10 @@ def _asks(pod: Document, resource: str) -> bool:
     """The pod template may name the resource, or tolerate the taint of nodes that have it."""
     for container in pod["containers"]:
         resources = container.get("resources") or {}
-        given = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-        if container.get("name") == names.CONTAINER and resource in given:
+        amounts = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+        if container.get("name") == names.CONTAINER and resource in amounts:
             return True
-    return any(one.get("key") == resource for one in pod.get("tolerations") or ())
+    return any(toleration.get("key") == resource for toleration in pod.get("tolerations") or ())
 
 
 def _count(node: KnownNode, resource: str) -> int:

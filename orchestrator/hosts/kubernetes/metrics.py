@@ -84,8 +84,8 @@ class OperatorCollector(Collector):
         self._state = state
 
     def collect(self) -> Iterator[Metric]:
-        for one in OPERATOR_METRICS:
-            yield metric_of_jobs(one, (), {(): self._state})
+        for definition in OPERATOR_METRICS:
+            yield metric_of_jobs(definition, (), {(): self._state})
         for spec in JOB_METRICS:
             metric = metric_of_jobs(spec, ("namespace", "job"), self._state.views)
             if spec.name == STATE:

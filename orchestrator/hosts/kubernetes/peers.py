@@ -25,17 +25,17 @@ async def no_other_leads(endpoint: str, own: frozenset[str] | None = None) -> bo
             own = frozenset(await _addresses(socket.gethostname(), 0))
         others: set[tuple[str, int]] = set()
         for host, port in parse_endpoints(endpoint, "--agent-endpoint"):
-            others |= {(one, port) for one in await _addresses(host, port) if one not in own}
+            others |= {(a, port) for a in await _addresses(host, port) if a not in own}
     except OSError:
         return False
-    return all(await asyncio.gather(*(_refuses(*one) for one in sorted(others))))
+    return all(await asyncio.gather(*(_refuses(*peer) for peer in sorted(others))))
 
 
 async def _addresses(host: str, port: int) -> set[str]:
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(PROBE_TIMEOUT_S):
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return {str(address[0]) for *_kind, address in found}
+        infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return {str(address[0]) for *_kind, address in infos}
 
 
 async def _refuses(address: str, port: int) -> bool:

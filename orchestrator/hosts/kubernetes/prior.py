@@ -44,16 +44,16 @@ class PriorStatus:
         self.started = True
         self.fields = {name: status[name] for name in PRIOR_FIELDS if name in status}
         self.checkpoint_path = self.fields.get("checkpointPath", "")
-        for one in self.fields.get("incidents", ()):
-            if one.get("culpritNode") and one.get("nodeName"):
-                self.machines[one["culpritNode"]] = one["nodeName"]
+        for incident in self.fields.get("incidents", ()):
+            if incident.get("culpritNode") and incident.get("nodeName"):
+                self.machines[incident["culpritNode"]] = incident["nodeName"]
 
     async def look_up(self, cluster: KubeClient, owner: Owner) -> bool:
         """True if the job was started. Looks for a journal where no status shows it: the operator
         may have ended before it wrote the first one. Raises ApiError."""
         if not self.started:
-            found = await cluster.find(CONFIG_MAPS, owner.namespace, journal_name(owner.name))
-            self.started = found is not None and owner.owns(found) and bool(found.get("binaryData"))
+            store = await cluster.find(CONFIG_MAPS, owner.namespace, journal_name(owner.name))
+            self.started = store is not None and owner.owns(store) and bool(store.get("binaryData"))
         return self.started
 
 

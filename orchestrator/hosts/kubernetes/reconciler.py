@@ -152,11 +152,11 @@ class JobReconciler:
 
     def _located(self, view: JobView) -> JobView:
         """The view with the machines of the nodes that caused incidents."""
-        found = dict(self._prior.machines)
+        machines = dict(self._prior.machines)
         if self._backend is not None:
-            found |= self._backend.machines
-        for one in view.incidents:
-            one.culprit_machine = found.get(one.culprit_node, "")
+            machines |= self._backend.machines
+        for incident in view.incidents:
+            incident.culprit_machine = machines.get(incident.culprit_node, "")
         return view
 
     @property
@@ -461,8 +461,8 @@ class JobReconciler:
 
     def _publish(self, view: JobView) -> None:
         """Record Events, and label the pods of a new generation."""
-        for one in new_events(self._reported_view, view):
-            self.events.record(one.severity, one.reason, one.message, one.annotations)
+        for event in new_events(self._reported_view, view):
+            self.events.record(event.severity, event.reason, event.message, event.annotations)
         self._reported_view = view
         new_generation = view.generation != self._labelled_generation
         if new_generation and view.state == "running" and self._backend:
@@ -485,18 +485,18 @@ class JobReconciler:
 
     def _status_context(self) -> StatusContext:
         problems = [*(self._backend.problems() if self._backend is not None else ())]
-        found = [(one.code, one.text) for one in problems]
+        codes = [(problem.code, problem.text) for problem in problems]
         if self._spec_sync is not None and self._spec_sync.refusal:
-            found.append(("Refused", self._spec_sync.refusal))
+            codes.append(("Refused", self._spec_sync.refusal))
         if self._secret_problem is not None:
-            found.append(self._secret_problem)
+            codes.append(self._secret_problem)
         spec = self._document.get("spec", {})
         return StatusContext(
             name=self.owner.name,
             generation=int(self._document["metadata"]["generation"]),
             desired=int(spec.get("nodes", {}).get("max", 1)),
             now_ns=self._clock.now_ns(),
-            problems=tuple(found),
+            problems=tuple(codes),
             request=self._spec_sync.answer if self._spec_sync is not None else None,
             leaving=self._leaving,
         )

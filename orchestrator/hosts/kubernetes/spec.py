@@ -54,13 +54,13 @@ def template_problems(job: TrainingJob) -> list[Problem]:
     """Misspelt fields of the pod template, and a container that stands for the workers by another
     name: it would be a sidecar."""
     containers = [
-        one
-        for one in job.spec.kubernetes.pod_template.get("spec", {}).get("containers") or ()
-        if isinstance(one, dict)
+        container
+        for container in job.spec.kubernetes.pod_template.get("spec", {}).get("containers") or ()
+        if isinstance(container, dict)
     ]
-    images = [str(one.get("name")) for one in containers if one.get("image")]
-    no_worker = all(one.get("name") != names.CONTAINER for one in containers)
-    found = [
+    images = [str(container.get("name")) for container in containers if container.get("image")]
+    no_worker = all(container.get("name") != names.CONTAINER for container in containers)
+    problems = [
         Problem(
             "spec.kubernetes.podTemplate.spec.containers",
             f"{name} and no {names.CONTAINER}",
@@ -70,21 +70,21 @@ def template_problems(job: TrainingJob) -> list[Problem]:
         for name in images[:1]
         if no_worker
     ]
-    return found + [
+    return problems + [
         Problem(
-            f"spec.kubernetes.podTemplate.{one.path}",
+            f"spec.kubernetes.podTemplate.{field.path}",
             "an unknown field",
             "a field of a pod",
-            f"did you mean {one.close}?",
+            f"did you mean {field.close}?",
         )
-        for one in misspelt_fields(job.spec.kubernetes.pod_template)
+        for field in misspelt_fields(job.spec.kubernetes.pod_template)
     ]
 
 
 def _problems(job: TrainingJob, pods: PodSettings, known_path: str) -> list[Problem]:
-    found = []
+    problems = []
     if not (job.spec.image or pods.image):
-        found.append(
+        problems.append(
             Problem(
                 "spec.image",
                 "nothing",
@@ -95,10 +95,10 @@ def _problems(job: TrainingJob, pods: PodSettings, known_path: str) -> list[Prob
     if ".." in job.spec.working_directory.split("/"):
         got, expected = job.spec.working_directory, "a directory without .."
         fix = "write an absolute directory of the image, or one below the job's code"
-        found.append(Problem("spec.workingDirectory", got, expected, fix))
+        problems.append(Problem("spec.workingDirectory", got, expected, fix))
     path = job.spec.checkpoint.path
     if path is None and not (known_path or pods.checkpoint_root):
-        found.append(
+        problems.append(
             Problem(
                 "spec.checkpoint.path",
                 "nothing",
@@ -107,7 +107,7 @@ def _problems(job: TrainingJob, pods: PodSettings, known_path: str) -> list[Prob
             )
         )
     elif path is not None and "://" not in path and not PurePosixPath(path).is_absolute():
-        found.append(
+        problems.append(
             Problem(
                 "spec.checkpoint.path",
                 path,
@@ -116,5 +116,5 @@ def _problems(job: TrainingJob, pods: PodSettings, known_path: str) -> list[Prob
             )
         )
     else:
-        found += storage_access.problems(job, pods, known_path)
-    return found
+        problems += storage_access.problems(job, pods, known_path)
+    return problems

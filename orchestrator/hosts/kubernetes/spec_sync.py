@@ -104,10 +104,8 @@ class SpecSync:
         self._handled_version = _version(after)
         try:
             wanted = json.loads(text)
-            verb, given = wanted["verb"], dict(wanted.get("arguments") or {})
-            arguments = {
-                name: given[name] for name in REQUESTS[verb] if given.get(name) is not None
-            }
+            verb, args = wanted["verb"], dict(wanted.get("arguments") or {})
+            arguments = {name: args[name] for name in REQUESTS[verb] if args.get(name) is not None}
             by, number = str(wanted.get("by", "")), str(wanted.get("id", ""))
         except (ValueError, AttributeError, TypeError, LookupError, RecursionError):
             text = f"annotation {names.REQUEST}: got {text[:80]!r}; expected JSON such as {EXAMPLE}"

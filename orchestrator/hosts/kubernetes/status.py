@@ -117,7 +117,7 @@ def status_of(view: JobView, context: StatusContext, before: Sequence[Document] 
         checkpoint_path=view.checkpoint_path or None,
         storage_problem=view.storage_problem or None,
         request=context.request,
-        incidents=[_incident(one) for one in view.incidents[-MAX_INCIDENTS:]],
+        incidents=[_incident(incident) for incident in view.incidents[-MAX_INCIDENTS:]],
         traceback=view.traceback[-TRACEBACK_CHARACTERS:] or None,
     )
     return _document(status)
@@ -147,11 +147,11 @@ def _document(status: TrainingJobStatus) -> Document:
 def conditions(
     state: ConditionState, context: StatusContext, before: Sequence[Document]
 ) -> list[Condition]:
-    old = {one["type"]: one for one in before}
+    old = {entry["type"]: entry for entry in before}
     now = datetime.datetime.fromtimestamp(context.now_ns / SECOND_NS, datetime.UTC).replace(
         microsecond=0
     )
-    found = []
+    built = []
     for kind in get_args(ConditionType):
         aspect = _condition(kind, state)
         present = kind in ("Ready", "Progressing") and state.state in (*BUSY, "pending")
@@ -161,11 +161,11 @@ def conditions(
         since = now
         if last is not None and last["status"] == aspect.status:
             since = datetime.datetime.fromisoformat(last["lastTransitionTime"])
-        found.append(Condition(
+        built.append(Condition(
             type=kind, status=aspect.status, observed_generation=context.generation,
             last_transition_time=since, reason=aspect.reason, message=aspect.message,
         ))  # fmt: skip
-    return found
+    return built
 
 
 class _Aspect(NamedTuple):
@@ -231,9 +231,9 @@ def state_of(document: Document, state: ConditionState) -> JobPhase:
 
 def condition(document: Document, kind: ConditionType) -> Document:
     """A condition of a TrainingJob; empty: it does not exist yet."""
-    for one in document.get("status", {}).get("conditions") or ():
-        if one["type"] == kind:
-            return dict(one)
+    for entry in document.get("status", {}).get("conditions") or ():
+        if entry["type"] == kind:
+            return dict(entry)
     return {}
 
 
@@ -307,7 +307,7 @@ def view_of(document: Document, now_ns: int) -> JobView:
         checkpoint_path=status.checkpoint_path or "",
         storage_problem=status.storage_problem or "",
         hold=_hold(status),
-        incidents=[_incident_view(one) for one in status.incidents],
+        incidents=[_incident_view(incident) for incident in status.incidents],
         ledger=dict(status.ledger),
         goodput=float((status.goodput or "0").rstrip("%")) / 100,
         traceback=status.traceback or "",
@@ -326,8 +326,8 @@ def view_of(document: Document, now_ns: int) -> JobView:
 
 
 def _hold(status: TrainingJobStatus) -> str:
-    held = [one for one in status.conditions if one.type == "Suspended" and one.status == "True"]
-    return next((one.message for one in held if one.reason == HOLD_REASON), "")
+    held = [c for c in status.conditions if c.type == "Suspended" and c.status == "True"]
+    return next((c.message for c in held if c.reason == HOLD_REASON), "")
 
 
 def _incident_view(one: IncidentStatus) -> Incident:
@@ -336,8 +336,8 @@ def _incident_view(one: IncidentStatus) -> Incident:
 
 
 def _state(state: str | None) -> JobPhase:
-    known: tuple[JobPhase, ...] = get_args(JobPhase)
-    return next((one for one in known if one == state), "pending")
+    phases: tuple[JobPhase, ...] = get_args(JobPhase)
+    return next((phase for phase in phases if phase == state), "pending")
 
 
 def _ns(time: datetime.datetime | None) -> int:

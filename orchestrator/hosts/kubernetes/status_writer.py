@@ -202,28 +202,28 @@ def new_events(before: JobView | None, after: JobView) -> list[EventDraft]:
     the job over, and earlier Events were recorded by the operator before it."""
     if before is None:
         return []
-    found: list[EventDraft] = []
-    old = {one.number: one for one in before.incidents}
-    for one in after.incidents:
-        known = old.get(one.number)
-        if _is_decided(one, after) and not (known is not None and _is_decided(known, before)):
-            found.append(_opened(one))
-        was_closed = known is not None and "total" in known.seconds
-        if "total" in one.seconds and not was_closed:
-            found.append(_closed(one))
+    events: list[EventDraft] = []
+    old = {incident.number: incident for incident in before.incidents}
+    for new in after.incidents:
+        earlier = old.get(new.number)
+        if _is_decided(new, after) and not (earlier is not None and _is_decided(earlier, before)):
+            events.append(_opened(new))
+        was_closed = earlier is not None and "total" in earlier.seconds
+        if "total" in new.seconds and not was_closed:
+            events.append(_closed(new))
     if after.generation > before.generation:
         workers = f"{after.world_size} workers" if after.world_size != 1 else "1 worker"
         mesh = f", {after.mesh}" if after.mesh else ""
         text = f"generation {after.generation}: {workers}{mesh}"
-        found.append(EventDraft("Normal", "GenerationStarted", text))
+        events.append(EventDraft("Normal", "GenerationStarted", text))
     if after.storage_problem and after.storage_problem != before.storage_problem:
-        found.append(EventDraft("Warning", "CheckpointFailed", after.storage_problem))
+        events.append(EventDraft("Warning", "CheckpointFailed", after.storage_problem))
     if after.state != before.state and after.state in _PHASES:
         bad = after.state in ("failed", "cancelled") or bool(after.hold)
         severity: Severity = "Warning" if bad else "Normal"
         reason = HOLD_REASON if after.hold else PHASE_REASONS[after.state]
-        found.append(EventDraft(severity, reason, after.reason))
-    return found
+        events.append(EventDraft(severity, reason, after.reason))
+    return events
 
 
 def _is_decided(one: Incident, view: JobView) -> bool:

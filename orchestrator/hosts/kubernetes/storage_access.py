@@ -60,7 +60,7 @@ def problems(job: TrainingJob, settings: PodSettings, known_path: str = "") -> l
     if endpoints is not None and (
         secret is not None or (options.get("key") and options.get("secret"))
     ):
-        return [_endpoint_problem(job, one) for one in _redirecting(options, endpoints)]
+        return [_endpoint_problem(job, option) for option in _redirecting(options, endpoints)]
     if not is_allowed:
         return [_path_problem(job, settings, path)]
     if secret is not None:
@@ -68,15 +68,15 @@ def problems(job: TrainingJob, settings: PodSettings, known_path: str = "") -> l
         fix = f"remove it, or have the namespace added to {LISTED}"
         return [Problem("spec.checkpoint.secretName", secret, f"{expected}their own", fix)]
     may_have_own = endpoints is not None
-    return [_redirect_problem(one, may_have_own) for one in _redirecting(options)]
+    return [_redirect_problem(option, may_have_own) for option in _redirecting(options)]
 
 
 def _own_endpoints(job: TrainingJob, settings: PodSettings) -> list[str] | None:
     """Endpoints that the job may name, with credentials of its own; None: it may have none."""
-    lists = [settings.user_credentials.get(one) for one in (job.metadata.namespace, ALL)]
+    lists = [settings.user_credentials.get(owner) for owner in (job.metadata.namespace, ALL)]
     if lists == [None, None]:
         return None
-    return [one for some in lists for one in some or ()]
+    return [endpoint for some in lists for endpoint in some or ()]
 
 
 def _is_directory(path: str) -> bool:
@@ -122,7 +122,7 @@ def _is_allowed(job: TrainingJob, settings: PodSettings, path: str) -> bool:
     if job.spec.checkpoint.path is None and path.endswith(f"/{own}"):
         return True  # chosen by an operator, perhaps with another root
     below = [f"{root}/{job.metadata.namespace}"] if root else []
-    return any(_is_below(plain, one) for one in (*below, *_prefixes(job, settings)))
+    return any(_is_below(plain, prefix) for prefix in (*below, *_prefixes(job, settings)))
 
 
 def _is_below(path: str, prefix: str) -> bool:
@@ -133,18 +133,18 @@ def _is_below(path: str, prefix: str) -> bool:
 def _redirecting(options: Mapping[str, Any], endpoints: Sequence[str] | None = None) -> list[str]:
     """Options of the job that are not known to be harmless. `endpoints`: the job has credentials of
     its own, and may send them there."""
-    known = {*HARMLESS, *(OWN if endpoints is not None else ())}
-    found = {name: value for name, value in options.items() if name not in known}
+    harmless_names = {*HARMLESS, *(OWN if endpoints is not None else ())}
+    redirecting = {name: value for name, value in options.items() if name not in harmless_names}
     for part, harmless in (("client_kwargs", {"region_name"}), ("config_kwargs", HARMLESS_CONFIG)):
         inner = options.get(part) or {}
         values = inner if isinstance(inner, Mapping) else {str(inner): None}
-        found |= {f"{part}.{name}": values[name] for name in sorted(set(values) - harmless)}
-    return [name for name, value in found.items()
+        redirecting |= {f"{part}.{name}": values[name] for name in sorted(set(values) - harmless)}
+    return [name for name, value in redirecting.items()
             if name not in ENDPOINTS or not _is_listed(str(value), endpoints or ())]  # fmt: skip
 
 
 def _is_listed(endpoint: str, endpoints: Sequence[str]) -> bool:
-    return ALL in endpoints or endpoint.rstrip("/") in (one.rstrip("/") for one in endpoints)
+    return ALL in endpoints or endpoint.rstrip("/") in (listed.rstrip("/") for listed in endpoints)
 
 
 def _path_problem(job: TrainingJob, settings: PodSettings, path: str) -> Problem:
@@ -188,12 +188,12 @@ async def with_secret(job: TrainingJob, owner: Owner, cluster: KubeClient) -> Tr
     if name is None:
         return job
     field = "spec.checkpoint.secretName"
-    found = await cluster.find(SECRETS, owner.namespace, name)
-    if found is None:
+    secret = await cluster.find(SECRETS, owner.namespace, name)
+    if secret is None:
         expected = f"a Secret of namespace {owner.namespace}"
         raise UserError(str(Problem(field, f"{name}, which does not exist", expected)))
-    env = {**_variables(found), **job.spec.env}
-    missing = [one for one in CREDENTIALS if not env.get(one)]
+    env = {**_variables(secret), **job.spec.env}
+    missing = [key for key in CREDENTIALS if not env.get(key)]
     if missing:
         got, expected = f"{name} without {' and '.join(missing)}", " and ".join(CREDENTIALS)
         raise UserError(str(Problem(field, got, expected, "add them to the Secret")))

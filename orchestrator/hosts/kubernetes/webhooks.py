@@ -29,8 +29,8 @@ async def addresses(
 ) -> list[str]:
     """The address of each server; empty: it gets nothing, and `note` has got the reason."""
     return [
-        await _address(f"spec.notify[{number}]", one, owner, cluster, hosts, note)
-        for number, one in enumerate(job.spec.notify)
+        await _address(f"spec.notify[{number}]", receiver, owner, cluster, hosts, note)
+        for number, receiver in enumerate(job.spec.notify)
     ]
 
 

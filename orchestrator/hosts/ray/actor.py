@@ -95,12 +95,12 @@ def create(
     given one. Raises ValueError when there is an actor of this name."""
     import ray
 
-    made = ray.remote(ControllerActor).options(
+    actor = ray.remote(ControllerActor).options(
         name=names.controller(order.job), namespace=names.NAMESPACE, lifetime="detached",
         max_restarts=-1, max_task_retries=0, max_concurrency=1000, num_cpus=0,
         resources=ON_THE_HEAD, runtime_env=runtime_env,
     )  # fmt: skip
-    return made.remote(order, make_host)
+    return actor.remote(order, make_host)
 
 
 def own_runtime_env() -> dict[str, Any]:

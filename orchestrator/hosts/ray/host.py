@@ -154,7 +154,7 @@ class RayHost:
             self._serving.set()
             loop = asyncio.get_running_loop()
             work = (self._export(), self._trim(), self._publish())
-            background = [loop.create_task(one) for one in work]
+            background = [loop.create_task(coroutine) for coroutine in work]
             try:
                 await self.runtime.run()
             finally:
@@ -198,8 +198,8 @@ class RayHost:
     async def watch(self, seen: Any) -> dict[str, Any]:
         await self._serving.wait()
         changes, events = self.runtime.changes, self.runtime.events
-        known = isinstance(seen, tuple) and seen[0] == self._id
-        changes_seen, events_seen = seen[1:] if known else (-1, -1)
+        is_current = isinstance(seen, tuple) and seen[0] == self._id
+        changes_seen, events_seen = seen[1:] if is_current else (-1, -1)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._timing.watch_s):
                 await changes.after(changes_seen)

@@ -28,9 +28,9 @@ class RayMetrics:
             if spec.per_rank:
                 continue
             for labels, value in spec.samples(view):
-                given = {"job": job, **{name: labels[name] for name in spec.labels}}
+                tags = {"job": job, **{name: labels[name] for name in spec.labels}}
                 name = f"{spec.name}_{labels['']}" if spec.kind == "summary" else spec.name
-                self._metric(name, spec.help, given).set(value, tags=given)
+                self._metric(name, spec.help, tags).set(value, tags=tags)
 
     def _metric(self, name: str, text: str, labels: dict[str, str]) -> Any:
         from ray.util.metrics import Gauge

@@ -54,10 +54,10 @@ def import_config(
     else:
         torchtitan.read(keys, draft)
         keys.drop_rest(torchtitan.REASONS, deepspeed.NO_COUNTERPART)
-    made = draft.document(script)
-    text = yaml_text(made)
+    spec = draft.document(script)
+    text = yaml_text(spec)
     parse_job(text, f"{path}, as a TrainingJob")
-    return Imported(kind, made, _comments(path, kind, keys.dropped) + text, keys.dropped)
+    return Imported(kind, spec, _comments(path, kind, keys.dropped) + text, keys.dropped)
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -55,9 +55,9 @@ REASONS = {
 def read(keys: ConfigKeys, draft: Draft, directory: Path) -> None:
     """Fill the draft. Raises UserError."""
     kind = str(keys.take("distributed_type") or "NO").upper()
-    known = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
-    if kind not in known:
-        raise keys.problem("distributed_type", kind, "one of " + ", ".join(known))
+    kinds = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
+    if kind not in kinds:
+        raise keys.problem("distributed_type", kind, "one of " + ", ".join(kinds))
     total, machines = keys.count("num_processes"), keys.count("num_machines")
     if not (draft.nodes and draft.workers):
         _size(keys, draft, total, machines)

@@ -67,16 +67,16 @@ class Draft:
 
     def settle_size(self) -> None:
         """Find nodes and workers per node from what is known. Raises UserError."""
-        given = self.nodes * self.workers if self.nodes and self.workers else None
-        if given is not None and self.world not in (None, given):
+        product = self.nodes * self.workers if self.nodes and self.workers else None
+        if product is not None and self.world not in (None, product):
             raise self.keys.problem(
                 "number of workers",
-                f"{self.world} in the configuration, {given} by nodes x workers "
+                f"{self.world} in the configuration, {product} by nodes x workers "
                 f"({self.nodes} x {self.workers})",
                 "the same number",
                 "correct --nodes and --workers, or the configuration",
             )
-        self.world = self.world or given
+        self.world = self.world or product
         if self.world is None:
             raise self.keys.problem(
                 "number of workers", None, "it", "pass --nodes and --workers: the launcher's "
@@ -167,19 +167,19 @@ class Draft:
 
     def _settings(self, recipe: bool) -> dict[str, Any]:
         """Fields of spec.parallelism that only the recipe has."""
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         sharded = self.shard is not None and (self.ranks > 1 or self.context > 1)
         can_reshard = sharded and self.pipeline == 1
         if self.reshard is not True and can_reshard:
-            found.setdefault("fsdp", {})["reshardAfterForward"] = self.reshard
+            settings.setdefault("fsdp", {})["reshardAfterForward"] = self.reshard
         if self.whole_gradients and can_reshard:
             if self.micro_batch is not None or not recipe:
-                found.setdefault("fsdp", {})["accumulateGradients"] = "whole"
+                settings.setdefault("fsdp", {})["accumulateGradients"] = "whole"
             else:
                 why = "without a micro-batch nothing is accumulated, so ZeRO-1 is ZeRO-2"
                 self.keys.drop("ZeRO stage", why, 1)
         if self.offload and sharded and not self.on_cpu:
-            found["offload"] = "cpu"
+            settings["offload"] = "cpu"
         elif self.offload:
             why = "one copy on each worker has no shards to offload"
             self.keys.drop("offload", why, "cpu")
@@ -189,10 +189,10 @@ class Draft:
             "linear": "float8" if self.float8 else None,
         }
         if precision := {name: value for name, value in precision.items() if value}:
-            found["precision"] = precision
+            settings["precision"] = precision
         if self.checkpointing:
-            found["activationCheckpointing"] = self.checkpointing
-        return found
+            settings["activationCheckpointing"] = self.checkpointing
+        return settings
 
     def _recipe_settings(self) -> dict[str, Any]:
         """What the recipe's config would get, by name."""
@@ -213,14 +213,14 @@ class Draft:
         return config
 
     def _model(self) -> dict[str, Any]:
-        if (known := self.architecture) is not None:
+        if (architecture := self.architecture) is not None:
             return {
-                "vocabSize": known.vocab_size,
-                "dim": known.dim,
-                "numLayers": known.num_layers,
-                "numHeads": known.num_heads,
-                "numKvHeads": known.num_kv_heads,
-                "ffnDim": known.ffn_dim,
+                "vocabSize": architecture.vocab_size,
+                "dim": architecture.dim,
+                "numLayers": architecture.num_layers,
+                "numHeads": architecture.num_heads,
+                "numKvHeads": architecture.num_kv_heads,
+                "ffnDim": architecture.ffn_dim,
             }
         heads = math.lcm(4, self.tensor)
         stages = self.pipeline * (2 if self.schedule not in (None, "gpipe", "1f1b") else 1)

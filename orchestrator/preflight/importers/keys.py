@@ -44,9 +44,9 @@ class ConfigKeys:
 
     def drop(self, field: str, why: str, value: object = None) -> None:
         """Report a field that was read, or is read now, and has no effect."""
-        found = self.take(field) if value is None else value
-        if found is not None:
-            self.dropped.append(Dropped(field, _show(found), why))
+        setting = self.take(field) if value is None else value
+        if setting is not None:
+            self.dropped.append(Dropped(field, _show(setting), why))
 
     def drop_rest(self, reasons: Mapping[str, str], default: str) -> None:
         """Report what no one took; `reasons`: beginning of a path -> why."""

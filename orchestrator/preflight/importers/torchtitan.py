@@ -189,15 +189,15 @@ def _architecture(keys: ConfigKeys) -> Architecture | None:
         return None
     wanted = f"{name}-{flavor}"
     load = part("catalogue")
-    known = load and load()
+    catalogue = load and load()
     try:
-        found: Architecture | None = known and known.architecture(wanted)
+        model: Architecture | None = catalogue and catalogue.architecture(wanted)
     except UserError:
-        found = None
-    if found is None:
+        model = None
+    if model is None:
         keys.drop("model.flavor", f"the catalogue has no {wanted}", f"{name} {flavor}")
         return None
-    if found.num_heads * found.head_dim != found.dim or not found.gated_ffn:
+    if model.num_heads * model.head_dim != model.dim or not model.gated_ffn:
         keys.drop("model.flavor", "the recipe cannot build this architecture", wanted)
         return None
-    return found
+    return model

@@ -44,25 +44,25 @@ class FilesBeneath(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no t
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         with self._parent(path) as (parent, name):
-            found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+            status = os.stat(name, dir_fd=parent, follow_symlinks=False)
         kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "directory"}
-        kind = kinds.get(stat.S_IFMT(found.st_mode), "other")
-        return {"name": path, "size": found.st_size, "type": kind, "mtime": found.st_mtime}
+        kind = kinds.get(stat.S_IFMT(status.st_mode), "other")
+        return {"name": path, "size": status.st_size, "type": kind, "mtime": status.st_mtime}
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         with self._directory(PurePosixPath(path)) as directory, os.scandir(directory) as entries:
             paths = sorted(f"{path}/{entry.name}" for entry in entries)
-        return [self.info(one) for one in paths] if detail else paths
+        return [self.info(child) for child in paths] if detail else paths
 
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **_: Any
     ) -> bytes:
         with self._parent(path) as (parent, name), os.fdopen(_open(name, parent), "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise _not_followed(path)
             first = start or 0
-            num_bytes = min(found.st_size, found.st_size if end is None else end) - first
+            num_bytes = min(status.st_size, status.st_size if end is None else end) - first
             if num_bytes > MOST_READ_BYTES:
                 raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
             file.seek(first)

@@ -133,14 +133,14 @@ def access(path: str, env: Mapping[str, str]) -> StorageOptions:
         return StorageOptions({}, ())
     kind = SCHEMES.get(scheme, "")
     options: dict[str, Any] = {}
-    known = S3_OPTIONS if kind == "s3" else {}
-    for name in known:
+    allowed = S3_OPTIONS if kind == "s3" else {}
+    for name in allowed:
         if name in env:
-            _put(options, known[name], _value(name, env[name]))
+            _put(options, allowed[name], _value(name, env[name]))
     left = tuple(
         name
         for name in env
-        if name.startswith(PREFIXES.get(kind, ())) and name not in (*known, *S3_IGNORED)
+        if name.startswith(PREFIXES.get(kind, ())) and name not in (*allowed, *S3_IGNORED)
     )
     options.update(_fsspec_options(scheme, kind, env))
     return StorageOptions(options, left)
@@ -166,8 +166,8 @@ def answer_of(error: Exception) -> str:
 
         code = str((response.get("Error") or {}).get("Code"))
         status = (response.get("ResponseMetadata") or {}).get("HTTPStatusCode")
-        known = code in ERROR_CODE_TO_EXCEPTION and not code.isdecimal()
-        return code if known else f"HTTP status {status}"
+        is_known = code in ERROR_CODE_TO_EXCEPTION and not code.isdecimal()
+        return code if is_known else f"HTTP status {status}"
     if type(error).__module__.partition(".")[0] not in CLIENTS:
         return ""
     return type(error).__name__ if "{error}" in getattr(error, "fmt", "{error}") else str(error)
@@ -198,14 +198,14 @@ def _fsspec_options(scheme: str, kind: str, env: Mapping[str, str]) -> dict[str,
     """FSSPEC_S3_KEY=... and others, which fsspec reads only from the environment of the process."""
     import fsspec.config
 
-    found: dict[str, dict[str, Any]] = {}
+    config: dict[str, dict[str, Any]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about names of another form, which are ignored
         ours = {name: value for name, value in env.items() if name.startswith("FSSPEC_")}
-        fsspec.config.set_conf_env(found, ours)
+        fsspec.config.set_conf_env(config, ours)
     merged: dict[str, Any] = {}
-    for name in [*(one for one, of in SCHEMES.items() if of == kind and kind), scheme]:
-        merged.update(found.get(name, {}))
+    for name in [*(prefix for prefix, of in SCHEMES.items() if of == kind and kind), scheme]:
+        merged.update(config.get(name, {}))
     return merged
 
 

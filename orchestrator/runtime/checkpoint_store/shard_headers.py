@@ -59,14 +59,14 @@ def _boxes(text: bytes) -> dict[str, HeldBox]:
     """Raises ValueError, KeyError, TypeError or RecursionError for other text."""
     document = json.loads(text)
     inner = json.loads(document["__metadata__"]["holdfast"])
-    found = {}
+    boxes = {}
     for name, held in msgspec.convert(inner["tensors"], dict[str, _StoredBox]).items():
         shape = msgspec.convert(document[name], _StoredTensor).shape
         places = zip(held.offset, shape, held.global_shape, strict=True)
         if any(at < 0 or size < 0 or at + size > whole for at, size, whole in places):
             raise ValueError(f"{name} does not fit its tensor")
-        found[name] = HeldBox(held.global_shape, held.offset, shape, held.parts)
-    return found
+        boxes[name] = HeldBox(held.global_shape, held.offset, shape, held.parts)
+    return boxes
 
 
 def gaps(shards: Sequence[dict[str, HeldBox]], mesh: Mesh) -> str:
@@ -78,7 +78,7 @@ def gaps(shards: Sequence[dict[str, HeldBox]], mesh: Mesh) -> str:
     missing = {}
     for (name, shape), held in boxes.items():
         try:
-            count = uncovered(shape, ((one.offset, one.shape) for one in held))
+            count = uncovered(shape, ((part.offset, part.shape) for part in held))
         except ValueError as error:
             raise BadHeader(f"{name}: {error}") from None
         if count:

@@ -206,10 +206,10 @@ class CheckpointStore:
     def adopt(self, manifests: Iterable[Manifest]) -> None:
         """Rewrite the manifests of committed checkpoints for this job. It may be repeated after an
         interruption. Raises HoldfastError when the store cannot be written."""
-        for one in manifests:
-            ours = msgspec.structs.replace(one, job=self._job_name)
+        for m in manifests:
+            ours = msgspec.structs.replace(m, job=self._job_name)
             try:
-                self._put(f"{self.root}/{one.directory}/{MANIFEST_NAME}", encode_manifest(ours))
+                self._put(f"{self.root}/{m.directory}/{MANIFEST_NAME}", encode_manifest(ours))
             except Exception as error:  # as in prepare
                 raise HoldfastError(f"{self.path}: cannot be written ({_why(error)})") from None
 
@@ -236,16 +236,16 @@ class CheckpointStore:
             raise HoldfastError(f"{self.path}: cannot be read ({_why(error)})") from None
 
     def _adopt_written(self, generation: int, retention: Retention) -> list[Manifest]:
-        found: list[Manifest] = []
-        every = retention.keep_every_steps
+        taken: list[Manifest] = []
+        nth = retention.keep_every_steps
         parsed = ((parse_directory_name(_name(path)), path) for path in self._directories())
         written = [(at[0], path) for at, path in parsed if at is not None and at[1] == generation]
         for step, path in sorted(written, reverse=True):
-            if len(found) >= retention.keep_last and (every is None or (step + 1) % every):
+            if len(taken) >= retention.keep_last and (nth is None or (step + 1) % nth):
                 continue
             if not self.fs.exists(f"{path}/{MANIFEST_NAME}"):
-                found += self._commit_written(step, path, self._notes(path))
-        return found[::-1]
+                taken += self._commit_written(step, path, self._notes(path))
+        return taken[::-1]
 
     def _commit_written(self, step: int, path: str, notes: list[ShardNote]) -> list[Manifest]:
         meshes = [note.mesh for note in notes]
@@ -271,14 +271,14 @@ class CheckpointStore:
         return exists and self._manifest(directory) is None
 
     def _notes(self, directory: str) -> list[ShardNote]:
-        found = []
+        notes = []
         for path in self.fs.ls(directory, detail=False):
             if path.endswith(NOTE_SUFFIX):
                 try:
-                    found.append(decode_note(self._read(path)))
+                    notes.append(decode_note(self._read(path)))
                 except ValueError:
                     continue  # torn
-        return found
+        return notes
 
     def _directories(self) -> list[str]:
         try:
@@ -288,12 +288,12 @@ class CheckpointStore:
         return [path.rstrip("/") for path in paths if parse_directory_name(_name(path)) is not None]
 
     def _manifests(self) -> list[Manifest]:
-        found = []
+        manifests = []
         for path in self._directories():
             manifest = self._manifest(path)
             if manifest is not None:
-                found.append(manifest)
-        return sorted(found, key=lambda one: (one.step, one.generation))
+                manifests.append(manifest)
+        return sorted(manifests, key=lambda one: (one.step, one.generation))
 
     def _manifest(self, directory: str) -> Manifest | None:
         try:

@@ -43,10 +43,10 @@ class IncidentTraces:
         """Export what has come to its end. `incidents` is called only if there may be any."""
         if state.num_incidents <= self._through:
             return
-        for one in incidents():
-            if one.number > self._through and _is_over(one, state):
-                self._through = one.number
-                self._export(one)
+        for incident in incidents():
+            if incident.number > self._through and _is_over(incident, state):
+                self._through = incident.number
+                self._export(incident)
 
     def _export(self, one: Incident) -> None:
         from opentelemetry import trace
@@ -54,7 +54,7 @@ class IncidentTraces:
         # Of a script that shows no progress it is unknown.
         unknown = one.no_steps and "launch" in one.seconds
         recovered = "total" in one.seconds or (None if unknown else False)
-        known = {
+        labels = {
             "holdfast.job": self._job,
             "holdfast.incident": one.number,
             "holdfast.class": one.failure_class,
@@ -71,7 +71,7 @@ class IncidentTraces:
             "holdfast.steps_lost": one.steps_lost,
             "holdfast.recovered": recovered,
         }
-        attributes = {name: value for name, value in known.items() if value is not None}
+        attributes = {name: value for name, value in labels.items() if value is not None}
         # A context without a span: the trace is its own.
         root = self._tracer.start_span(
             f"incident: {one.failure_class}",

@@ -53,18 +53,18 @@ class IncidentCounter:
                 self.through = record.number
 
     def _count(self, record: IncidentRecord, *, no_steps: bool) -> None:
-        one = incident(record, no_steps=no_steps)
+        view = incident(record, no_steps=no_steps)
         if record.stopped_ns is not None:  # until then its class is unknown
-            scope = "worker" if one.culprit_rank is not None else "node"
+            scope = "worker" if view.culprit_rank is not None else "node"
             if record.failure_class is None:
                 scope = "job"
-            key = (one.failure_class, scope)
+            key = (view.failure_class, scope)
             self.counts[key] = self.counts.get(key, 0) + 1
-        for phase, seconds in one.seconds.items():
+        for phase, seconds in view.seconds.items():
             count, total = self.phases.get(phase, (0, 0.0))
             self.phases[phase] = (count + 1, total + seconds)
-        self.steps_lost += one.steps_lost or 0
-        self.at_least |= one.steps_lost_at_least
+        self.steps_lost += view.steps_lost or 0
+        self.at_least |= view.steps_lost_at_least
 
     def fill(self, view: JobView, state: JobState, *, no_steps: bool) -> None:
         """The counters of now, with what is known of the newest incident."""
@@ -86,11 +86,11 @@ class IncidentCounter:
 
 def incident_views(state: JobState, *, no_steps: bool) -> list[Incident]:
     """The incidents that the core still has, oldest first."""
-    found = [incident(one, no_steps=no_steps) for one in state.incidents]
-    for record, (one, after) in zip(state.incidents, pairwise(found), strict=False):
-        if "total" not in one.seconds and not _end_is_unknown(record, no_steps=no_steps):
-            one.overtaken_by = after.number
-    return found
+    incidents = [incident(entry, no_steps=no_steps) for entry in state.incidents]
+    for record, (view, after) in zip(state.incidents, pairwise(incidents), strict=False):
+        if "total" not in view.seconds and not _end_is_unknown(record, no_steps=no_steps):
+            view.overtaken_by = after.number
+    return incidents
 
 
 def _end_is_unknown(record: IncidentRecord, *, no_steps: bool) -> bool:
@@ -136,13 +136,13 @@ def launch_incidents(state: JobState, generation: int) -> tuple[LaunchIncident, 
     right before that were not over when the next one began. Oldest first."""
     if not state.incidents or state.incidents[-1].generation_after != generation:
         return ()
-    found = [state.incidents[-1]]
+    incidents = [state.incidents[-1]]
     for record in state.incidents[-2 : -limits.MAX_LAUNCH_INCIDENTS - 1 : -1]:
         began = None if record.shows_progress else record.started_ns
         if record.first_step_ns is not None or began is not None:
             break
-        found.insert(0, record)
-    return tuple(_for_launch(record, found[-1]) for record in found)
+        incidents.insert(0, record)
+    return tuple(_for_launch(record, incidents[-1]) for record in incidents)
 
 
 def _for_launch(record: IncidentRecord, newest: IncidentRecord) -> LaunchIncident:

@@ -97,8 +97,8 @@ class Notifications:
         """`servers`: each with its address. `options`: what a command needs to find the job."""
         self._job, self._options, self._timing = job, options, timing or NotifyTiming()
         self._servers = [
-            _Server(f"spec.notify[{number}]", one, url, note, self._timing)
-            for number, (one, url) in enumerate(servers)
+            _Server(f"spec.notify[{number}]", setting, url, note, self._timing)
+            for number, (setting, url) in enumerate(servers)
             if url
         ]
         self._through = 0
@@ -108,7 +108,7 @@ class Notifications:
 
     def begin(self, state: JobState) -> None:
         """A controller starts with this state."""
-        over = [one.number for one in state.incidents if _is_over(one, state)]
+        over = [incident.number for incident in state.incidents if _is_over(incident, state)]
         self._through, self._phase = max(over, default=0), state.phase
 
     def observe(self, state: JobState, view: Callable[[], JobView]) -> None:
@@ -138,23 +138,23 @@ class Notifications:
         """Drop what is not sent yet; of a job that has ended, wait a little for it."""
         if self._waiting is not None:
             self._waiting.cancel()
-        tasks = [one.task for one in self._servers if one.task is not None]
+        tasks = [target.task for target in self._servers if target.task is not None]
         if tasks and ended:
             await asyncio.wait(tasks, timeout=self._timing.end_s)
         for server in self._servers:
             server.close(ended=ended)
 
     def _recovered(self, view: JobView) -> None:
-        one = view.incidents[-1]
+        incident = view.incidents[-1]
         message = self._message(
-            view, "recovered", one.failure_class, one.title, "status", "--report"
+            view, "recovered", incident.failure_class, incident.title, "status", "--report"
         )
         message = replace(
             message,
-            seconds=one.seconds.get("total", sum(one.seconds.values())),
-            steps_lost=one.steps_lost,
+            seconds=incident.seconds.get("total", sum(incident.seconds.values())),
+            steps_lost=incident.steps_lost,
         )
-        lost = replace(message, happening="lost-steps") if one.steps_lost else None
+        lost = replace(message, happening="lost-steps") if incident.steps_lost else None
         self._send(message, lost)
 
     def _ended(self, view: JobView) -> None:
@@ -181,9 +181,9 @@ class Notifications:
     def _send(self, message: JobMessage, instead: JobMessage | None = None) -> None:
         """`instead`: for servers that want no message of this kind."""
         for server in self._servers:
-            for one in filter(None, (message, instead)):
-                if one.happening in server.wanted.when:
-                    server.send(one)
+            for text in filter(None, (message, instead)):
+                if text.happening in server.wanted.when:
+                    server.send(text)
                     break
 
 
@@ -295,9 +295,9 @@ def for_job(
     """`addresses`: of its servers, empty for one that gets nothing. Default: those of the spec."""
     if not job.spec.notify:
         return None
-    for number, one in enumerate(job.spec.notify):
-        if addresses is None and one.url is None:
+    for number, setting in enumerate(job.spec.notify):
+        if addresses is None and setting.url is None:
             note(f"spec.notify[{number}].secret: works on Kubernetes only, so nothing is sent")
-    urls = addresses or [one.url or "" for one in job.spec.notify]
+    urls = addresses or [entry.url or "" for entry in job.spec.notify]
     name = f"{job.metadata.namespace}/{job.name}" if addresses is not None else job.name
     return Notifications(name, list(zip(job.spec.notify, urls, strict=True)), note, options)

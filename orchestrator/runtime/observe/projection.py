@@ -287,23 +287,23 @@ class JobProjection:
             view.own_checkpoint = own_checkpoints.newest(state)
         view.checkpoints = [
             CheckpointView(
-                step=one.step,
-                generation=one.generation,
-                num_bytes=one.num_bytes,
-                committed_ns=one.committed_ns,
+                step=checkpoint.step,
+                generation=checkpoint.generation,
+                num_bytes=checkpoint.num_bytes,
+                committed_ns=checkpoint.committed_ns,
             )
-            for one in catalog.committed
-            if not one.refused
+            for checkpoint in catalog.committed
+            if not checkpoint.refused
         ]
         view.refused_checkpoints = [
             RefusedCheckpoint(
-                step=one.step,
-                generation=one.generation,
-                refusal=one.refusal or "damaged",
-                problem=one.problem,
+                step=checkpoint.step,
+                generation=checkpoint.generation,
+                refusal=checkpoint.refusal or "damaged",
+                problem=checkpoint.problem,
             )
-            for one in catalog.committed
-            if one.refused
+            for checkpoint in catalog.committed
+            if checkpoint.refused
         ]
         view.staging = describe(state)
         view.stage_every_steps = state.stage_every_steps if view.staging else 0
@@ -348,10 +348,10 @@ class JobProjection:
 
 
 def _host_memory(state: JobState) -> HostMemoryView | None:
-    found = running(state)
-    if found is None:
+    smallest = running(state)
+    if smallest is None:
         return None
-    node, memory = found
+    node, memory = smallest
     return HostMemoryView(
         node=node,
         buffers=memory.grant.buffers,

@@ -87,7 +87,7 @@ def _incidents(view: JobView) -> Iterator[Sample]:
     """Samples from 0 on: what a series begins with is no increase for Prometheus, and an alert on
     it would miss the first of each kind."""
     counts = dict.fromkeys(KINDS, 0)
-    counts |= {(one.failure_class, one.scope): one.count for one in view.incident_counts}
+    counts |= {(c.failure_class, c.scope): c.count for c in view.incident_counts}
     for (name, scope), count in counts.items():
         yield {"class": name, "scope": scope}, float(count)
 
@@ -107,7 +107,7 @@ def _first_step(view: JobView) -> list[Sample]:
 def _age(view: JobView) -> list[Sample]:
     """What is not in storage is at stake, also before the first commit; before the first step
     there is nothing."""
-    since = [one.committed_ns for one in view.checkpoints]
+    since = [checkpoint.committed_ns for checkpoint in view.checkpoints]
     if not since and view.first_step_s is not None:
         since = [view.submitted_ns + round(view.first_step_s * NS)]
     return _one((view.now_ns - max(since)) / NS) if since else []
@@ -275,8 +275,8 @@ def metric_of_jobs(
         for job, view in views.items():
             samples = list(spec.samples(view))
             for key in dict.fromkeys(labels["phase"] for labels, _ in samples):
-                found = {labels[""]: value for labels, value in samples if labels["phase"] == key}
-                summary.add_metric([*job, key], int(found["count"]), found["sum"])
+                values = {labels[""]: value for labels, value in samples if labels["phase"] == key}
+                summary.add_metric([*job, key], int(values["count"]), values["sum"])
         return summary
     make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
     family = make(spec.name, spec.help, labels=names)

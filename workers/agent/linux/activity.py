@@ -41,15 +41,15 @@ class Counters:
 
 @dataclass
 class _Process:
-    known: deque[tuple[float, Counters]]
+    measured: deque[tuple[float, Counters]]
     """Measurements with their times, the oldest first: one that is WINDOW_S old, and all since."""
     active_s: float
     """Time at which it was last active."""
 
     def add(self, now_s: float, counters: Counters) -> None:
-        self.known.append((now_s, counters))
-        while len(self.known) > 1 and self.known[1][0] <= now_s - WINDOW_S:
-            self.known.popleft()
+        self.measured.append((now_s, counters))
+        while len(self.measured) > 1 and self.measured[1][0] <= now_s - WINDOW_S:
+            self.measured.popleft()
 
 
 class ActivityMeter:
@@ -74,16 +74,16 @@ class ActivityMeter:
         self._at_s = now_s
         idle: dict[int, float] = {}
         ran_s = waited_s = 0.0
-        known, self._known = self._known, {}
+        before, self._known = self._known, {}
         for rank, pid in pids.items():
             now = self._counters(pid, whole=rank in quiet)
-            process = known.get(pid) or _Process(deque(), now_s)
-            active = rank not in quiet or not process.known
-            if process.known:
-                last = process.known[-1][1]
+            process = before.get(pid) or _Process(deque(), now_s)
+            active = rank not in quiet or not process.measured
+            if process.measured:
+                last = process.measured[-1][1]
                 ran_s += max(0.0, now.ran_s - last.ran_s)
                 waited_s += max(0.0, now.waited_s - last.waited_s)
-                active = active or _active(process.known, now_s, now)
+                active = active or _active(process.measured, now_s, now)
             process.add(now_s, now)
             if active:
                 process.active_s = now_s
@@ -156,9 +156,9 @@ class ActivityMeter:
         return [int(child) for child in text.split()]
 
 
-def _active(known: Sequence[tuple[float, Counters]], now_s: float, now: Counters) -> bool:
-    """`known`: as _Process.known."""
-    (first_s, first), (last_s, last) = known[0], known[-1]
+def _active(measured: Sequence[tuple[float, Counters]], now_s: float, now: Counters) -> bool:
+    """`measured`: as _Process.measured."""
+    (first_s, first), (last_s, last) = measured[0], measured[-1]
     if now.blocked or now.num_bytes - last.num_bytes >= ACTIVE_BYTES:
         return True
     # Over the window, and since the last measurement: a process that stops is idle at once.

@@ -32,7 +32,7 @@ from holdfast.orchestrator.protocol.hardware import (
 
 
 def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str) -> NodeFacts:
-    found = gpus()
+    devices = gpus()
     return NodeFacts(
         hostname=socket.gethostname(),
         address=address,
@@ -41,8 +41,8 @@ def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str)
         cpus=cpus(),
         processor=processor(),
         memory_bytes=memory_bytes(),
-        gpus=found,
-        visible_devices=visible_devices(os.environ.get(VISIBLE_DEVICES), found),
+        gpus=devices,
+        visible_devices=visible_devices(os.environ.get(VISIBLE_DEVICES), devices),
         address_interface=interface_of(address),
         hcas=rdma_devices(),
         failure_domain=failure_domain,
@@ -75,11 +75,11 @@ def available_bytes() -> int:
 
 def gpus() -> tuple[Gpu, ...]:
     try:
-        found = query_gpus()
+        devices = query_gpus()
     except (OSError, subprocess.SubprocessError) as error:
         print(f"nvidia-smi: {error}; this node is taken as one without GPUs", file=sys.stderr)
         return ()
-    return found[: num_visible(os.environ.get(VISIBLE_DEVICES), len(found))]
+    return devices[: num_visible(os.environ.get(VISIBLE_DEVICES), len(devices))]
 
 
 def num_visible(variable: str | None, found: int) -> int:
@@ -98,6 +98,6 @@ def visible_devices(variable: str | None, found: tuple[Gpu, ...]) -> tuple[str, 
 def interface_of(address: str) -> str:
     """The interface of an IP address; empty for an unknown address or a host name."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in addresses):
+        if any(address_info.address.partition("%")[0] == address for address_info in addresses):
             return name
     return ""

@@ -37,9 +37,9 @@ def never_fail() -> None:
 
 
 def flush() -> None:
-    for one in (sys.stdout, sys.stderr):
+    for output in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
-            one.flush()
+            output.flush()
 
 
 def log_descriptor(path: str) -> int:

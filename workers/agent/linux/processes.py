@@ -87,13 +87,13 @@ def catches(pid: int, number: int) -> bool:
 
 def children() -> list[int]:
     """Children of this process, zombies included; empty if the kernel does not list them."""
-    found: list[int] = []
+    pids: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         try:
-            found += map(int, (task / "children").read_text().split())
+            pids += map(int, (task / "children").read_text().split())
         except FileNotFoundError:
             continue
-    return found
+    return pids
 
 
 def reap_strays(seen: set[int]) -> set[int]:

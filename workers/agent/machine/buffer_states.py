@@ -29,7 +29,7 @@ class StagingBuffer:
     """Local ranks that have staged its content."""
     filling: Filling | None = None
     """Twins write it."""
-    known: set[int] = field(default_factory=set)
+    sharers: set[int] = field(default_factory=set)
     """Twins that have the descriptor."""
 
 
@@ -98,7 +98,7 @@ class Give:
     slot: int
     num_bytes: int
     fresh: bool
-    known: bool
+    sent: bool
     part: int = 0
     parts: int = 1
 

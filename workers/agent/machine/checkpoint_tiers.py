@@ -162,8 +162,8 @@ class CheckpointTiers:
         seats = [worker.seat for worker in self._slot_workers(group, seat)]
         if len(seats) > 1:
             out.append(commands.SealBuffer(message.buffer))
-        requested = [one for one in seats if self._requested(one, message.step)]
-        persists = any(one.persists for one in seats)
+        requested = [twin for twin in seats if self._requested(twin, message.step)]
+        persists = any(twin.persists for twin in seats)
         if requested or (persists and _is_due(group, before, message.step)):
             slow = self._writing.get(number)
             if requested or slow is None:
@@ -185,7 +185,7 @@ class CheckpointTiers:
         if not all(worker.finished or worker.ended for worker in twins):
             return []
         keepers = [worker.seat for worker in twins if worker.seat.persists]
-        return [command for one in keepers for command in self._write_last(group, one)]
+        return [command for twin in keepers for command in self._write_last(group, twin)]
 
     def _write_last(self, group: Generation, seat: WorkerSeat) -> list[Command]:
         marks = self._marks.pop(seat.rank, [])
@@ -199,11 +199,11 @@ class CheckpointTiers:
         restore = group.membership.restore
         if restore is None:
             return [_no_shard(group, rank, shard, "this generation restores nothing")]
-        found = self._find(restore.step, restore.generation, shard)
-        if found is not None and found.content is not None:
-            if found.content.num_shards == restore.num_shards:
-                answer = worker_protocol.Shard(shard=shard, num_bytes=found.content.num_bytes)
-                return [commands.ToRank(group.generation, rank, answer, found.number)]
+        buffer = self._find(restore.step, restore.generation, shard)
+        if buffer is not None and buffer.content is not None:
+            if buffer.content.num_shards == restore.num_shards:
+                answer = worker_protocol.Shard(shard=shard, num_bytes=buffer.content.num_bytes)
+                return [commands.ToRank(group.generation, rank, answer, buffer.number)]
             return [_no_shard(group, rank, shard, "it was staged by another mesh")]
         sources = tuple(source for source in restore.sources if source.shard == shard)
         if not sources:
@@ -366,11 +366,11 @@ class CheckpointTiers:
 
     def lend(self, step: int, generation: int, shard: int) -> tuple[int, StagedShard] | None:
         """(buffer, content) of a shard, pinned until `unpin`."""
-        found = self._find(step, generation, shard)
-        if found is None or found.content is None:
+        buffer = self._find(step, generation, shard)
+        if buffer is None or buffer.content is None:
             return None
-        found.pins += 1
-        return found.number, found.content
+        buffer.pins += 1
+        return buffer.number, buffer.content
 
     def unpin(self, group: Generation | None, number: int) -> list[Command]:
         """A transfer of this buffer is over."""
@@ -437,15 +437,15 @@ class CheckpointTiers:
 
     def _push(self, group: Generation, slot: int, wanted: Version) -> list[Command]:
         held = [b for b in self.buffers.of_slot(slot) if b.content]
-        found = next((b for b in held if version(_content(b)) == wanted), None)
-        if found is None:
+        buffer = next((b for b in held if version(_content(b)) == wanted), None)
+        if buffer is None:
             return []  # it is staged a moment later
-        staged, launch = _content(found), group.launch
-        self._pushing[slot] = (found.number, staged)
-        self.buffers.pin(found.number)
+        staged, launch = _content(buffer), group.launch
+        self._pushing[slot] = (buffer.number, staged)
+        self.buffers.pin(buffer.number)
         return [
             commands.PushToBuddy(
-                buffer=found.number,
+                buffer=buffer.number,
                 staged=staged,
                 node=launch.buddy,
                 address=launch.buddy_address,
@@ -484,13 +484,13 @@ class CheckpointTiers:
             part = {"part": change.part, "parts": change.parts}
             if change.fresh:
                 out.append(commands.MakeBuffer(number, change.num_bytes))
-            if change.known:
+            if change.sent:
                 free = worker_protocol.BufferFree(buffer=number, **part)
                 out.append(commands.ToRank(group.generation, rank, free))
             else:
                 size = change.num_bytes
-                given = worker_protocol.Buffer(buffer=number, num_bytes=size, **part)
-                out.append(commands.ToRank(group.generation, rank, given, number))
+                message = worker_protocol.Buffer(buffer=number, num_bytes=size, **part)
+                out.append(commands.ToRank(group.generation, rank, message, number))
         return out
 
 
@@ -509,8 +509,8 @@ def _cannot_persist(generation: int, step: int, shard: int, detail: str) -> Comm
 def _is_due(group: Generation, before: int, step: int) -> bool:
     """Steps count from 0, so "every 10 steps" is after steps 9, 19, ...; if not every step is
     staged, the first staged one at or after such a step."""
-    every = group.launch.persist_every_steps
-    return every > 0 and (step + 1) // every > (before + 1) // every
+    interval = group.launch.persist_every_steps
+    return interval > 0 and (step + 1) // interval > (before + 1) // interval
 
 
 def _differ_text(ranks: Sequence[int]) -> str:

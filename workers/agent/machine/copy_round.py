@@ -62,10 +62,10 @@ class CopyRounds:
         """A new round; False: it repeats the current one or the last, or there are none."""
         if self._off:
             return False
-        known = self.current.wanted if self.current else self.report.wanted if self.report else -1
+        newest = self.current.wanted if self.current else self.report.wanted if self.report else -1
         if order.confirmed >= 0:
             self.confirmed = (group.generation, order.confirmed)
-        if not group.launch.buddy or group.stopped or order.step <= known:
+        if not group.launch.buddy or group.stopped or order.step <= newest:
             return False
         self._begin(group, order.step)
         return True
@@ -84,10 +84,10 @@ class CopyRounds:
 
     def kept(self, group: Generation) -> frozenset[Version]:
         """Versions that must stay in memory."""
-        found = {self.confirmed} if self.confirmed else set()
+        versions = {self.confirmed} if self.confirmed else set()
         if self.current and self.current.step is not None:
-            found.add((group.generation, self.current.step))
-        return frozenset(found)
+            versions.add((group.generation, self.current.step))
+        return frozenset(versions)
 
     def choose(self, group: Generation, buffers: StagingBuffers) -> StepCopied | None:
         """Find the step of the round; the report if a slot does not hold that step any more."""

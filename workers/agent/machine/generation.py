@@ -99,9 +99,9 @@ class Worker:
                 self.step, self.last, self.phase = message.step, message, "train"
                 self.script.counted_by_session()
             case worker_protocol.Reported():
-                found = self.script.received(now_ns, message)
-                if found is not None:
-                    self.step, self.last, self.phase = found.step, found, "train"
+                sent = self.script.received(now_ns, message)
+                if sent is not None:
+                    self.step, self.last, self.phase = sent.step, sent, "train"
             case worker_protocol.Failed():
                 self.failed = message
             case worker_protocol.Finished():
@@ -286,10 +286,10 @@ class Generation:
 
     def twins(self) -> dict[int, tuple[int, ...]]:
         """Shard index -> the local ranks that hold it, in ascending order."""
-        found: dict[int, list[int]] = {}
+        ranks_of: dict[int, list[int]] = {}
         for worker in self.workers.values():
-            found.setdefault(worker.seat.shard, []).append(worker.seat.local_rank)
-        return {shard: tuple(sorted(ranks)) for shard, ranks in found.items()}
+            ranks_of.setdefault(worker.seat.shard, []).append(worker.seat.local_rank)
+        return {shard: tuple(sorted(ranks)) for shard, ranks in ranks_of.items()}
 
     @property
     def kept(self) -> list[Worker]:
@@ -303,10 +303,10 @@ class Generation:
             return {}
         same = membership.world_size == self.membership.world_size
         here = {(w.seat.local_rank, w.seat.shard): w.seat.rank for w in self.kept}
-        found = {seat.rank: here.get((seat.local_rank, seat.shard)) for seat in launch.seats}
+        previous = {seat.rank: here.get((seat.local_rank, seat.shard)) for seat in launch.seats}
         return {
             rank: (self.generation, was)
-            for rank, was in found.items()
+            for rank, was in previous.items()
             if was is not None and (was == rank or not same)
         }
 

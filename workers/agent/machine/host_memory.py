@@ -26,13 +26,13 @@ class MemoryPlan:
         """Plan for buffers of this size; workers of one slot share them. Within a generation a node
         only gets less: what is given cannot be taken back, and what others may still take is not
         known before they ask."""
-        found, before = self._measured, self.current
-        if found is None:
+        measured, before = self._measured, self.current
+        if measured is None:
             return None
         sharing = max(1, group.launch.nodes_on_machine)
-        free = found.available_bytes // sharing + found.held_bytes
+        free = measured.available_bytes // sharing + measured.held_bytes
         planned = plan_host_memory(
-            HostRoom(found.limit_bytes // sharing, free, found.on_cpu),
+            HostRoom(measured.limit_bytes // sharing, free, measured.on_cpu),
             shard_bytes=max(num_bytes, before.shard_bytes if before else 0),
             num_shards=group.membership.mesh.num_shards,
             workers=len(group.workers),

@@ -342,12 +342,12 @@ class AgentMachine:
         group.stage_every = (message.stage_every_steps, 0)
         self._stopped_ranks = frozenset()
         out += self.tiers.launch(group)
-        every, twins = message.stage_every_steps, group.twins()
+        interval, twins = message.stage_every_steps, group.twins()
         for seat in message.seats:
             # A packet holds the sources of one shard; this machine keeps those of all of them.
             for_rank = membership.with_sources_of([seat.shard])
             shared = twins[seat.shard]
-            fork = commands.Fork(for_rank, message.node_rank, seat, every, shared, message.code)
+            fork = commands.Fork(for_rank, message.node_rank, seat, interval, shared, message.code)
             workers[seat.rank].process_of = place = kept.get(seat.rank)
             out.append(msgspec.structs.replace(fork, kept=place))
         return [*out, commands.OfferPort()]

@@ -91,7 +91,7 @@ class PeerCopies:
             held.sort(key=lambda c: version(c.content) if c.content else (0, 0), reverse=True)
             wanted = [c for c in held if c.content and version(c.content) == self.confirmed]
             kept = [*held[:1], *wanted] if wanted else held[:2]
-            for old in [copy for copy in held if all(copy is not one for one in kept)]:
+            for old in [copy for copy in held if all(copy is not new for new in kept)]:
                 old.content = None
         idle = [c for c in self.copies.values() if not (c.content or c.arriving or c.pins)]
         freed = []

@@ -50,8 +50,8 @@ def _give(buffer: StagingBuffer, slot: Slot, rank: int, ask: Ask) -> Give:
     if buffer.filling is None:
         buffer.filling = Filling(ask.step, ask.layout, set(slot.members))
     buffer.filling.writing.add(rank)
-    is_known = rank in buffer.known
-    buffer.known.add(rank)
+    is_known = rank in buffer.sharers
+    buffer.sharers.add(rank)
     del slot.asks[rank]
     part = (slot.members.index(rank), len(slot.members))
     return Give(buffer.number, rank, buffer.num_bytes, False, is_known, *part)
@@ -104,7 +104,7 @@ class StagingBuffers:
             self._take_back(buffer)
 
     def _take_back(self, buffer: StagingBuffer) -> None:
-        buffer.holder, buffer.writable, buffer.filling, buffer.known = 0, False, None, set()
+        buffer.holder, buffer.writable, buffer.filling, buffer.sharers = 0, False, None, set()
 
     # -- workers ------------------------------------------------------------------------------
     def request(self, rank: int, num_bytes: int, shared: Ask | None = None) -> list[Change]:
@@ -192,8 +192,8 @@ class StagingBuffers:
 
     # -- queries ------------------------------------------------------------------------------
     def inventory(self) -> tuple[StagedShard, ...]:
-        found = {b.content for b in self.buffers.values() if b.content is not None}
-        return tuple(sorted(found, key=lambda s: (s.generation, s.step, s.shard)))
+        contents = {b.content for b in self.buffers.values() if b.content is not None}
+        return tuple(sorted(contents, key=lambda s: (s.generation, s.step, s.shard)))
 
     def find(self, step: int, generation: int, shard: int) -> StagingBuffer | None:
         for buffer in self.buffers.values():
@@ -257,7 +257,7 @@ class StagingBuffers:
                     continue
                 if buffer.holder == slot.generation:
                     buffer.writable, slot.waits = True, False
-                    done.append(Give(buffer.number, number, buffer.num_bytes, False, known=True))
+                    done.append(Give(buffer.number, number, buffer.num_bytes, False, sent=True))
             if not slot.wanted and self._stuck(number):
                 slot.wanted.append(max(b.num_bytes for b in self.of_slot(number)))
             done += self._answer(number, slot)
@@ -281,7 +281,7 @@ class StagingBuffers:
                 break
             buffer.holder, buffer.writable, slot.waits = slot.generation, True, False
             slot.wanted.pop(0)
-            done.append(Give(buffer.number, number, buffer.num_bytes, fresh, known=False))
+            done.append(Give(buffer.number, number, buffer.num_bytes, fresh, sent=False))
         return done
 
     def _too_early(self, number: int, slot: Slot) -> bool:
@@ -458,8 +458,8 @@ class StagingBuffers:
                 done.append(self._make_change(number, slot.reserve_bytes))
         for rank in sorted(slot.early):
             for buffer in self.of_slot(number):
-                if rank not in buffer.known and buffer.num_bytes >= slot.reserve_bytes:
-                    buffer.known.add(rank)
+                if rank not in buffer.sharers and buffer.num_bytes >= slot.reserve_bytes:
+                    buffer.sharers.add(rank)
                     done.append(Give(buffer.number, rank, buffer.num_bytes, False, False, 0, 0))
         return done
 
@@ -477,13 +477,13 @@ class StagingBuffers:
                 return None, [self._void_and_separate(number)]
             return buffer, []
         slot.reserve_bytes = max(slot.reserve_bytes, ask.num_bytes)
-        found, done = self.fitting(number, ask.num_bytes)
-        if found:
-            return min(found, key=lambda one: one.num_bytes), done
+        fitting, done = self.fitting(number, ask.num_bytes)
+        if fitting:
+            return min(fitting, key=lambda one: one.num_bytes), done
         if not self._twins_may_grow(number):
             return None, done
-        made = self._make_change(number, ask.num_bytes)
-        return self.buffers[made.buffer], [*done, made]
+        change = self._make_change(number, ask.num_bytes)
+        return self.buffers[change.buffer], [*done, change]
 
     def _void_and_separate(self, number: int) -> Change:
         """What the twins are writing now does not become complete."""

@@ -50,17 +50,17 @@ def prepare(job: TrainingJob, descriptors: Descriptors) -> Program:
         option = f"{program.local_rank_option}={os.environ['LOCAL_RANK']}"
         program = replace(program, args=(option, *program.args))
     if newest := os.environ.get(RESUME_FROM):
-        words = (one.replace(CHECKPOINT, newest) for one in job.spec.entrypoint.resume_args)
+        words = (word.replace(CHECKPOINT, newest) for word in job.spec.entrypoint.resume_args)
         program = program.with_arguments(words)
     if program.words:
         if program.python:
             os.environ.update(interpreters.named(program.python, Path.cwd()).environment)
         _become(program.words, descriptors, "spec.entrypoint.command")
-    found = _interpreter(program, descriptors)
-    if found is not None:
-        os.environ.update(found.environment)
-        if not found.is_ours:
-            _become_python(job, program, found, descriptors)
+    interpreter = _interpreter(program, descriptors)
+    if interpreter is not None:
+        os.environ.update(interpreter.environment)
+        if not interpreter.is_ours:
+            _become_python(job, program, interpreter, descriptors)
     if program.launcher == "accelerate launch":
         os.environ.update(_variables(program))
     os.environ.update(launcher_shim.variables(os.environ))

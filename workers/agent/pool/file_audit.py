@@ -121,7 +121,7 @@ class Earlier:
     def repeated(self, path: Path) -> bool:
         """True if another directory has a checkpoint of the name, as if each start had its own."""
         directory, name = series_of(path)[0]
-        return any(name == known and directory != other for other, known in self._newest)
+        return any(name == same and directory != other for other, same in self._newest)
 
 
 def is_file_name(name: str) -> bool:
@@ -295,7 +295,7 @@ def install(wire: int) -> None:
     setting = json.loads(os.environ.get(OWN_CHECKPOINTS, "{}"))
     # Others may get the state from rank 0.
     reads = bool(setting) and os.environ.get("RANK") == "0"
-    known = [(path, times) for path, times in setting["known"]] if reads else []
-    earlier = Earlier(known, int(os.environ.get("HOLDFAST_RESUME_SINCE", "0"))) or None
+    checkpoints = [(path, times) for path, times in setting["known"]] if reads else []
+    earlier = Earlier(checkpoints, int(os.environ.get("HOLDFAST_RESUME_SINCE", "0"))) or None
     hold = bool(setting.get("hold"))
     sys.addaudithook(FileAudit(wrote, opened, earlier, hold=hold, trains=_trains).hook)

@@ -129,7 +129,7 @@ class Forkserver:
         template = self._template
         assert template is not None, "its worker waits for it"
         ends = message.signal in (signal.SIGKILL, signal.SIGTERM)
-        ranks = [one for one in template.ranks_waiting() if one[0].worker == message.worker]
+        ranks = [w for w in template.ranks_waiting() if w[0].worker == message.worker]
         if not ends or not ranks:
             self._signals[message.worker].append(message.signal)
             return

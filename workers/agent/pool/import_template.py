@@ -67,7 +67,7 @@ class ImportTemplate:
 
     def ranks_waiting(self) -> list[tuple[fork_protocol.ForkWorker, list[int]]]:
         """Waiting requests of workers that have ranks."""
-        return [one for one in self.waiting if one[0].local_rank < 0]
+        return [entry for entry in self.waiting if entry[0].local_rank < 0]
 
     def serves(self, modules: Sequence[str]) -> bool:
         """True if the template has, or will have, these modules as they are installed now."""

@@ -41,10 +41,10 @@ def named(written: str, directory: Path) -> Interpreter:
     elif "/" in written or place.is_file():
         path, prefix = place, place.parent.parent
     else:
-        found = shutil.which(written)
-        if found is None:
+        program = shutil.which(written)
+        if program is None:
             raise _missing(written, "no program of this name is in PATH on this node")
-        path = Path(found)
+        path = Path(program)
         prefix = path.parent.parent
     if not path.is_file():
         raise _missing(written, f"{path} does not exist on this node")

@@ -40,8 +40,8 @@ def call_excepthook(error: BaseException) -> None:
     hook: Any = sys.excepthook
     while getattr(hook, "__name__", "") == "_distributed_excepthook":
         names, cells = hook.__code__.co_freevars, hook.__closure__
-        known = "old_hook" in names
-        hook = cells[names.index("old_hook")].cell_contents if known else sys.__excepthook__
+        is_old = "old_hook" in names
+        hook = cells[names.index("old_hook")].cell_contents if is_old else sys.__excepthook__
     if hook is not sys.__excepthook__:
         _attempt(lambda: sys.excepthook(type(error), error, error.__traceback__))
 

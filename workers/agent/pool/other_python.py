@@ -132,11 +132,11 @@ def packed(fields: dict[str, Any]) -> bytes:
     (https://github.com/msgpack/msgpack/blob/master/spec.md)."""
     parts = [bytes([0x80 | len(fields)])]
     for name, value in fields.items():
-        for one in (name, value):
-            if isinstance(one, bool):
-                parts.append(b"\xc3" if one else b"\xc2")
+        for text in (name, value):
+            if isinstance(text, bool):
+                parts.append(b"\xc3" if text else b"\xc2")
             else:
-                data = one.encode()
+                data = text.encode()
                 parts.append(b"\xdb" + struct.pack(">I", len(data)) + data)
     return b"".join(parts)
 

@@ -69,8 +69,8 @@ def activity(text: str, line_of: Callable[[str, int], str] = linecache.getline) 
         for pattern, kind in _TOP:
             if pattern.search(frame):
                 return kind
-    found = _FAULTHANDLER.search(frames[0]) or _PY_SPY.search(frames[0])
-    if found and _DEVICE_CALL.search(line_of(found["file"], int(found["line"]))):
+    match = _FAULTHANDLER.search(frames[0]) or _PY_SPY.search(frames[0])
+    if match and _DEVICE_CALL.search(line_of(match["file"], int(match["line"]))):
         return "device"
     return "nothing"
 
@@ -86,8 +86,8 @@ def in_collective(text: str) -> bool:
 
 def in_one_form(frame: str) -> str:
     """`function (file:line)`, of a frame that faulthandler or py-spy has written."""
-    found = _FAULTHANDLER.search(frame) or _PY_SPY.search(frame)
-    return f"{found['name']} ({found['file']}:{found['line']})" if found else frame
+    match = _FAULTHANDLER.search(frame) or _PY_SPY.search(frame)
+    return f"{match['name']} ({match['file']}:{match['line']})" if match else frame
 
 
 def main_frames(text: str) -> list[str]:

@@ -141,13 +141,13 @@ async def _from_faulthandler(pid: int, stack_fd: int) -> str:
 
 async def _from_py_spy(pid: int) -> str:
     try:
-        found = await py_spy.run(
+        output = await py_spy.run(
             "dump", "--nonblocking", "--pid", str(pid),
             timeout_s=limits.STACK_TIMEOUT_S - FAULTHANDLER_TIMEOUT_S,
         )  # fmt: skip
     except py_spy.SpyError:
         return ""
-    return found.decode(errors="replace")
+    return output.decode(errors="replace")
 
 
 def shorten(text: str) -> str:

@@ -39,15 +39,15 @@ def installed_since(before: frozenset[str]) -> tuple[str, ...]:
     """The installed modules among those imported since, in their order. Not those of the standard
     library, which are quick, nor the user's own, which may be edited before the next start."""
     places = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
-    found, size = [], 0
+    names, size = [], 0
     for name, module in list(sys.modules.items()):
         if name in before or not _origin(module).startswith(places):
             continue
         size += len(name)
         if size > MAX_NAMES_BYTES:
             break
-        found.append(name)
-    return tuple(found)
+        names.append(name)
+    return tuple(names)
 
 
 def expect_imported(job: TrainingJob) -> None:

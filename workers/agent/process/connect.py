@@ -91,7 +91,7 @@ class Connector:
             for endpoint in endpoints
         }
         await asyncio.wait(lookups.values(), timeout=self._timing.resolve_timeout_s)
-        found: dict[Endpoint, None] = {}
+        addresses: dict[Endpoint, None] = {}
         problems = []
         for endpoint, lookup in lookups.items():
             if not lookup.done():
@@ -102,10 +102,10 @@ class Connector:
                 problems.append(f"{endpoint[0]}: {_text(error)}")
             else:
                 self._resolved[endpoint] = lookup.result()
-            found.update(dict.fromkeys(self._resolved.get(endpoint, [])))
-        if not found:
+            addresses.update(dict.fromkeys(self._resolved.get(endpoint, [])))
+        if not addresses:
             raise OSError("; ".join(problems))
-        return list(found)
+        return list(addresses)
 
     async def _race(self, addresses: list[Endpoint]) -> Streams:
         """An attempt starts when all earlier ones have failed, or after `stagger_s`."""

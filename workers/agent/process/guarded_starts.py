@@ -83,9 +83,9 @@ class GuardedStarts:
             if _is_guarded(first, job, welcome):
                 since_ns = welcome.submitted_ns
                 newest = await self._look(job, directory, since_ns, first)
-                found = {RESUME_SINCE: str(since_ns), RESUME_FROM: newest or ""}
-                found[OWN_CHECKPOINTS] = _earlier(first, job) if newest else ""
-                extra = {name: value for name, value in found.items() if value}
+                variables = {RESUME_SINCE: str(since_ns), RESUME_FROM: newest or ""}
+                variables[OWN_CHECKPOINTS] = _earlier(first, job) if newest else ""
+                extra = {name: value for name, value in variables.items() if value}
             setting = StartSetting(directory, extra)
         except (CodeUnavailable, OSError) as error:  # OSError: no temporary directory, say
             for fork in self._held.pop(generation, []):
@@ -99,32 +99,32 @@ class GuardedStarts:
     ) -> str | None:
         """Set incomplete checkpoints aside; the newest complete one."""
         ranks = _ranks(first)
-        known = first.membership.own_checkpoints
-        written = [Path(one.path) for one in known]
-        failed = [Path(one.path) for one in known if one.failed]
+        checkpoints = first.membership.own_checkpoints
+        written = [Path(checkpoint.path) for checkpoint in checkpoints]
+        failed = [Path(checkpoint.path) for checkpoint in checkpoints if checkpoint.failed]
         look = asyncio.get_running_loop().run_in_executor(
             self._thread, _look, job, directory, since_ns, ranks, written, failed
         )
         try:
             timeout_s = checkpoint_guard.LOOK_TIMEOUT_S + 1.0
-            found = await asyncio.wait_for(asyncio.shield(look), timeout_s)
+            findings = await asyncio.wait_for(asyncio.shield(look), timeout_s)
         except TimeoutError:
-            found = Findings(cut_short=checkpoint_guard.TOO_SLOW)
+            findings = Findings(cut_short=checkpoint_guard.TOO_SLOW)
         except Exception as error:  # whatever a file system raises, the workers start
-            found = Findings(cut_short=f"{type(error).__name__}: {error}")
-        for text in found.set_aside:
+            findings = Findings(cut_short=f"{type(error).__name__}: {error}")
+        for text in findings.set_aside:
             self._send(m.NodeRemarked(text=text))
-        if found.cut_short:
-            text = f"not all checkpoints of the script were looked at: {found.cut_short}"
+        if findings.cut_short:
+            text = f"not all checkpoints of the script were looked at: {findings.cut_short}"
             self._send(m.AgentEvent(text=text))
-        if found.divided is not None and found.divided[1] != ranks[2]:
-            self._send(m.NodeRemarked(text=_other_size(*found.divided, ranks[2])))
-        if found.newest is None:
+        if findings.divided is not None and findings.divided[1] != ranks[2]:
+            self._send(m.NodeRemarked(text=_other_size(*findings.divided, ranks[2])))
+        if findings.newest is None:
             return None
-        written_ns, path = found.newest
+        written_ns, path = findings.newest
         if first.node_rank == 0:
             self._send(m.NodeRemarked(text=_describe(path, written_ns)))
-            for _, other in found.passed_over:
+            for _, other in findings.passed_over:
                 if other != path:
                     text = f"{path} comes before {other}, with which a start failed"
                     self._send(m.NodeRemarked(text=text))
@@ -153,9 +153,9 @@ def _describe(path: Path, written_ns: int) -> str:
 
 def _earlier(fork: commands.Fork, job: TrainingJob) -> str:
     """What file_audit.py gets of earlier generations, as JSON."""
-    known = [(one.path, one.times) for one in fork.membership.own_checkpoints]
+    files = [(c.path, c.times) for c in fork.membership.own_checkpoints]
     hold = job.spec.recovery.on_ignored_checkpoint == "hold"
-    return json.dumps({"known": known, "hold": hold}) if known else ""
+    return json.dumps({"known": files, "hold": hold}) if files else ""
 
 
 def _ranks(fork: commands.Fork) -> tuple[int, int, int]:

@@ -228,8 +228,8 @@ class AgentProcess:
         else:
             self._give(inputs.Received(message))
         if isinstance(message, m.Welcome):
-            for known in self._own_checkpoints.known():
-                self._link.send(known)
+            for checkpoint in self._own_checkpoints.known():
+                self._link.send(checkpoint)
 
     def _memory_measured(self) -> Input:
         limit, available = hardware.memory_bytes(), inventory.available_bytes()
@@ -258,9 +258,9 @@ class AgentProcess:
             return
         quiet = group.quiet_ranks(time.monotonic_ns())
         pids = {worker.seat.rank: worker.pid for worker in group.alive if worker.pid}
-        found = self._meter.measure(time.monotonic(), pids, quiet)
-        if found is not None:
-            self._give(inputs.ActivityMeasured(*found))
+        activity = self._meter.measure(time.monotonic(), pids, quiet)
+        if activity is not None:
+            self._give(inputs.ActivityMeasured(*activity))
 
     def _on_link(self, own_address: str) -> None:
         address = self._options.address or own_address
@@ -454,8 +454,8 @@ class AgentProcess:
 
     async def _take_stacks(self, command: commands.TakeStacks) -> None:
         generation = command.generation
-        found = {rank: self._workers.find(generation, rank) for rank in command.ranks}
-        alive = {rank: process for rank, process in found.items() if process is not None}
+        by_rank = {rank: self._workers.find(generation, rank) for rank in command.ranks}
+        alive = {rank: process for rank, process in by_rank.items() if process is not None}
         take = stacks.take if command.by_signal else stacks.inspect
         taken = await take(alive, partial(self._workers.inspect, generation))
         self._give(inputs.StacksTaken(generation, taken, command.by_signal))
@@ -478,8 +478,8 @@ class AgentProcess:
             self._give(replace(done, detail=detail))
         else:
             seconds = time.monotonic() - begin
-            found = {"checksum": written.checksum, "coverage": written.coverage}
-            self._give(replace(done, **found, seconds=seconds))
+            sums = {"checksum": written.checksum, "coverage": written.coverage}
+            self._give(replace(done, **sums, seconds=seconds))
 
     async def _push(self, command: commands.PushToBuddy, fd: int) -> None:
         target = (command.address, command.port, self._credentials, command.staged, fd)
@@ -494,13 +494,13 @@ class AgentProcess:
 
     async def _fetch(self, command: commands.FetchFromPeer) -> None:
         shard, fd = command.wanted.shard, None
-        found = await self._fetches.get(
+        fetched = await self._fetches.get(
             command.generation, shard, command.readers, lambda: self._fetch_from_any(command)
         )
-        if isinstance(found, str):
-            message: worker_protocol.ToWorker = worker_protocol.NoShard(shard=shard, detail=found)
+        if isinstance(fetched, str):
+            message: worker_protocol.ToWorker = worker_protocol.NoShard(shard=shard, detail=fetched)
         else:
-            fd, num_bytes = found
+            fd, num_bytes = fetched
             message = worker_protocol.Shard(shard=shard, num_bytes=num_bytes)
         self._workers.send(command.generation, command.rank, message, fd)
         if fd is not None:
@@ -518,10 +518,10 @@ class AgentProcess:
 
     # -- other agents -------------------------------------------------------------------------
     def _on_get(self, get: peer_transfer.Get) -> peer_transfer.Answer:
-        found = self._machine.lend(get.step, get.generation, get.shard)
-        if found is None:
+        lent = self._machine.lend(get.step, get.generation, get.shard)
+        if lent is None:
             return f"shard {get.shard} of step {get.step} is not in this node's memory"
-        buffer, staged = found
+        buffer, staged = lent
         return self._hold(buffer, staged, lambda ok: self._give(inputs.ServeDone(buffer)))
 
     def _on_put(self, put: peer_transfer.Put) -> peer_transfer.Answer:

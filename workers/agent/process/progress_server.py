@@ -83,12 +83,12 @@ class ProgressServer:
         return {PROGRESS_URL: self._url, PROGRESS_TOKEN: f"/proc/{os.getpid()}/fd/{fd}"}
 
     def _seat(self, authorization: str) -> Seat | None:
-        given = authorization.removeprefix("Bearer ").strip().encode()
-        found = None
+        token_given = authorization.removeprefix("Bearer ").strip().encode()
+        authorized = None
         for seat, token in list(self._tokens.values()):
-            if hmac.compare_digest(given, token.encode()):
-                found = seat
-        return found
+            if hmac.compare_digest(token_given, token.encode()):
+                authorized = seat
+        return authorized
 
     def _note(self) -> None:
         """Log once: such posts come every few seconds."""
@@ -179,7 +179,7 @@ def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
     has the token, would go to the proxy. Programs read one of the two; both get what either has."""
     if not any(name.lower() in PROXIES and value for name, value in environment.items()):
         return {}
-    given = [environment.get(name, "") for name in ("no_proxy", "NO_PROXY")]
-    hosts = [host.strip() for value in given for host in value.split(",") if host.strip()]
+    excluded = [environment.get(name, "") for name in ("no_proxy", "NO_PROXY")]
+    hosts = [host.strip() for value in excluded for host in value.split(",") if host.strip()]
     value = "*" if "*" in hosts else ",".join(dict.fromkeys([*hosts, HOST]))
     return {"no_proxy": value, "NO_PROXY": value}

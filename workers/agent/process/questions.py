@@ -33,8 +33,8 @@ async def answer(
 
 
 async def _stacks(question: m.ShowStacks, workers: WorkerPool) -> m.StacksShown:
-    found = {rank: workers.find(question.generation, rank) for rank in question.ranks}
-    alive = {rank: process for rank, process in found.items() if process is not None}
+    processes = {rank: workers.find(question.generation, rank) for rank in question.ranks}
+    alive = {rank: process for rank, process in processes.items() if process is not None}
     try:
         shown = await stacks.show(alive, partial(workers.inspect, question.generation))
     except Exception as error:  # whatever it is, the node trains on

@@ -76,17 +76,17 @@ class UploadedCode:
             shutil.rmtree(self._place, ignore_errors=True)
 
     async def _fetch(self, code: str) -> bytes:
-        found: list[bytes] = []
+        parts: list[bytes] = []
         num_parts = 1
-        while len(found) < num_parts:
-            part = await self._part(code, len(found))
+        while len(parts) < num_parts:
+            part = await self._part(code, len(parts))
             if part.problem:
                 raise CodeUnavailable(part.problem)
             num_parts = part.num_parts
             if not 0 < num_parts <= MAX_PARTS or len(part.data) > limits.CODE_PART_BYTES:
                 raise CodeUnavailable(f"code {code[:12]}: more than {MAX_PARTS} parts, or too long")
-            found.append(part.data)
-        return b"".join(found)
+            parts.append(part.data)
+        return b"".join(parts)
 
     async def _part(self, code: str, number: int) -> m.CodePart:
         self._expected = (code, number)

@@ -51,8 +51,8 @@ class OwnCheckpoints:
         self._room = min(BURST, self._room + (now_s - self._filled_s) * PER_S)
         self._filled_s = now_s
         recently = now_s - self._sent_s.get(path, -REPEATED_AFTER_S) < REPEATED_AFTER_S
-        known = before is not None and (before.generation, before.times) == (generation, times)
-        if not report.unread and (self._room < 1 or (recently and (known or times > 2))):
+        again = before is not None and (before.generation, before.times) == (generation, times)
+        if not report.unread and (self._room < 1 or (recently and (again or times > 2))):
             return None
         self._room -= 1
         self._sent_s[path] = now_s

@@ -55,13 +55,11 @@ class Share:
     """Called before each file; raises OSError if there is no time left."""
 
     def of(self, names: Collection[str]) -> list[str]:
-        found = {name: _OF_RANK.search(name) for name in sorted(names)}
+        matches = {name: _OF_RANK.search(name) for name in sorted(names)}
         own = range(self.first_rank, self.first_rank + self.ranks)
-        others = [
-            name for name, one in found.items() if one and int(one[1]) % self.of_ranks not in own
-        ]
+        others = [name for name, m in matches.items() if m and int(m[1]) % self.of_ranks not in own]
         left_out = set(others) - set(others[:: max(1, len(others) // FEW)])
-        return [name for name in found if name not in left_out]
+        return [name for name in matches if name not in left_out]
 
 
 ALL = Share()
@@ -90,8 +88,8 @@ def step_of(path: Path) -> int | None:
     try:
         return int(json.loads((path / "trainer_state.json").read_bytes())["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
-        found = _STEP.findall(path.name)
-        return int(found[-1]) if found else None
+        numbers = _STEP.findall(path.name)
+        return int(numbers[-1]) if numbers else None
 
 
 def names_in(directory: Path) -> set[str]:
@@ -162,7 +160,7 @@ def _torn_safetensors(path: Path, size: int) -> str:
         header = file.read(min(length, MAX_HEADER_BYTES))
     try:
         tensors = json.loads(header)
-        ends = [one["data_offsets"][1] for name, one in tensors.items() if name != "__metadata__"]
+        ends = [e["data_offsets"][1] for name, e in tensors.items() if name != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         return f"{path.name} ends in its header"
     expected = 8 + length + max(ends, default=0)
@@ -192,10 +190,10 @@ def _index_problem(path: Path) -> str:
 
 
 def _transformers(directory: Path, names: set[str], share: Share) -> str:
-    if found := _transformers_end(directory, names):
-        return found
-    if "latest" in names and (found := deepspeed_problem(directory, share)):
-        return found
+    if gap := _transformers_end(directory, names):
+        return gap
+    if "latest" in names and (gap := deepspeed_problem(directory, share)):
+        return gap
     return next(filter(None, _torn_files(directory, names, share)), "")
 
 
@@ -218,7 +216,7 @@ def _accelerate(directory: Path, names: set[str], siblings: Collection[Path], sh
         return "it has no random_states_0.pkl, which rank 0 writes after the model"
     if not any(_WEIGHTS.fullmatch(name) for name in names):
         return "it has no weights"
-    own = [{n for n in names_in(one) if n.startswith("custom_checkpoint_")} for one in siblings]
+    own = [{n for n in names_in(s) if n.startswith("custom_checkpoint_")} for s in siblings]
     missing = sorted(set.intersection(*own) - names) if own else []
     if missing:
         return f"it has no {missing[0]}, which the checkpoints before it have"
@@ -228,8 +226,8 @@ def _accelerate(directory: Path, names: set[str], siblings: Collection[Path], sh
 # -- DeepSpeed --------------------------------------------------------------------------------
 def tags_in(directory: Path) -> list[Path]:
     """The tags below a directory with `latest`, the newest first."""
-    found = [one for one in directory.iterdir() if one.is_dir() and _is_tag(one)]
-    return sorted(found, key=lambda one: one.stat().st_mtime_ns, reverse=True)
+    tags = [folder for folder in directory.iterdir() if folder.is_dir() and _is_tag(folder)]
+    return sorted(tags, key=lambda one: one.stat().st_mtime_ns, reverse=True)
 
 
 def _is_tag(directory: Path) -> bool:
@@ -253,8 +251,8 @@ def optimizer_parts(tag: Path) -> tuple[int, int]:
 
 
 def _optimizer_shards(names: Collection[str]) -> set[tuple[int, int]]:
-    found = (_OPTIMIZER_SHARD.search(name) for name in names)
-    return {(int(one[1]), int(one[2])) for one in found if one is not None}
+    matches = (_OPTIMIZER_SHARD.search(name) for name in names)
+    return {(int(match[1]), int(match[2])) for match in matches if match is not None}
 
 
 def deepspeed_problem(directory: Path, share: Share = ALL) -> str:
@@ -264,8 +262,8 @@ def deepspeed_problem(directory: Path, share: Share = ALL) -> str:
         return "latest is empty"
     if not (directory / tag).is_dir():
         return f"latest names {tag}, which does not exist"
-    found = tag_problem(directory / tag, share)
-    return f"latest names {tag}: {found}" if found else ""
+    gap = tag_problem(directory / tag, share)
+    return f"latest names {tag}: {gap}" if gap else ""
 
 
 def tag_problem(tag: Path, share: Share = ALL) -> str:

@@ -39,24 +39,24 @@ class SharedFetches:
         self.begin(generation)
         if generation < self._generation:
             return await fetch()
-        one = self._running.get(shard)
-        if one is None:
-            one = self._running[shard] = _Fetch(asyncio.ensure_future(fetch()), readers)
-        one.waiting += 1
+        running = self._running.get(shard)
+        if running is None:
+            running = self._running[shard] = _Fetch(asyncio.ensure_future(fetch()), readers)
+        running.waiting += 1
         try:
-            found = await asyncio.shield(one.task)
+            fetched = await asyncio.shield(running.task)
         except BaseException:
-            self._forget(shard, one)
+            self._forget(shard, running)
             raise
         finally:
-            one.waiting -= 1
-        if isinstance(found, str):
-            self._forget(shard, one)
-            return found
-        fd, num_bytes = found
+            running.waiting -= 1
+        if isinstance(fetched, str):
+            self._forget(shard, running)
+            return fetched
+        fd, num_bytes = fetched
         own = os.dup(fd)
-        one.left -= 1
-        self._close_if_unused(shard, one)
+        running.left -= 1
+        self._close_if_unused(shard, running)
         return own, num_bytes
 
     def begin(self, generation: int) -> None:
@@ -64,10 +64,10 @@ class SharedFetches:
         if generation <= self._generation:
             return
         self._generation = generation
-        for shard, one in list(self._running.items()):
-            one.left = 0
-            self._forget(shard, one)
-            one.task.add_done_callback(partial(self._ended, shard, one))
+        for shard, running in list(self._running.items()):
+            running.left = 0
+            self._forget(shard, running)
+            running.task.add_done_callback(partial(self._ended, shard, running))
 
     def _ended(self, shard: int, one: _Fetch, _: asyncio.Future[Fetched]) -> None:
         self._close_if_unused(shard, one)
@@ -80,6 +80,6 @@ class SharedFetches:
         if one.left > 0 or one.waiting or one.task.cancelled() or one.task.exception() is not None:
             return
         self._forget(shard, one)
-        found = one.task.result()
-        if not isinstance(found, str):
-            os.close(found[0])
+        fetched = one.task.result()
+        if not isinstance(fetched, str):
+            os.close(fetched[0])

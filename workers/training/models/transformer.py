@@ -123,8 +123,8 @@ class Transformer(nn.Module):
     def edges(self) -> list[list[nn.Module]]:
         """What this rank has beside blocks, as FSDP groups."""
         groups: list[list[nn.Module | None]] = [[self.embedding], [self.norm, self.head]]
-        found = [[part for part in group if part is not None] for group in groups]
-        return [group for group in found if group]
+        groups_left = [[part for part in group if part is not None] for group in groups]
+        return [group for group in groups_left if group]
 
     def forward(
         self, tokens_bt: Tensor, positions_t: Tensor | None = None, **of_head: Any

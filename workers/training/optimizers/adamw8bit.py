@@ -111,9 +111,9 @@ def _scales(whole: Tensor, device: torch.device) -> Tensor:
     shape = (rows, columns // BLOCK)
     if not isinstance(whole, DTensor):
         return torch.zeros(shape, device=device)
-    made = empty_on_mesh(shape, torch.float32, device, whole.device_mesh, whole.placements)
-    made._local_tensor.zero_()
-    return made
+    scales = empty_on_mesh(shape, torch.float32, device, whole.device_mesh, whole.placements)
+    scales._local_tensor.zero_()
+    return scales
 
 
 def _torchao_functions() -> tuple[Callable[..., Tensor], Callable[..., None]]:
@@ -134,8 +134,8 @@ def _torchao_functions() -> tuple[Callable[..., Tensor], Callable[..., None]]:
         return torch.tensor(create_dynamic_map(signed=signed), device=device)
 
     def quantized(codes: Tensor, scales: Tensor, signed: bool, dtype: torch.dtype) -> Tensor:
-        made: Tensor = OptimState8bit(codes, scales, table(signed, codes.device), signed, dtype)
-        return made
+        state: Tensor = OptimState8bit(codes, scales, table(signed, codes.device), signed, dtype)
+        return state
 
     compiled = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
 

@@ -30,15 +30,15 @@ class Optimizers:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return [group for one in self.optimizers.values() for group in one.param_groups]
+        return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
     def step(self) -> None:
-        for one in self.optimizers.values():
-            one.step()
+        for optimizer in self.optimizers.values():
+            optimizer.step()
 
     def zero_grad(self) -> None:
-        for one in self.optimizers.values():
-            one.zero_grad()
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
 
 
 def make_optimizer(

@@ -76,7 +76,7 @@ def on_whole(
 
     stacked = tensor(torch.stack(parts).bfloat16(), divided)
     mine = stacked.redistribute(placements=by_matrix).to_local()
-    done = torch.stack([function(one) for one in mine]) if len(mine) else mine
+    done = torch.stack([function(matrix) for matrix in mine]) if len(mine) else mine
     return list(tensor(done, by_matrix).redistribute(placements=divided).to_local().unbind(0))
 
 

@@ -49,8 +49,8 @@ def checkpoint_blocks(
             for overload in [getattr(_aten, operation).default]
         }
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy(kept))
-    every = settings.blocks.every_nth_block
-    chosen = blocks[every - 1 :: every]
+    interval = settings.blocks.every_nth_block
+    chosen = blocks[interval - 1 :: interval]
     wrapped = {id(block): checkpoint_wrapper(block, **options) for block in chosen}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -54,9 +54,9 @@ def convert(blocks: Iterable[nn.Module], recipe: str, *, emulate: bool = False) 
     def fits(module: nn.Module, _: str) -> bool:
         nonlocal num_converted
         assert isinstance(module, nn.Linear)
-        found = module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
-        num_converted += found
-        return found
+        fits = module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
+        num_converted += fits
+        return fits
 
     for block in blocks:
         convert_to_float8_training(block, config=config, module_filter_fn=fits)

@@ -196,7 +196,7 @@ class Parallel:
         scale = self._factor / self._num_averaged
         reduced = self.shards.reduce_and_clip(local, max_norm, scale)
         reader = self.scalars
-        pending = [one if reader is None else reader.start(one) for one in reduced]
+        pending = [tensor if reader is None else reader.start(tensor) for tensor in reduced]
 
         def numbers() -> tuple[float, float]:
             total, norm = (float(p) if reader is None else reader.value(p) for p in pending)

@@ -228,14 +228,14 @@ class Pipeline:
             )
             for number, part in self._parts.items()
         ]
-        made = self._schedule_class(
+        schedule = self._schedule_class(
             stages[0] if self._single else stages,
             num,
             loss_fn=lambda output, _target: output,
             scale_grads=False,
         )
-        self._schedules[key] = made
-        return made
+        self._schedules[key] = schedule
+        return schedule
 
     def _passed(self, inputs_bt: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Room for what one stage passes to the next: (B, T, D), T divided over a tensor axis."""
@@ -258,14 +258,14 @@ def _wait(sending: list[tuple[Any, Tensor]]) -> None:
 
 
 def _schedule_class(name: str) -> Any:
-    found = getattr(pipelining, _SCHEDULES[name], None)
-    if found is None:
-        known = [name for name, kind in _SCHEDULES.items() if hasattr(pipelining, kind)]
+    schedule = getattr(pipelining, _SCHEDULES[name], None)
+    if schedule is None:
+        names = [name for name, kind in _SCHEDULES.items() if hasattr(pipelining, kind)]
         raise UserError(
             f"spec.parallelism.pipeline.schedule: got {name}, which torch {torch.__version__} "
-            f"lacks; expected one of {', '.join(known)}; use one of these or another torch"
+            f"lacks; expected one of {', '.join(names)}; use one of these or another torch"
         )
-    return found
+    return schedule
 
 
 def _padded(batch: MicroBatch, num_samples: int) -> MicroBatch:

@@ -59,7 +59,7 @@ def offloads(session: Session, parallelism: Parallelism) -> bool:
 
 def prefetch(in_order: Sequence[nn.Module], num_blocks: int) -> None:
     """FSDP2 gathers the parameters of `num_blocks` modules ahead, in forward and backward."""
-    modules: list[FSDPModule] = [one for one in in_order if isinstance(one, FSDPModule)]
+    modules: list[FSDPModule] = [part for part in in_order if isinstance(part, FSDPModule)]
     for at, module in enumerate(modules):
         module.set_modules_to_forward_prefetch(modules[at + 1 : at + 1 + num_blocks])
         module.set_modules_to_backward_prefetch(modules[max(0, at - num_blocks) : at][::-1])

@@ -154,8 +154,8 @@ def build(job: TrainingJob, config: Finetune, s: session.Session) -> Tuner:
     parallel.materialize(initialise)
     trained = {n: p for n, p in parallel.named_shards().items() if p.requires_grad}
     total, ours = (
-        sum(one.numel() for one in model.parameters() if one.requires_grad or every)
-        for every in (True, False)
+        sum(p.numel() for p in model.parameters() if p.requires_grad or whole)
+        for whole in (True, False)
     )
     return Tuner(
         config,
@@ -201,13 +201,13 @@ def give_losses(model: Any) -> None:
 
 def _fill(module: nn.Module, directory: Path | None, seed: int) -> None:
     """Give adapters their first values, and all others those of the directory, if one is given."""
-    named = {plain_name(name): one for name, one in module.named_parameters()}
-    adapters = {name: one for name, one in named.items() if ".lora_" in name}
+    named = {plain_name(name): weight for name, weight in module.named_parameters()}
+    adapters = {name: weight for name, weight in named.items() if ".lora_" in name}
     if directory is not None:
         others = {
-            pretrained.stored_name(name): one
-            for name, one in named.items()
-            if name not in adapters and not pretrained.is_quantized(one)
+            pretrained.stored_name(name): weight
+            for name, weight in named.items()
+            if name not in adapters and not pretrained.is_quantized(weight)
         }
         pretrained.load(others, directory)
     for name, parameter in adapters.items():
@@ -238,8 +238,8 @@ def with_adapters(model: Any, config: Finetune) -> Any:
 
     settings, head = config.adapter, model.get_output_embeddings()
     tied = head.weight is model.get_input_embeddings().weight
-    layers = [name for name, one in model.named_modules()
-              if isinstance(one, nn.Linear) and not (tied and one is head)]  # fmt: skip
+    layers = [name for name, module in model.named_modules()
+              if isinstance(module, nn.Linear) and not (tied and module is head)]  # fmt: skip
     ends = {name.rpartition(".")[2] for name in layers}
     for target in settings.targets:
         meant = [name for name, _ in model.named_modules()
@@ -261,14 +261,14 @@ def with_adapters(model: Any, config: Finetune) -> Any:
 
 def _adapter(model: nn.Module) -> dict[str, Tensor]:
     """Names and values of the adapters; each rank takes part."""
-    named = {plain_name(name): one for name, one in model.named_parameters()}
-    return {name: pretrained.whole(one) for name, one in named.items() if ".lora_" in name}
+    named = {plain_name(name): p for name, p in model.named_parameters()}
+    return {name: pretrained.whole(p) for name, p in named.items() if ".lora_" in name}
 
 
 def _whole_model(model: Any, s: session.Session) -> Iterator[tuple[str, Tensor]]:
     """Names and values of the model's directory, with adapters added to the weights; on rank 0,
     each takes part."""
-    modules = {plain_name(name): one for name, one in model.named_modules()}
+    modules = {plain_name(name): module for name, module in model.named_modules()}
     adapters = _adapter(model)
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
@@ -279,7 +279,7 @@ def _whole_model(model: Any, s: session.Session) -> Iterator[tuple[str, Tensor]]
             continue
         owner = plain_name(name).removesuffix(".base_layer.weight")
         if f"{owner}.lora_A.default.weight" in adapters:
-            first, second = (adapters[f"{owner}.lora_{one}.default.weight"] for one in "AB")
+            first, second = (adapters[f"{owner}.lora_{letter}.default.weight"] for letter in "AB")
             value = value.float() + modules[owner].scaling["default"] * (second @ first)
         yield pretrained.stored_name(name), value.to(model.config.dtype)
 

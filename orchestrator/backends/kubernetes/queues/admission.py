@@ -153,8 +153,8 @@ class Admission:
             or pod_conditions.is_terminating(pod)
         ):
             return False
-        found = pod_conditions.problem(pod)
-        return not pod_conditions.is_over(pod) and (found is None or found.code == UNSCHEDULABLE)
+        fault = pod_conditions.problem(pod)
+        return not pod_conditions.is_over(pod) and (fault is None or fault.code == UNSCHEDULABLE)
 
     def problem(self, pod: Document) -> pod_conditions.PodProblem | None:
         """Reason why the pod does not start, if its queue or gang scheduler is the reason."""
@@ -162,9 +162,9 @@ class Admission:
             return None
         if self._kueue:
             return pod_conditions.PodProblem("Queued", self.why_held)
-        found = pod_conditions.problem(pod)
+        fault = pod_conditions.problem(pod)
         text = f"queued: {self._integration.title} schedules {self._gang.size} nodes together"
-        return pod_conditions.PodProblem("Queued", f"{text}; {found.text}" if found else text)
+        return pod_conditions.PodProblem("Queued", f"{text}; {fault.text}" if fault else text)
 
     def last_patches(self, pods: Mapping[str, Document]) -> dict[str, Document]:
         """Pod -> patch, for a job that has ended."""
@@ -187,7 +187,7 @@ class Admission:
             assert document is not None, "only Kueue needs no object"
             try:
                 await self._apply(
-                    api, document, any(not pod_conditions.is_over(one) for one in pods.values())
+                    api, document, any(not pod_conditions.is_over(pod) for pod in pods.values())
                 )
                 return
             except NotFound:
@@ -212,13 +212,13 @@ class Admission:
     async def _check_local_queue(self) -> None:
         for api in kueue.LOCAL_QUEUES:
             try:
-                found, _version = await self._cluster.list_all(api, self._gang.owner.namespace)
+                local, _version = await self._cluster.list_all(api, self._gang.owner.namespace)
             except Forbidden:
                 # Without the right to look, gated pods wait, and Kueue reports a missing queue.
                 return
             except NotFound:
                 continue
-            queues = sorted(one["metadata"]["name"] for one in found)
+            queues = sorted(queue["metadata"]["name"] for queue in local)
             if self._gang.queue not in queues:
                 named = ", ".join(queues[:MAX_NAMED]) or "none"
                 raise UserError(

@@ -114,9 +114,9 @@ def _label_problems(job: TrainingJob) -> list[Problem]:
 def problems(job: TrainingJob) -> list[Problem]:
     """Combinations that work on no cluster."""
     gang, queue = job.spec.kubernetes.gang, job.spec.queue
-    found = _label_problems(job)
-    if queue and gang != "kueue" and not found:
-        found.append(
+    problems_of_job = _label_problems(job)
+    if queue and gang != "kueue" and not problems_of_job:
+        problems_of_job.append(
             Problem(
                 "spec.queue",
                 queue,
@@ -125,7 +125,7 @@ def problems(job: TrainingJob) -> list[Problem]:
             )
         )
     if gang == "kueue" and not queue:
-        found.append(
+        problems_of_job.append(
             Problem(
                 "spec.queue",
                 "nothing",
@@ -135,7 +135,7 @@ def problems(job: TrainingJob) -> list[Problem]:
         )
     priority = job.spec.kubernetes.workload_priority_class_name
     if priority and gang != "kueue":
-        found.append(
+        problems_of_job.append(
             Problem(
                 "spec.kubernetes.workloadPriorityClassName",
                 priority,
@@ -143,7 +143,7 @@ def problems(job: TrainingJob) -> list[Problem]:
                 "use priorityClassName, or set kubernetes.gang to kueue",
             )
         )
-    return found
+    return problems_of_job
 
 
 def has_other_manager(document: Document) -> bool:

@@ -42,12 +42,12 @@ async def pods_of(cluster: KubeClient, document: Document) -> list[Document]:
     """The pods of a job; none where the user may not list pods."""
     metadata = document["metadata"]
     try:
-        found, _version = await cluster.list_all(
+        pods, _version = await cluster.list_all(
             PODS, metadata["namespace"], names.selector(metadata["name"])
         )
     except Forbidden:
         return []
-    return found
+    return pods
 
 
 class KubernetesTransport:
@@ -257,8 +257,8 @@ async def demand(
         got = f"another request that waits for the operator ({waiting})"
         raise UserError(str(Problem(verb, got, "none", hint)))
     number, by = secrets.token_hex(4), arguments["by"]
-    given = {name: value for name, value in arguments.items() if name != "by"}
-    value = json.dumps({"verb": verb, "arguments": given, "by": by, "id": number})
+    fields = {name: value for name, value in arguments.items() if name != "by"}
+    value = json.dumps({"verb": verb, "arguments": fields, "by": by, "id": number})
     await cluster.patch(JOBS, *key, _annotated(value))
     try:
         async with asyncio.timeout(ACCEPT_TIMEOUT_S):
@@ -269,7 +269,7 @@ async def demand(
             limit = f"{ACCEPT_TIMEOUT_S:.0f} s"
             what = f"no operator accepted the request within {limit}, so it was withdrawn"
         raise HoldfastError(f"job {key[1]}: {verb}: {what}; {hint}") from None
-    body = {name: value for name, value in given.items() if name != "kind"}
+    body = {name: value for name, value in fields.items() if name != "kind"}
     body |= {"step": answer["step"]} if "step" in answer else {}
     message = str(answer.get("message", ""))
     if not answer.get("accepted"):
@@ -309,10 +309,10 @@ async def ask(
     Forbidden where the user may not run commands in pods, HoldfastError without an answer."""
     metadata = document["metadata"]
     namespace, name = metadata["namespace"], metadata["name"]
-    found, _version = await cluster.list_all(PODS, namespace, names.selector(name))
+    pods, _version = await cluster.list_all(PODS, namespace, names.selector(name))
     running = [
         pod
-        for pod in found
+        for pod in pods
         if (pod.get("status") or {}).get("phase") == "Running"
         and not pod["metadata"].get("deletionTimestamp")
     ]

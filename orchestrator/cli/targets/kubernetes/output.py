@@ -82,17 +82,17 @@ class _EventPrinter:
         with_events = {annotation_of(event, names.INCIDENT) for event in events}
         view = view_of_object(self._document, Clock().now_ns())
         kept: list[tuple[int, Document | Incident]] = [
-            (one.at_ns, one) for one in view.incidents if str(one.number) not in with_events
+            (i.at_ns, i) for i in view.incidents if str(i.number) not in with_events
         ]
         kept += [(event_ns(event), event) for event in events]
         if not kept:
             text = f"no events of job {view.name} are kept: a cluster deletes them after an hour"
             stderr().print(text, soft_wrap=True)
-        for _at_ns, one in sorted(kept, key=lambda entry: entry[0]):
-            if isinstance(one, Incident):
-                self._print_incident(one, ended=view.state in TERMINAL)
+        for _at_ns, shown in sorted(kept, key=lambda entry: entry[0]):
+            if isinstance(shown, Incident):
+                self._print_incident(shown, ended=view.state in TERMINAL)
             else:
-                self._print(one)
+                self._print(shown)
 
     async def follow(self, cluster: KubeClient) -> None:
         printing = asyncio.create_task(self._print_new(cluster))
@@ -267,11 +267,11 @@ class LineFilter:
             return
         ranks = self._ranks.get(generation, set())
         if rank is not None and ranks:
-            known = [str(one) for one in sorted(ranks)]
-            raise LogMissing(str(Problem("--rank", str(rank), one_of(known, "rank"))))
-        known = [str(one) for one in sorted(self._ranks)]
+            ranks_known = [str(number) for number in sorted(ranks)]
+            raise LogMissing(str(Problem("--rank", str(rank), one_of(ranks_known, "rank"))))
+        ranks_known = [str(number) for number in sorted(self._ranks)]
         fix = "the lines of a pod are deleted with it"
-        expected = one_of(known, "generation")
+        expected = one_of(ranks_known, "generation")
         raise LogMissing(str(Problem("--generation", str(generation), expected, fix)))
 
 
@@ -401,12 +401,12 @@ class _LogReader:
     async def _pods(self, cluster: KubeClient) -> dict[str, Document]:
         """The selected pods by name, in order. Raises UserError for an unknown node."""
         label_selector = names.selector(self._name)
-        found, _version = await cluster.list_all(PODS, self._namespace, label_selector)
+        documents, _version = await cluster.list_all(PODS, self._namespace, label_selector)
         per_node = int(self._document["spec"].get("workersPerNode") or 1)
-        pods = select_pods(found, self._selector, per_node)
-        if found and not pods:
-            known = ", ".join(sorted(pod["metadata"]["name"] for pod in found))
-            raise UserError(str(Problem("--node", str(self._selector.node), f"one of {known}")))
+        pods = select_pods(documents, self._selector, per_node)
+        if documents and not pods:
+            pod_names = ", ".join(sorted(pod["metadata"]["name"] for pod in documents))
+            raise UserError(str(Problem("--node", str(self._selector.node), f"one of {pod_names}")))
         return {pod["metadata"]["name"]: pod for pod in pods}
 
     def _check(self) -> None:

@@ -29,7 +29,7 @@ class OperatorAbsence(NamedTuple):
 def view_of_object(document: Document, now_ns: int) -> JobView:
     """The view of a job's object. Fields that only a newer operator knows are left out."""
     view = view_of(document, now_ns)
-    view.num_incidents = max((one.number for one in view.incidents), default=0)
+    view.num_incidents = max((incident.number for incident in view.incidents), default=0)
     view.controller_alive = operator_absence(document, now_ns) is None
     return view
 
@@ -57,8 +57,8 @@ def operator_absence(document: Document, now_ns: int) -> OperatorAbsence | None:
 
 def is_refused(document: Document) -> bool:
     """The job cannot start until the spec or the cluster is changed."""
-    metadata, found = document["metadata"], condition(document, "Accepted")
-    return found.get("status") == "False" and found.get("observedGeneration") == metadata.get(
+    metadata, accepted = document["metadata"], condition(document, "Accepted")
+    return accepted.get("status") == "False" and accepted.get("observedGeneration") == metadata.get(
         "generation"
     )
 
@@ -90,7 +90,7 @@ def nodes_of(document: Document, pods: list[Document]) -> list[NodeView]:
     """The nodes of a job by its pods, in the order of their ranks; those without ranks last."""
     status = document.get("status") or {}
     per_node = int(document["spec"].get("workersPerNode") or 1)
-    found = []
+    nodes = []
     for pod in pods:
         first = _first_rank(pod, status)
         node = NodeView(name=pod["metadata"]["name"], state=_node_state(pod, status, first))
@@ -102,8 +102,8 @@ def nodes_of(document: Document, pods: list[Document]) -> list[NodeView]:
                 WorkerView(rank=first + local, local_rank=local, state="running")
                 for local in range(per_node)
             ]
-        found.append((first is None, first or 0, node.name, node))
-    return [node for *_key, node in sorted(found, key=lambda entry: entry[:3])]
+        nodes.append((first is None, first or 0, node.name, node))
+    return [node for *_key, node in sorted(nodes, key=lambda entry: entry[:3])]
 
 
 def _first_rank(pod: Document, status: Document) -> int | None:

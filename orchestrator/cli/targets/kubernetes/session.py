@@ -61,12 +61,12 @@ class ClusterSession:
         return f"`{shlex.join(['kubectl', *words, *self._options()])}`"
 
     def _options(self) -> list[str]:
-        given = {
+        options = {
             "-n": self.namespace,
             "--context": self._context,
             "--kubeconfig": None if self._kubeconfig is None else str(self._kubeconfig),
         }
-        return [word for name, value in given.items() if value for word in (name, value)]
+        return [word for name, value in options.items() if value for word in (name, value)]
 
 
 class JobDeleted(HoldfastError):
@@ -88,14 +88,14 @@ async def follow_job(
     noted = False
     while True:
         try:
-            found = await cluster.find(JOBS, namespace, name)
-            if found is None or found["metadata"]["uid"] != uid:
+            latest = await cluster.find(JOBS, namespace, name)
+            if latest is None or latest["metadata"]["uid"] != uid:
                 raise JobDeleted(name)
             if noted:
                 note("the API server answers again")
                 noted = False
-            yield found
-            version = found["metadata"]["resourceVersion"]
+            yield latest
+            version = latest["metadata"]["resourceVersion"]
             async for kind, changed in cluster.watch(
                 JOBS, version, namespace, fields=f"metadata.name={name}"
             ):
@@ -124,6 +124,6 @@ def annotation_of(document: Document, name: str) -> str | None:
 
 
 async def until_finished(cluster: KubeClient, document: Document) -> None:
-    async for found in follow_job(cluster, document):
-        if (found.get("status") or {}).get("state") in TERMINAL:
+    async for latest in follow_job(cluster, document):
+        if (latest.get("status") or {}).get("state") in TERMINAL:
             return

@@ -81,10 +81,10 @@ class KubernetesTarget(Target):
     def views(self) -> list[JobView]:
         async def act(cluster: KubeClient, namespace: str) -> list[Document]:
             self._searched = namespace
-            found, _version = await cluster.list_all(JOBS, namespace)
-            if not found:
+            jobs, _version = await cluster.list_all(JOBS, namespace)
+            if not jobs:
                 await _check_namespace(cluster, namespace)
-            return found
+            return jobs
 
         now_ns = Clock().now_ns()
         return [view_of_object(document, now_ns) for document in self._session.run(act)]
@@ -106,13 +106,13 @@ class KubernetesTarget(Target):
                 "subresource": subresource, "namespace": namespace,
             }  # fmt: skip
             review = {"spec": {"resourceAttributes": attributes}}
-            made = await cluster.create(ACCESS_REVIEWS, "", review)
-            return bool(made["status"]["allowed"])
+            answer = await cluster.create(ACCESS_REVIEWS, "", review)
+            return bool(answer["status"]["allowed"])
 
         async def act(cluster: KubeClient, namespace: str) -> dict[str, str]:
             rights = dict.fromkeys(CHANGED_BY.values())
             try:
-                allowed = await asyncio.gather(*(may(cluster, namespace, one) for one in rights))
+                allowed = await asyncio.gather(*(may(cluster, namespace, r) for r in rights))
             except Forbidden:
                 return {}  # the API server decides when it is asked for the change
             missing = [right for right, has in zip(rights, allowed, strict=True) if not has]
@@ -126,8 +126,8 @@ class KubernetesTarget(Target):
 
     def free_name(self, wanted: str) -> str:
         async def act(cluster: KubeClient, namespace: str) -> set[str]:
-            found, _version = await cluster.list_all(JOBS, namespace)
-            return {one["metadata"]["name"] for one in found}
+            jobs, _version = await cluster.list_all(JOBS, namespace)
+            return {job["metadata"]["name"] for job in jobs}
 
         used = self._session.run(act)
         return first_free(wanted, used)
@@ -323,16 +323,16 @@ async def _get(cluster: KubeClient, namespace: str, name: str, session: ClusterS
         if "not found" not in error.message or "page not found" in error.message:
             raise
     try:
-        found, _version = await cluster.list_all(JOBS, namespace)
+        jobs, _version = await cluster.list_all(JOBS, namespace)
     except ApiError:
-        known = f"one that exists in namespace {namespace}"
+        expected = f"one that exists in namespace {namespace}"
     else:
-        if not found:
+        if not jobs:
             await _check_namespace(cluster, namespace)
-        names = sorted(one["metadata"]["name"] for one in found)
-        known = f"one of {', '.join(names)}" if names else "a job"
-        known += f" in namespace {namespace}" if names else f"; namespace {namespace} has none"
-    raise UserError(str(Problem("job", name, known, f"see {session.hint('status')}")))
+        names = sorted(job["metadata"]["name"] for job in jobs)
+        expected = f"one of {', '.join(names)}" if names else "a job"
+        expected += f" in namespace {namespace}" if names else f"; namespace {namespace} has none"
+    raise UserError(str(Problem("job", name, expected, f"see {session.hint('status')}")))
 
 
 async def _check_namespace(cluster: KubeClient, namespace: str) -> None:

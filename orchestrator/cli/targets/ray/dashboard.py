@@ -59,29 +59,29 @@ class DashboardTarget(Target):
         self._address, self._open, self._run_inside = address, open_api, run_inside
 
     def find(self, name: str) -> RemoteJob:
-        found, why, give_up = None, "", time.monotonic() + START_S
+        view_found, why, give_up = None, "", time.monotonic() + START_S
         try:
             api = self._open(self._address)
             while (controller := api.controller(name)) is not None:
                 view, why = self._view(api, name, controller)
-                found = view
+                view_found = view
                 if why != NOT_YET or time.monotonic() > give_up:
                     break
                 time.sleep(POLL_S)
         except Exception as error:  # of Ray, of requests, of a file that another version wrote
             why = _failed(f"the state of job {name} cannot be read", error)
-        if found is None:
+        if view_found is None:
             self._inside(why=why)
-        return RemoteJob(DashboardTransport(api, found, self._inside))
+        return RemoteJob(DashboardTransport(api, view_found, self._inside))
 
     def _view(
         self, api: StateApi, name: str, controller: ControllerProcess
     ) -> tuple[JobView | None, str]:
         """(What the controller has published, why it is not shown)."""
-        found = json.loads(api.log_file(controller.ray_node, names.view_file(name)))
-        if found["pid"] != controller.pid:
+        published = json.loads(api.log_file(controller.ray_node, names.view_file(name)))
+        if published["pid"] != controller.pid:
             return None, NOT_YET
-        view = msgspec.convert(found["view"], JobView)
+        view = msgspec.convert(published["view"], JobView)
         old_s = abs(time.time() - view.now_ns / SECOND_NS)
         if old_s > OLD_S:
             return None, f"the published state of job {name} is {old_s:.0f} s old by this clock"
@@ -182,11 +182,11 @@ class DashboardTransport:
         for path in places:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
-        found = matching(root, wanted)
-        found |= {older_part(path) for path in found}
-        if len(found & places.keys()) > MAX_LOGS:
+        files = matching(root, wanted)
+        files |= {older_part(path) for path in files}
+        if len(files & places.keys()) > MAX_LOGS:
             return False
-        for path in found & places.keys():
+        for path in files & places.keys():
             path.write_bytes(self._api.log_file(*places[path]))
         return True
 

@@ -302,12 +302,12 @@ class _LogCopy(JobDirectory):
 
     def fetch(self) -> bool:
         name, job_id = self._job.name, self._job.order.job_id
-        found = remote_files.fetch_logs(name, job_id, self._wanted, self._offsets, self.logs)
+        parts = remote_files.fetch_logs(name, job_id, self._wanted, self._offsets, self.logs)
         if self._wanted.since is None:
             # From now on also a generation that begins and ends between two looks.
             newest = max(generations(self), default=0)
             self._wanted = self._wanted._replace(since=newest)
-        return found
+        return parts
 
     def controller_alive(self) -> bool:
         ended = self._job.ended is not None

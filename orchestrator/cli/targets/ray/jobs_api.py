@@ -218,18 +218,18 @@ def _runtime_env(file: Path | None) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        found = load.read_yaml(file.read_text(encoding="utf-8"))
+        env = load.read_yaml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         problem = Problem("--runtime-env", f"{file} ({error})", "a YAML file that can be read")
         raise UserError(str(problem)) from None
     except load.BadDocument as error:
         raise UserError(f"--runtime-env {file}: {error}") from None
-    for problem in load.document_problems(found):
+    for problem in load.document_problems(env):
         raise UserError(f"--runtime-env {file}: {problem}")
-    if not isinstance(found, dict):
+    if not isinstance(env, dict):
         problem = Problem("--runtime-env", str(file), "a mapping, as Ray's runtime_env is")
         raise UserError(str(problem))
-    return found
+    return env
 
 
 def _write(text: str) -> None:

@@ -52,9 +52,9 @@ class RayTarget(Target):
         cluster.connect(self._address)
         data = kv.JobKeyValueStore(name).get(kv.RECORD) if name else None
         if data is None:
-            found = kv.jobs()
-            known = f"one of {', '.join(found)}" if found else "a job; there is none in the cluster"
-            raise UserError(str(Problem("job", name, known, f"see `{self.command('status')}`")))
+            jobs = kv.jobs()
+            offer = f"one of {', '.join(jobs)}" if jobs else "a job; there is none in the cluster"
+            raise UserError(str(Problem("job", name, offer, f"see `{self.command('status')}`")))
         try:
             order = msgspec.msgpack.decode(data, type=ControllerOrder)
         except msgspec.MsgspecError as error:
@@ -189,15 +189,15 @@ class RayTarget(Target):
     ) -> None:
         """Raises UserError when the name is taken."""
         store = kv.JobKeyValueStore(job.name)
-        made = make_keys(names.tls(job_id))
+        keys = make_keys(names.tls(job_id))
         order = ControllerOrder(
             document=job_to_mapping(job),
             job=job.name,
             job_id=job_id,
             spec_directory=str(spec_directory),
-            token=made.token,
-            certificate=made.certificate,
-            key=made.key,
+            token=keys.token,
+            certificate=keys.certificate,
+            key=keys.key,
             runtime_env=actor.own_runtime_env(),
         )
         # Keys from before the record are an earlier job's. Later keys may be requests of other

@@ -31,14 +31,14 @@ def write(
     at its top. Yields remarks for the user. Raises UserError, as soon as the archive is too
     large."""
     root, lost = directory.resolve(), list[str]()
-    with code_files.readable(), ZipFile(archive, "w", ZIP_DEFLATED) as made:
-        made.writestr(_entry(spec[0], 0), spec[1].encode())
-        for name in (one for one in chosen if one != spec[0]):
-            found = list(_unlinked(name, _target(root, name), chosen, root, frozenset()))
-            if not found:
+    with code_files.readable(), ZipFile(archive, "w", ZIP_DEFLATED) as zipped:
+        zipped.writestr(_entry(spec[0], 0), spec[1].encode())
+        for name in (member for member in chosen if member != spec[0]):
+            files = list(_unlinked(name, _target(root, name), chosen, root, frozenset()))
+            if not files:
                 lost.append(name)
-            for inner, path in found:
-                for _block in _written(made, inner, root / path):
+            for inner, path in files:
+                for _block in _written(zipped, inner, root / path):
                     if archive.stat().st_size > max_bytes:
                         limit = f"{max_bytes / 2**20:g} MiB compressed"
                         expected = f"at most {limit}, the limit of Ray's head"
@@ -58,7 +58,7 @@ def _unlinked(
         yield name, target
         return
     begin = "" if target == "." else f"{target}/"
-    for inner in (one for one in chosen if one.startswith(begin)):
+    for inner in (member for member in chosen if member.startswith(begin)):
         below = f"{name}/{inner.removeprefix(begin)}"
         yield from _unlinked(below, _target(root, inner), chosen, root, seen | {target})
 
