@@ -17,8 +17,7 @@ def problem(*, torch: bool = True) -> str:
     """What is missing here and how to install it; empty: nothing. `torch`: torch is needed too."""
     oldest = ".".join(map(str, OLDEST_TORCH))
     needed = ("torch", *PARTS) if torch else PARTS
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         return (
             f"this Python needs {', '.join(needed)}{f' (torch {oldest} or newer)' * torch}; "
             f"missing: {', '.join(missing)}; "
@@ -29,7 +28,8 @@ def problem(*, torch: bool = True) -> str:
         return ""
     text, numbers = _torch_version(Path(spec.submodule_search_locations[0]))
     if numbers < OLDEST_TORCH:
-        return f"torch: got {text}; expected {oldest} or newer; pip install --upgrade torch"
+        fix = "pip install --upgrade torch, or a newer build of its vendor"
+        return f"torch: got {text}; expected {oldest} or newer; {fix}"
     return ""
 
 

@@ -543,7 +543,7 @@ def test_uninstall_keeps_the_jobs_and_the_manifests_install_over_them(
 def test_the_install_lines_of_the_docs_work_as_written(
     helm: Helm, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the test above has uninstalled the chart."""
+    """The test above has uninstalled the chart."""
     monkeypatch.chdir(render.ROOT)
     for page in ("user/quickstart-kubernetes.md", "operations/kubernetes.md"):
         text = (render.ROOT / "docs" / page).read_text().replace("\\\n", "")

@@ -102,7 +102,7 @@ def unpacked(run: Run, binaries: Binaries, *, holdfast: bool) -> Path:
 
 
 def link(source: str, target: str) -> None:
-    """Link a file of a layer, which nobody changes; copy a database."""
+    """Link a file of a layer, which never changes; copy a database."""
     if not source.endswith(".db"):
         try:
             os.link(source, target)
