@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install locks bytecode run check test test-all test-ray-oldest frameworks test-frameworks mutants bench lint manifests docs kubernetes-binaries images release publish workflows clean
+.PHONY: help install locks bytecode node-images run check test test-all test-ray-oldest frameworks test-frameworks mutants bench lint manifests docs kubernetes-binaries images release publish workflows clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,10 +47,14 @@ check: lint docs workflows  ## style, types, import rules, language, unit tests,
 bytecode: $(STAMP)
 	$(BIN)/python -m compileall -q holdfast orchestrator workers
 
-test: bytecode  ## everything but the long tests, before a change lands
+# What the images of the Kubernetes tests share: built once, for a minute.
+node-images: $(STAMP)
+	$(BIN)/python -m tests.e2e.kubernetes.rig.images
+
+test: bytecode node-images  ## everything but the long tests, before a change lands
 	$(BIN)/python -m pytest -n 3 --max-worker-restart 2 --durations 100 --durations-min 5
 
-test-all: bytecode  ## and the long tests, see tests/long_tests.py
+test-all: bytecode node-images  ## and the long tests, see tests/long_tests.py
 	$(BIN)/python -m pytest -n 3 --max-worker-restart 2 --all
 
 # `make mutants MUTANTS='--sample 200 --seed 7'` judges a sample, MUTANTS=--again only those that were

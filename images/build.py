@@ -130,7 +130,7 @@ def wheels(lock: str, place: Path) -> list[Path]:
         partial.mkdir(parents=True)
         file = partial / "requirements.txt"
         file.write_text(lock)
-        pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes")
+        pip = (sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--require-hashes")
         wanted = f"to download wheels of {place.parent.name} (network needed)"
         run(*pip, "--only-binary", ":all:", "--dest", partial, "--requirement", file, wanted=wanted)
         partial.rename(place)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import marshal
+import shutil
+import threading
 import zipfile
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -76,6 +79,28 @@ def test_torch_and_its_libraries_have_a_layer_of_their_own() -> None:
     assert torch.startswith("cuda-bindings==") and "\ntorch==" in torch and "\ntriton==" in torch
     assert "\nnumpy==" in rest and "\ntorchao==" in rest and "nvidia" not in rest
     assert build.lock_parts(build.ROOT / "images" / "operator" / "requirements.txt")[0] == ""
+
+
+class Refusing(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(403)
+
+    do_HEAD = do_POST = do_GET  # noqa: N815
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.mark.skipif(shutil.which("skopeo") is None, reason="skopeo not found")
+def test_a_registry_that_forbids_a_push_is_named(tmp_path: Path) -> None:
+    layer = build.Layer()
+    layer.file("x", b"x")
+    build.write_layout(tmp_path / "images" / "operator", [(layer, 1)], {}, release.RELEASE)
+    server = HTTPServer(("127.0.0.1", 0), Refusing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    where = f"127.0.0.1:{server.server_port}"
+    with pytest.raises(build.BuildError, match=rf"skopeo, to push images: (?s:.*){where}.*403"):
+        release.push(tmp_path, f"{where}/holdfast", plain_http=True)
+    server.shutdown()
 
 
 def test_a_missing_tool_is_named_with_its_package(tmp_path: Path) -> None:

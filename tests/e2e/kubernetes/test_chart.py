@@ -6,6 +6,7 @@ test_operator.py tests the operator.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from tests.e2e.kubernetes.rig import binaries as programs
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.run import Run
+from tests.e2e.kubernetes.rig.waiting import until
 from tests.unit.api.wrong_jobs import SCRIPT, job
 
 pytestmark = pytest.mark.e2e
@@ -257,7 +259,7 @@ def test_the_notes_warn_about_missing_checkpoint_storage_and_their_command_adds_
     assert "checkpoints.root is empty" in helm.notes
     assert "the example has none" in helm.notes
     (line,) = re.findall(r"^ +(helm upgrade .*)$", helm.notes, re.MULTILINE)
-    words = [str(render.ROOT / w) if w == "helm/holdfast" else w for w in shlex.split(line)[1:]]
+    words = [str(render.CHART) if w == "CHART" else w for w in shlex.split(line)[1:]]
     notes = helm.run(*words)
     assert "checkpoints.root is empty" not in notes and "helm upgrade" not in notes
     deployment = plane.kubectl(render.NAMESPACE).json("get", "deployment", "holdfast-operator")
@@ -545,6 +547,8 @@ def test_the_install_lines_of_the_docs_work_as_written(
 ) -> None:
     """The test above has uninstalled the chart."""
     monkeypatch.chdir(render.ROOT)
+    namespace = functools.partial(plane.kubectl().get, "namespace", render.NAMESPACE)
+    until(lambda: namespace() is None, "the namespace to be gone", timeout_s=60)
     for page in ("user/quickstart-kubernetes.md", "operations/kubernetes.md"):
         text = (render.ROOT / "docs" / page).read_text().replace("\\\n", "")
         (line,) = re.findall(r"^helm install .*", text, re.MULTILINE)

@@ -265,7 +265,7 @@ def test_an_unknown_version_is_refused_with_the_known_ones(jobs: Kubectl) -> Non
 def test_explain_documents_every_part(jobs: Kubectl) -> None:
     text = jobs.run("explain", "tj.spec.recovery")
     assert "heartbeatTimeoutSeconds" in text
-    assert "How failures are detected, and what happens then." in text
+    assert "Detection of failures, and what follows." in text
     assert "Seconds without a heartbeat after which a node is lost" in text
     assert "memory, storage or nothing" in jobs.run("explain", "tj.status.incidents.restoredFrom")
 

@@ -109,7 +109,8 @@ def test_a_resized_job_keeps_its_processes_and_its_training(
     view = job.wait()
     assert view.state == "succeeded", job.output()
     assert [one.world_size_after for one in view.incidents] == [2, 4]
-    assert all("2 of " in one.decision and "keep their" in one.decision for one in view.incidents)
+    decisions = [one.decision for one in view.incidents]
+    assert all("2 of " in text and "keep their" in text for text in decisions), decisions
     resized, last = Steps(job.place), STEPS - 1
     assert {resized.of[rank, 3] for rank in (0, 1)} == {resized.of[rank, 1] for rank in (0, 1)}
     size = {gen: max(rank for rank, at in resized.of if at == gen) + 1 for gen in (1, 2, 3)}

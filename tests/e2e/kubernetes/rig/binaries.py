@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from images import build as images
 from tests.e2e.kubernetes.binaries import build
 from tests.e2e.kubernetes.rig import cgroups
 
@@ -71,6 +73,8 @@ def machine_refusal() -> str | None:
     tools = [tool for tool in ("ip", "unshare", "mount") if shutil.which(tool) is None]
     if tools:
         return f"{', '.join(tools)} not found; install iproute2, util-linux and mount"
+    if sys.version_info[:2] != images.PYTHON or not any(map(os.path.exists, images.DEBIAN_SOURCES)):
+        return "the nodes' images are built on Debian 12 with Python 3.11"
     if not Path("/sys/fs/cgroup/memory").is_dir():
         return (
             "the nodes of this rig have been made to work on cgroup v1 only; boot with "

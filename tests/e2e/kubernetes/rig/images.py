@@ -16,13 +16,20 @@ import subprocess
 import sysconfig
 import tarfile
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from holdfast.orchestrator.limits import RELEASE
 from images import build
 from images.build import PREFIX, Layer, Written
-from tests.e2e.kubernetes.rig.binaries import Binaries
+from tests.e2e.kubernetes.rig.binaries import (
+    CONTROL_PLANE,
+    NODE,
+    Binaries,
+    locate,
+    machine_refusal,
+)
 from tests.e2e.kubernetes.rig.process import Server
 from tests.e2e.kubernetes.rig.run import Run
 
@@ -146,11 +153,19 @@ def lower_layers(role: str) -> list[Written]:
     index = place / "index.json"
     if not index.exists():
         place.mkdir(parents=True, exist_ok=True)
-        wheels = build.wheels(build.lock_parts(lock)[1], CACHE / "wheels" / role)
-        system = build.system_layer(build.debian_packages(role, CACHE))
+        wheels = build.wheels(build.lock_parts(lock)[1], CACHE / role / "wheels")
+        system = build.system_layer(build.debian_packages(role, CACHE / role))
         written = [layer.write(place, 1) for layer in (system, build.wheel_layer(wheels))]
         index.write_text(json.dumps(written))
     return [
         Written(place / descriptor["digest"].removeprefix("sha256:"), descriptor, content)
         for descriptor, content in json.loads(index.read_text())
     ]
+
+
+if __name__ == "__main__":  # before the tests: it may take longer than one of them
+    if refusal := machine_refusal() or locate().refusal((*CONTROL_PLANE, *NODE)):
+        print(f"no images for tests on nodes: {refusal}")
+    else:
+        with ProcessPoolExecutor() as processes:
+            list(processes.map(lower_layers, build.ROLES))
