@@ -6,10 +6,12 @@ Only completions have a loss: the prompt, the padding and the first token of a d
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from functools import partial
 from importlib.metadata import version
@@ -49,15 +51,16 @@ class Packed:
 
     def __init__(
         self, path: str, field: str, tokenizer: Any, vocab_size: int, length: int,
-        cache: Path | None = None,
+        cache: Path | None = None, tick: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """Tokens are kept in the directory `cache`, if one is given. Raises UserError for a line
-        that is not a document, and for tokens that the model does not have."""
+        """Tokens are kept in the directory `cache`, if one is given. `tick` is called while they
+        are made. Raises UserError for a line that is not a document, and for tokens that the model
+        does not have."""
         self.length = length
         self._samples: list[tuple[int, int]] = []
         """Documents of each sample: the first, and the one after the last."""
         first = room = 0
-        ids, trained, sizes, silent = _tokens_of(path, field, tokenizer, cache)
+        ids, trained, sizes, silent = _tokens_of(_Source(path, field, tokenizer, tick), cache)
         self.num_silent = int(silent.sum())
         if not len(sizes):
             raise UserError(f"{field}: got no lines in {path}; expected {EXPECTED} on each")
@@ -122,14 +125,17 @@ class Packed:
 class Conversations:
     """The samples of the recipe finetune, in their order."""
 
-    def __init__(self, config: Finetune, directory: str, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(
+        self, config: Finetune, directory: str, tokenizer: Any, vocab_size: int,
+        tick: Callable[[], None],
+    ) -> None:  # fmt: skip
         def packed(name: str, path: str) -> Packed:
-            place = str(files.resolve(directory, path))
+            place, field = str(files.resolve(directory, path)), f"{CONFIG}.{name}"
             length = config.sequence_length
-            return Packed(place, f"{CONFIG}.{name}", tokenizer, vocab_size, length, self.cache)
+            return Packed(place, field, tokenizer, vocab_size, length, self._cache, tick)
 
         output = files.resolve(directory, config.output)
-        self.cache = output.with_name(f"{output.name}.tokens")
+        self._cache = output.with_name(f"{output.name}.tokens")
 
         self.train = packed("data", config.data)
         self.validation: Any = ()
@@ -140,6 +146,13 @@ class Conversations:
         if config.steps is not None:
             self.end = config.steps * config.global_batch
         self.steps = -(-self.end // config.global_batch)
+
+    def discard_tokens(self) -> None:
+        """Remove the kept tokens, but nothing else that their directory has."""
+        with contextlib.suppress(OSError):
+            for path in (*self._cache.glob(f"{'?' * 64}.npz"), *map(self._cache.joinpath, OWN)):
+                path.unlink(missing_ok=True)
+            self._cache.rmdir()
 
     def batch(self, indices: tuple[int, ...]) -> tuple[Tensor, ...]:
         return self.train.read(sample_ids(indices, len(self.train), self._seed))
@@ -154,16 +167,28 @@ class Conversations:
         return sum(self.train.num_targets[number] for number in ids)
 
 
-def _tokens_of(path: str, field: str, tokenizer: Any, cache: Path | None) -> list[Any]:
+class _Source(NamedTuple):
+    path: str
+    field: str
+    tokenizer: Any
+    tick: Callable[[], None]
+
+
+OWN = ("part.npz", "lock")
+"""Files beside the kept tokens."""
+
+
+def _tokens_of(source: _Source, cache: Path | None) -> list[Any]:
     """Tokens of all documents, which have a loss, the size of each document, and its silent
-    answers. A directory has them for the next start, in a file by a hash of all that they depend
-    on; the first rank that comes makes it."""
+    answers. A directory keeps them for the next start, in a file named by a hash of all that they
+    depend on; the first rank that comes makes it."""
     if cache is None:
-        return _tokenize(path, field, tokenizer)
+        return _tokenize(source)
+    tokenizer = source.tokenizer
     parts = (tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.eos_token_id)
     key = hashlib.sha256(repr((FORMAT, version("transformers"), parts)).encode())
     try:
-        with open(path, "rb") as lines:  # noqa: PTH123
+        with open(source.path, "rb") as lines:  # noqa: PTH123
             while block := lines.read(2**20):
                 key.update(block)
         cache.mkdir(parents=True, exist_ok=True)
@@ -171,17 +196,18 @@ def _tokens_of(path: str, field: str, tokenizer: Any, cache: Path | None) -> lis
             fcntl.flock(lock, fcntl.LOCK_EX)
             place = cache / f"{key.hexdigest()}.npz"
             if not place.exists():
-                arrays = _tokenize(path, field, tokenizer)
+                arrays = _tokenize(source)
                 np.savez(cache / "part.npz", *arrays)
                 (cache / "part.npz").replace(place)
             with np.load(place) as stored:
                 return [stored[name] for name in stored.files]
-    except OSError:  # a full disk, or a directory without locks
-        return _tokenize(path, field, tokenizer)
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile):
+        # A full disk, a directory without locks, or a file that lost its end with the machine.
+        return _tokenize(source)
 
 
-def _tokenize(path: str, field: str, tokenizer: Any) -> list[Any]:
-    documents = [*_documents(path, field, tokenizer)]
+def _tokenize(source: _Source) -> list[Any]:
+    documents = [*_documents(source)]
     return [
         np.array([token for d in documents for token in d.tokens], np.int32),
         np.array([has for d in documents for has in d.trained], np.bool_),
@@ -190,10 +216,13 @@ def _tokenize(path: str, field: str, tokenizer: Any) -> list[Any]:
     ]
 
 
-def _documents(path: str, field: str, tokenizer: Any) -> Iterator[Document]:
+def _documents(source: _Source) -> Iterator[Document]:
+    path, field, tokenizer, tick = source
     try:
         with open(path, encoding="utf-8") as lines:  # noqa: PTH123
             for number, line in enumerate(lines, 1):
+                if number % 1000 == 0:
+                    tick()
                 if line.strip():
                     got = f"{field}: got line {number} of {path}"
                     document = _document(line, got, tokenizer)

@@ -318,8 +318,7 @@ def write(values: Iterable[tuple[str, Tensor]], directory: Path) -> None:
         (directory / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All values of a parameter, on the host; each rank takes part."""
+def gathered(tensor: Tensor) -> Tensor:
+    """All values of a parameter; each rank takes part."""
     full = tensor.detach()
-    full = full.full_tensor() if isinstance(full, DTensor) else full
-    return full.cpu()
+    return full.full_tensor() if isinstance(full, DTensor) else full

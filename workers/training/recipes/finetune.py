@@ -47,7 +47,7 @@ class Tuner(loop.BaseTrainer):
             self._export()
 
     def _export(self) -> None:
-        shutil.rmtree(self.data.cache, ignore_errors=True)
+        self.data.discard_tokens()
         directory, model = self.session.directory, cast(Any, self.parallel.model)
         target = files.resolve(directory, self.config.output)
         partial = target.with_name(f"{target.name}.partial")
@@ -113,7 +113,7 @@ def build(job: TrainingJob, config: Finetune, s: session.Session) -> Tuner:
     model.config.use_cache = False
     plan = pretrained.plan_of(model.config, mesh.tensor) if mesh.tensor > 1 else {}
     data = Conversations(
-        config, s.directory, pretrained.tokenizer_of(directory), model.config.vocab_size
+        config, s.directory, pretrained.tokenizer_of(directory), model.config.vocab_size, s.tick
     )
     blocks, embedding, head = (
         pretrained.blocks_of(model), model.get_input_embeddings(), model.get_output_embeddings()
@@ -262,7 +262,7 @@ def with_adapters(model: Any, config: Finetune) -> Any:
 def _adapter(model: nn.Module) -> dict[str, Tensor]:
     """Names and values of the adapters; each rank takes part."""
     named = {plain_name(name): p for name, p in model.named_parameters()}
-    return {name: pretrained.whole(p) for name, p in named.items() if ".lora_" in name}
+    return {name: pretrained.gathered(p).cpu() for name, p in named.items() if ".lora_" in name}
 
 
 def _whole_model(model: Any, s: session.Session) -> Iterator[tuple[str, Tensor]]:
@@ -273,10 +273,11 @@ def _whole_model(model: Any, s: session.Session) -> Iterator[tuple[str, Tensor]]
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             continue
-        value = pretrained.whole(parameter)
+        value = pretrained.gathered(parameter)
         s.tick()
         if s.rank:
             continue
+        value = value.cpu()
         owner = plain_name(name).removesuffix(".base_layer.weight")
         if f"{owner}.lora_A.default.weight" in adapters:
             first, second = (adapters[f"{owner}.lora_{letter}.default.weight"] for letter in "AB")

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from holdfast.orchestrator.api.v1alpha1.recipe import Finetune
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers.training import documents, pretrained
-from holdfast.workers.training.documents import IGNORED, Packed
+from holdfast.workers.training.documents import IGNORED, Conversations, Packed
 
 END = 300
 
@@ -182,6 +183,26 @@ def test_a_second_start_makes_no_tokens(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "file").touch()
     made(second, tmp_path / "file" / "below")  # cannot be made
     assert second.lines == 2
+    for place in (tmp_path / "kept").glob("?*.npz"):
+        place.write_bytes(place.read_bytes()[:-30])  # lost with the machine
+    assert made(Counting()) == made(second, None)
+
+
+@pytest.mark.parametrize("own", [(), ("own.txt",)])
+def test_tokens_are_discarded_and_a_users_file_beside_them_stays(
+    own: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "version", lambda name: "1")
+    (tmp_path / "data.jsonl").write_text('{"text": "abc"}\n' * 2000)
+    config, ticks = Finetune(model="m", data="data.jsonl", output="out"), list[int]()
+    data = Conversations(config, str(tmp_path), Counting(), 400, lambda: ticks.append(1))
+    assert len(ticks) == 2, "the job would be taken for hung"
+    kept = tmp_path / "out.tokens"
+    for name in own:
+        (kept / name).touch()
+    assert len([*kept.iterdir()]) == 2 + len(own)
+    data.discard_tokens()
+    assert kept.exists() == bool(own) and {path.name for path in kept.glob("*")} == {*own}
 
 
 def test_a_model_is_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
