@@ -218,14 +218,7 @@ def test_losses_and_exports_are_those_of_transformers_and_peft(
 def test_faults_change_no_loss(place: Path, tmp_path: Path) -> None:
     """A worker and a node are lost within an epoch: each sample once."""
     more = {"steps": None, "epochs": 3, "method": "lora", "minStepSeconds": 0.3}
-    calm = document(
-        "calm",
-        place,
-        "qwen3",
-        1,
-        {"shard": 1},
-        **more,
-    )
+    calm = document("calm", place, "qwen3", 1, {"shard": 1}, **more)
     calm["spec"]["entrypoint"]["recipe"]["config"]["minStepSeconds"] = 0
     expected = several(tmp_path, [calm], 1)["calm"]
     job = document("shaken", place, "qwen3", 1, {"shard": "world"}, **more)

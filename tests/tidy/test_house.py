@@ -29,7 +29,7 @@ MAX_WORDS = 40000
 BUDGETS = {
     "orchestrator": 53554,
     "workers": 25866,
-    "tests": 88540,
+    "tests": 88538,
     "orchestrator/api": 4614,
     "orchestrator/backends": 6324,
     "orchestrator/catalogue": 990,

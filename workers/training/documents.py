@@ -33,6 +33,7 @@ IGNORED = -100
 """Next token without a loss, as torch's cross entropy has it."""
 EXPECTED = "a JSON object with prompt and completion, with messages, or with text"
 DAY = date(2024, 7, 26)  # the default of Llama 3's template
+UNREADABLE = (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile)
 FORMAT = 1
 """Number of the files of tokens; another one where the same lines give other tokens."""
 Numbers = npt.NDArray[np.int64]
@@ -46,21 +47,26 @@ class Document(NamedTuple):
     """Answers of the assistant that have none, as the chat template changes them."""
 
 
+class Source(NamedTuple):
+    path: str
+    field: str
+    tokenizer: Any
+    tick: Callable[[], None] = lambda: None
+    """Called while tokens are made."""
+
+
 class Packed:
     """The documents of a file, in its order, in samples of at most `length` tokens."""
 
-    def __init__(
-        self, path: str, field: str, tokenizer: Any, vocab_size: int, length: int,
-        cache: Path | None = None, tick: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        """Tokens are kept in the directory `cache`, if one is given. `tick` is called while they
-        are made. Raises UserError for a line that is not a document, and for tokens that the model
-        does not have."""
+    def __init__(self, source: Source, vocab_size: int, length: int, cache: Path) -> None:
+        """Tokens are kept in the directory `cache`. Raises UserError for a line that is not a
+        document, and for tokens that the model does not have."""
+        path, field, *_ = source
         self.length = length
         self._samples: list[tuple[int, int]] = []
         """Documents of each sample: the first, and the one after the last."""
         first = room = 0
-        ids, trained, sizes, silent = _tokens_of(_Source(path, field, tokenizer, tick), cache)
+        ids, trained, sizes, silent = _tokens_of(source, cache)
         self.num_silent = int(silent.sum())
         if not len(sizes):
             raise UserError(f"{field}: got no lines in {path}; expected {EXPECTED} on each")
@@ -130,13 +136,12 @@ class Conversations:
         tick: Callable[[], None],
     ) -> None:  # fmt: skip
         def packed(name: str, path: str) -> Packed:
-            place, field = str(files.resolve(directory, path)), f"{CONFIG}.{name}"
-            length = config.sequence_length
-            return Packed(place, field, tokenizer, vocab_size, length, self._cache, tick)
+            place = str(files.resolve(directory, path))
+            source = Source(place, f"{CONFIG}.{name}", tokenizer, tick)
+            return Packed(source, vocab_size, config.sequence_length, cache)
 
         output = files.resolve(directory, config.output)
-        self._cache = output.with_name(f"{output.name}.tokens")
-
+        cache = output.with_name(f"{output.name}.tokens")
         self.train = packed("data", config.data)
         self.validation: Any = ()
         if config.validation is not None:
@@ -146,13 +151,6 @@ class Conversations:
         if config.steps is not None:
             self.end = config.steps * config.global_batch
         self.steps = -(-self.end // config.global_batch)
-
-    def discard_tokens(self) -> None:
-        """Remove the kept tokens, but nothing else that their directory has."""
-        with contextlib.suppress(OSError):
-            for path in (*self._cache.glob(f"{'?' * 64}.npz"), *map(self._cache.joinpath, OWN)):
-                path.unlink(missing_ok=True)
-            self._cache.rmdir()
 
     def batch(self, indices: tuple[int, ...]) -> tuple[Tensor, ...]:
         return self.train.read(sample_ids(indices, len(self.train), self._seed))
@@ -167,23 +165,10 @@ class Conversations:
         return sum(self.train.num_targets[number] for number in ids)
 
 
-class _Source(NamedTuple):
-    path: str
-    field: str
-    tokenizer: Any
-    tick: Callable[[], None]
-
-
-OWN = ("part.npz", "lock")
-"""Files beside the kept tokens."""
-
-
-def _tokens_of(source: _Source, cache: Path | None) -> list[Any]:
+def _tokens_of(source: Source, cache: Path) -> list[Any]:
     """Tokens of all documents, which have a loss, the size of each document, and its silent
-    answers. A directory keeps them for the next start, in a file named by a hash of all that they
-    depend on; the first rank that comes makes it."""
-    if cache is None:
-        return _tokenize(source)
+    answers. A directory keeps them for the next start, with a hash of all that they depend on; the
+    first rank that comes makes them."""
     tokenizer = source.tokenizer
     parts = (tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.eos_token_id)
     key = hashlib.sha256(repr((FORMAT, version("transformers"), parts)).encode())
@@ -194,19 +179,20 @@ def _tokens_of(source: _Source, cache: Path | None) -> list[Any]:
         cache.mkdir(parents=True, exist_ok=True)
         with (cache / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            place = cache / f"{key.hexdigest()}.npz"
-            if not place.exists():
-                arrays = _tokenize(source)
-                np.savez(cache / "part.npz", *arrays)
+            place = cache / f"{source.field.rpartition('.')[2]}.npz"
+            with contextlib.suppress(*UNREADABLE), np.load(place) as stored:
+                if stored["key"] == key.hexdigest():
+                    return [stored[f"arr_{number}"] for number in range(4)]
+            arrays = _tokenize(source)
+            with contextlib.suppress(OSError):  # a full disk
+                np.savez(cache / "part.npz", *arrays, key=key.hexdigest())
                 (cache / "part.npz").replace(place)
-            with np.load(place) as stored:
-                return [stored[name] for name in stored.files]
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile):
-        # A full disk, a directory without locks, or a file that lost its end with the machine.
+            return arrays
+    except OSError:  # no such directory can be made, or no locks
         return _tokenize(source)
 
 
-def _tokenize(source: _Source) -> list[Any]:
+def _tokenize(source: Source) -> list[Any]:
     documents = [*_documents(source)]
     return [
         np.array([token for d in documents for token in d.tokens], np.int32),
@@ -216,7 +202,7 @@ def _tokenize(source: _Source) -> list[Any]:
     ]
 
 
-def _documents(source: _Source) -> Iterator[Document]:
+def _documents(source: Source) -> Iterator[Document]:
     path, field, tokenizer, tick = source
     try:
         with open(path, encoding="utf-8") as lines:  # noqa: PTH123

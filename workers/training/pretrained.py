@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +148,9 @@ class _Same(ParallelStyle):
     """All ranks of the axis have the whole module, and compute the same."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def entire(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-            return tuple(
-                DTensor.from_local(part, mesh, [Replicate()], run_check=False) for part in inputs
-            )
-
-        return distribute_module(
-            module, device_mesh, None, entire, lambda _, output, __: output.to_local()
-        )
+        whole = partial(DTensor.from_local, placements=[Replicate()], run_check=False)
+        enter: Any = lambda _, inputs, mesh: tuple(whole(part, mesh) for part in inputs)  # noqa: E731
+        return distribute_module(module, device_mesh, None, enter, lambda _, y, __: y.to_local())
 
 
 STYLES: dict[str, ParallelStyle] = {
@@ -320,5 +316,4 @@ def write(values: Iterable[tuple[str, Tensor]], directory: Path) -> None:
 
 def gathered(tensor: Tensor) -> Tensor:
     """All values of a parameter; each rank takes part."""
-    full = tensor.detach()
-    return full.full_tensor() if isinstance(full, DTensor) else full
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()

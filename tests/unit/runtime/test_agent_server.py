@@ -119,12 +119,17 @@ def two_jobs(tmp_path: Path, *, with_tls: bool = True) -> tuple[Job, Job]:
     )
 
 
+async def opened(*jobs: Job, tls: bool = False) -> AgentServer:
+    endpoint = AgentServer()
+    await endpoint.open(tls=tls)
+    for job in jobs:
+        job.register(endpoint)
+    return endpoint
+
+
 async def test_every_job_gets_its_own_welcome_over_the_same_port(tmp_path: Path) -> None:
     one, two = two_jobs(tmp_path)
-    endpoint = AgentServer()
-    await endpoint.open(tls=True)
-    one.register(endpoint)
-    two.register(endpoint)
+    endpoint = await opened(one, two, tls=True)
     for num_heartbeats, (job, other) in enumerate(((one, two), (two, one))):
         frames = await job.dial(endpoint)
         frames.send(job.hello())
@@ -140,10 +145,7 @@ async def test_every_job_gets_its_own_welcome_over_the_same_port(tmp_path: Path)
 
 async def test_a_client_without_the_key_of_the_job_cannot_connect(tmp_path: Path) -> None:
     one, two = two_jobs(tmp_path)
-    endpoint = AgentServer()
-    await endpoint.open(tls=True)
-    one.register(endpoint)
-    two.register(endpoint)
+    endpoint = await opened(one, two, tls=True)
     # The server's certificate is not the one that this client trusts.
     with pytest.raises(OSError):  # ssl.SSLError is one
         await one.dial(endpoint, name=two.tls_name)
@@ -179,9 +181,7 @@ async def refused_in_the_handshake(
 
 async def test_a_client_without_a_server_name_or_without_tls_is_refused(tmp_path: Path) -> None:
     one, _two = two_jobs(tmp_path)
-    endpoint = AgentServer()
-    await endpoint.open(tls=True)
-    one.register(endpoint)
+    endpoint = await opened(one, tls=True)
     nameless = one.client()
     nameless.check_hostname = False
     with pytest.raises(OSError):
@@ -200,10 +200,7 @@ async def test_the_key_of_one_job_gives_no_access_to_another_even_with_its_token
     tmp_path: Path,
 ) -> None:
     one, two = two_jobs(tmp_path)
-    endpoint = AgentServer()
-    await endpoint.open(tls=True)
-    one.register(endpoint)
-    two.register(endpoint)
+    endpoint = await opened(one, two, tls=True)
     frames = await one.dial(endpoint)
     frames.send(two.hello())
     refused = await frames.receive()
@@ -219,9 +216,7 @@ async def test_the_key_of_one_job_gives_no_access_to_another_even_with_its_token
 
 async def test_an_agent_of_an_unknown_job_may_reconnect(tmp_path: Path) -> None:
     one, two = two_jobs(tmp_path, with_tls=False)
-    endpoint = AgentServer()
-    await endpoint.open()
-    one.register(endpoint)
+    endpoint = await opened(one)
     frames = await Frames.dial(endpoint.address, endpoint.port)
     frames.send(two.hello())
     refused = await frames.receive()
@@ -238,9 +233,7 @@ async def test_an_agent_of_an_unknown_job_may_reconnect(tmp_path: Path) -> None:
 
 async def test_another_protocol_is_refused_and_both_releases_are_named(tmp_path: Path) -> None:
     one, _two = two_jobs(tmp_path, with_tls=False)
-    endpoint = AgentServer()
-    await endpoint.open()
-    one.register(endpoint)
+    endpoint = await opened(one)
     frames = await Frames.dial(endpoint.address, endpoint.port)
     frames.send(one.hello(version=limits.PROTOCOL_VERSION + 1, release="7.1.0"))
     refused = await frames.receive()
@@ -260,9 +253,7 @@ def test_the_first_message_carries_its_version_though_it_is_the_default(tmp_path
 
 async def test_a_request_without_a_job_goes_to_the_only_one(tmp_path: Path) -> None:
     one, two = two_jobs(tmp_path, with_tls=False)
-    endpoint = AgentServer()
-    await endpoint.open()
-    one.register(endpoint)
+    endpoint = await opened(one)
 
     async def ask(job: str, token: str) -> wire.Reply:
         frames = await Frames.dial(endpoint.address, endpoint.port)
@@ -281,10 +272,7 @@ async def test_a_request_without_a_job_goes_to_the_only_one(tmp_path: Path) -> N
 
 async def test_unregistering_a_job_closes_its_connections_and_no_others(tmp_path: Path) -> None:
     one, two = two_jobs(tmp_path)
-    endpoint = AgentServer()
-    await endpoint.open(tls=True)
-    one.register(endpoint)
-    two.register(endpoint)
+    endpoint = await opened(one, two, tls=True)
     frames = {job.name: await job.dial(endpoint) for job in (one, two)}
     for job in (one, two):
         frames[job.name].send(job.hello())

@@ -47,7 +47,6 @@ class Tuner(loop.BaseTrainer):
             self._export()
 
     def _export(self) -> None:
-        self.data.discard_tokens()
         directory, model = self.session.directory, cast(Any, self.parallel.model)
         target = files.resolve(directory, self.config.output)
         partial = target.with_name(f"{target.name}.partial")
@@ -112,9 +111,8 @@ def build(job: TrainingJob, config: Finetune, s: session.Session) -> Tuner:
     model = pretrained.build(directory, dtype)
     model.config.use_cache = False
     plan = pretrained.plan_of(model.config, mesh.tensor) if mesh.tensor > 1 else {}
-    data = Conversations(
-        config, s.directory, pretrained.tokenizer_of(directory), model.config.vocab_size, s.tick
-    )
+    tokenizer = pretrained.tokenizer_of(directory)
+    data = Conversations(config, s.directory, tokenizer, model.config.vocab_size, s.tick)
     blocks, embedding, head = (
         pretrained.blocks_of(model), model.get_input_embeddings(), model.get_output_embeddings()
     )  # fmt: skip
@@ -140,8 +138,7 @@ def build(job: TrainingJob, config: Finetune, s: session.Session) -> Tuner:
     def call(module: nn.Module, batch: MicroBatch) -> Tensor:
         """Logits, or losses. Positions that begin again keep attention inside documents."""
         model.get_output_embeddings().targets_bt = batch.targets_bt
-        output: Tensor = module(batch.inputs_bt, position_ids=batch.positions_t).logits
-        return output
+        return cast(Tensor, module(batch.inputs_bt, position_ids=batch.positions_t).logits)
 
     parallel.call = call
 
@@ -157,23 +154,20 @@ def build(job: TrainingJob, config: Finetune, s: session.Session) -> Tuner:
         sum(p.numel() for p in model.parameters() if p.requires_grad or whole)
         for whole in (True, False)
     )
+    warmup, steps = config.optimizer.warmup_steps, data.steps
+    short = f", warmupSteps {warmup} of {steps} steps" * (warmup >= steps)
     return Tuner(
         config,
         s,
         parallel,
         make_optimizer(config.optimizer, trained),
         data,
-        steps=data.steps,
+        steps=steps,
         sequence_length=config.sequence_length,
         flops_per_token=4.0 * total + 2.0 * ours,  # a frozen parameter has no gradient
         title=f"finetune {config.method}: {total / 1e6:.1f} M parameters, "
-        f"{ours / 1e6:.2f} M trained{data.train.losses()}{_warmup(config, data.steps)}",
+        f"{ours / 1e6:.2f} M trained{data.train.losses()}{short}",
     )
-
-
-def _warmup(config: Finetune, steps: int) -> str:
-    warmup = config.optimizer.warmup_steps
-    return f", warmupSteps {warmup} of {steps} steps" if warmup >= steps else ""
 
 
 LOGITS = 2**27
@@ -187,14 +181,11 @@ def give_losses(model: Any) -> None:
     chunk_tokens, logits = max(1, LOGITS // model.config.vocab_size), head.forward
 
     def losses(x_btd: Tensor) -> Tensor:
-        def scaled(x_nd: Tensor) -> Tensor:
-            part: Tensor = logits(x_nd) / scaling
-            return part
-
         if x_btd.shape[0] * x_btd.shape[1] <= chunk_tokens:
             return cast(Tensor, logits(x_btd))
+        parts = (x_btd, head.targets_bt, chunk_tokens)
         # The model divides what its head returns.
-        return losses_in_chunks(scaled, x_btd, head.targets_bt, chunk_tokens) * scaling
+        return losses_in_chunks(lambda x_nd: logits(x_nd) / scaling, *parts) * scaling
 
     head.forward = losses
 
@@ -261,8 +252,8 @@ def with_adapters(model: Any, config: Finetune) -> Any:
 
 def _adapter(model: nn.Module) -> dict[str, Tensor]:
     """Names and values of the adapters; each rank takes part."""
-    named = {plain_name(name): p for name, p in model.named_parameters()}
-    return {name: pretrained.gathered(p).cpu() for name, p in named.items() if ".lora_" in name}
+    named = ((plain_name(name), p) for name, p in model.named_parameters())
+    return {name: pretrained.gathered(p) for name, p in named if ".lora_" in name}
 
 
 def _whole_model(model: Any, s: session.Session) -> Iterator[tuple[str, Tensor]]:
@@ -277,12 +268,11 @@ def _whole_model(model: Any, s: session.Session) -> Iterator[tuple[str, Tensor]]
         s.tick()
         if s.rank:
             continue
-        value = value.cpu()
         owner = plain_name(name).removesuffix(".base_layer.weight")
         if f"{owner}.lora_A.default.weight" in adapters:
             first, second = (adapters[f"{owner}.lora_{letter}.default.weight"] for letter in "AB")
             value = value.float() + modules[owner].scaling["default"] * (second @ first)
-        yield pretrained.stored_name(name), value.to(model.config.dtype)
+        yield pretrained.stored_name(name), value.to(model.config.dtype).cpu()
 
 
 if __name__ == "__main__":

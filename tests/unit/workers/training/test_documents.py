@@ -15,7 +15,7 @@ from torch import Tensor
 from holdfast.orchestrator.api.v1alpha1.recipe import Finetune
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers.training import documents, pretrained
-from holdfast.workers.training.documents import IGNORED, Conversations, Packed
+from holdfast.workers.training.documents import IGNORED, Conversations, Packed, Source
 
 END = 300
 
@@ -23,10 +23,22 @@ END = 300
 class Letters:
     """A tokenizer: the code of each letter."""
 
-    eos_token_id, chat_template = END, None
+    eos_token_id, chat_template, words = END, None, "any"
+
+    @property
+    def backend_tokenizer(self) -> Letters:
+        return self
+
+    def to_str(self) -> str:
+        return self.words
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) for letter in text]}
+
+
+@pytest.fixture(autouse=True)
+def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "version", lambda name: "1")
 
 
 class Ending(Letters):
@@ -53,7 +65,9 @@ def packed(
     path.write_text(
         "".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in lines)
     )
-    return Packed(str(path), "data", tokenizer or Letters(), vocabulary, length)
+    return Packed(
+        Source(str(path), "data", tokenizer or Letters()), vocabulary, length, tmp_path / "kept"
+    )
 
 
 def test_the_end_that_a_tokenizer_appends_is_there_once(tmp_path: Path) -> None:
@@ -127,7 +141,7 @@ def test_wrong_lines_are_rejected(tmp_path: Path, lines: list[Any], message: str
 
 def test_a_file_that_cannot_be_read_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"No such file.*expected a JSONL file in UTF-8"):
-        Packed(str(tmp_path / "none"), "data", Letters(), 400, 8)
+        Packed(Source(str(tmp_path / "none"), "data", Letters()), 400, 8, tmp_path)
 
 
 def test_a_directory_without_all_weights_is_rejected(tmp_path: Path) -> None:
@@ -147,35 +161,24 @@ def test_a_directory_without_all_weights_is_rejected(tmp_path: Path) -> None:
 
 
 class Counting(Ending):
-    """One that a file of tokens can be kept for."""
-
     lines = 0
-    words = "any"
-
-    @property
-    def backend_tokenizer(self) -> Counting:
-        return self
-
-    def to_str(self) -> str:
-        return self.words
 
     def __call__(self, text: str, **options: Any) -> dict[str, Any]:
         self.lines += 1
         return super().__call__(text, **options)
 
 
-def test_a_second_start_makes_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "version", lambda name: "1")
+def test_a_second_start_makes_no_tokens(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "abc"}\n{"prompt": "d", "completion": "efgh"}\n')
     first, second, other = Counting(), Counting(), Counting()
     other.words = "changed"
 
-    def made(tokenizer: Counting, cache: Path | None = tmp_path / "kept") -> list[Any]:
-        kept = Packed(str(path), "data", tokenizer, 400, 4, cache)
+    def made(tokenizer: Counting, cache: Path = tmp_path / "kept") -> list[Any]:
+        kept = Packed(Source(str(path), "data", tokenizer), 400, 4, cache)
         return [kept.num_cut, *(one.tolist() for one in kept.read([*range(len(kept))]))]
 
-    whole = made(Counting(), None)
+    whole = made(Counting(), tmp_path / "other")
     assert made(first) == made(second) == made(other) == whole
     assert (first.lines, second.lines, other.lines) == (3, 0, 3)
     path.write_text('{"text": "xyz"}\n')
@@ -183,26 +186,19 @@ def test_a_second_start_makes_no_tokens(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "file").touch()
     made(second, tmp_path / "file" / "below")  # cannot be made
     assert second.lines == 2
-    for place in (tmp_path / "kept").glob("?*.npz"):
-        place.write_bytes(place.read_bytes()[:-30])  # lost with the machine
-    assert made(Counting()) == made(second, None)
+    place, third, fourth = tmp_path / "kept" / "data.npz", Counting(), Counting()
+    place.write_bytes(place.read_bytes()[:-30])  # lost with the machine
+    assert made(third) == made(fourth) == made(Counting(), tmp_path / "another")
+    assert (third.lines, fourth.lines) == (1, 0)
 
 
-@pytest.mark.parametrize("own", [(), ("own.txt",)])
-def test_tokens_are_discarded_and_a_users_file_beside_them_stays(
-    own: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(documents, "version", lambda name: "1")
+def test_making_tokens_is_a_sign_of_life(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"text": "abc"}\n' * 2000)
     config, ticks = Finetune(model="m", data="data.jsonl", output="out"), list[int]()
-    data = Conversations(config, str(tmp_path), Counting(), 400, lambda: ticks.append(1))
-    assert len(ticks) == 2, "the job would be taken for hung"
-    kept = tmp_path / "out.tokens"
-    for name in own:
-        (kept / name).touch()
-    assert len([*kept.iterdir()]) == 2 + len(own)
-    data.discard_tokens()
-    assert kept.exists() == bool(own) and {path.name for path in kept.glob("*")} == {*own}
+    Conversations(config, str(tmp_path), Counting(), 400, lambda: ticks.append(1))
+    assert len(ticks) == 2
+    names = {path.name for path in (tmp_path / "out.tokens").iterdir()}
+    assert names == {"data.npz", "lock"}
 
 
 def test_a_model_is_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
