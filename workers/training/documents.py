@@ -47,7 +47,7 @@ class Document(NamedTuple):
     """Answers of the assistant that have none, as the chat template changes them."""
 
 
-class Source(NamedTuple):
+class DataFile(NamedTuple):
     path: str
     field: str
     tokenizer: Any
@@ -58,7 +58,7 @@ class Source(NamedTuple):
 class Packed:
     """The documents of a file, in its order, in samples of at most `length` tokens."""
 
-    def __init__(self, source: Source, vocab_size: int, length: int, cache: Path) -> None:
+    def __init__(self, source: DataFile, vocab_size: int, length: int, cache: Path) -> None:
         """Tokens are kept in the directory `cache`. Raises UserError for a line that is not a
         document, and for tokens that the model does not have."""
         path, field, *_ = source
@@ -137,7 +137,7 @@ class Conversations:
     ) -> None:  # fmt: skip
         def packed(name: str, path: str) -> Packed:
             place = str(files.resolve(directory, path))
-            source = Source(place, f"{CONFIG}.{name}", tokenizer, tick)
+            source = DataFile(place, f"{CONFIG}.{name}", tokenizer, tick)
             return Packed(source, vocab_size, config.sequence_length, cache)
 
         output = files.resolve(directory, config.output)
@@ -165,7 +165,7 @@ class Conversations:
         return sum(self.train.num_targets[number] for number in ids)
 
 
-def _tokens_of(source: Source, cache: Path) -> list[Any]:
+def _tokens_of(source: DataFile, cache: Path) -> list[Any]:
     """Tokens of all documents, which have a loss, the size of each document, and its silent
     answers. A directory keeps them for the next start, with a hash of all that they depend on; the
     first rank that comes makes them."""
@@ -192,7 +192,7 @@ def _tokens_of(source: Source, cache: Path) -> list[Any]:
         return _tokenize(source)
 
 
-def _tokenize(source: Source) -> list[Any]:
+def _tokenize(source: DataFile) -> list[Any]:
     documents = [*_documents(source)]
     return [
         np.array([token for d in documents for token in d.tokens], np.int32),
@@ -202,7 +202,7 @@ def _tokenize(source: Source) -> list[Any]:
     ]
 
 
-def _documents(source: Source) -> Iterator[Document]:
+def _documents(source: DataFile) -> Iterator[Document]:
     path, field, tokenizer, tick = source
     try:
         with open(path, encoding="utf-8") as lines:  # noqa: PTH123

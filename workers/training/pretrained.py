@@ -246,9 +246,7 @@ def quantize(model: nn.Module, directory: Path, session: Session, block: nn.Modu
     values = {name: _empty(module.weight, session) for name, module in linear.items()}
     load(values, directory)
     for name, layer in linear.items():
-        value = values.pop(name)
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        weight = NF4Tensor.from_tensor(value, 64, 256)
+        weight = NF4Tensor.from_tensor(gathered(values.pop(name)), 64, 256)
         layer.weight = nn.Parameter(weight, requires_grad=False)
 
 
@@ -316,4 +314,5 @@ def write(values: Iterable[tuple[str, Tensor]], directory: Path) -> None:
 
 def gathered(tensor: Tensor) -> Tensor:
     """All values of a parameter; each rank takes part."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    full = tensor.detach()
+    return full.full_tensor() if isinstance(full, DTensor) else full

@@ -15,7 +15,7 @@ from torch import Tensor
 from holdfast.orchestrator.api.v1alpha1.recipe import Finetune
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers.training import documents, pretrained
-from holdfast.workers.training.documents import IGNORED, Conversations, Packed, Source
+from holdfast.workers.training.documents import IGNORED, Conversations, DataFile, Packed
 
 END = 300
 
@@ -66,7 +66,7 @@ def packed(
         "".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in lines)
     )
     return Packed(
-        Source(str(path), "data", tokenizer or Letters()), vocabulary, length, tmp_path / "kept"
+        DataFile(str(path), "data", tokenizer or Letters()), vocabulary, length, tmp_path / "kept"
     )
 
 
@@ -141,7 +141,7 @@ def test_wrong_lines_are_rejected(tmp_path: Path, lines: list[Any], message: str
 
 def test_a_file_that_cannot_be_read_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"No such file.*expected a JSONL file in UTF-8"):
-        Packed(Source(str(tmp_path / "none"), "data", Letters()), 400, 8, tmp_path)
+        Packed(DataFile(str(tmp_path / "none"), "data", Letters()), 400, 8, tmp_path)
 
 
 def test_a_directory_without_all_weights_is_rejected(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_second_start_makes_no_tokens(tmp_path: Path) -> None:
     other.words = "changed"
 
     def made(tokenizer: Counting, cache: Path = tmp_path / "kept") -> list[Any]:
-        kept = Packed(Source(str(path), "data", tokenizer), 400, 4, cache)
+        kept = Packed(DataFile(str(path), "data", tokenizer), 400, 4, cache)
         return [kept.num_cut, *(one.tolist() for one in kept.read([*range(len(kept))]))]
 
     whole = made(Counting(), tmp_path / "other")
