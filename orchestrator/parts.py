@@ -5,7 +5,7 @@ The rest asks for a part here, imports it nowhere, and does without it where it 
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from typing import Any
 
 _CLI, _HERE = "holdfast.orchestrator.cli", "holdfast.orchestrator"
@@ -45,3 +45,11 @@ def load(path: str) -> Any:
         if f"{module}.".startswith(f"{error.name}."):
             return None
         raise
+
+
+def is_installed(module: str) -> bool:
+    """False for a module that an import would not find; only the packages above it are imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

@@ -17,7 +17,7 @@ from ..api.v1alpha1 import TrainingJob, load_job
 from ..backends.devices import found_here, gpus
 from ..errors import Problem, SpecError
 from ..planner.gpus import GpusFound, TooFewGpus, resolve
-from ..protocol import files
+from ..protocol import files, training_packages
 from ..protocol.facts import NodeFacts
 from ..protocol.files import make_directory
 from ..runtime.checkpoint_store.options import (
@@ -79,11 +79,16 @@ def check_submission(job: TrainingJob, spec_directory: Path, source: str, *, shi
 
 def _sources(job: TrainingJob) -> Iterator[tuple[str, str]]:
     """(field, file or directory) of the data of a recipe."""
-    recipe = job.spec.entrypoint.recipe
-    if recipe is None:
-        return
-    for name, source in recipe.config.sources():
-        yield f"spec.entrypoint.recipe.config.{name}", source
+    if recipe := job.spec.entrypoint.recipe:
+        for name, source in recipe.config.sources():
+            yield f"spec.entrypoint.recipe.config.{name}", source
+
+
+def lacking(job: TrainingJob) -> str:
+    """Message about packages that the job's workers would need on this machine; empty: none."""
+    entry = job.spec.entrypoint
+    more = entry.recipe.config.packages if entry.recipe else ()
+    return training_packages.problem(*more, torch=not entry.program.is_foreign)
 
 
 def _code(job: TrainingJob) -> Iterator[Problem]:
@@ -102,6 +107,8 @@ def _is_same_everywhere(path: str) -> bool:
 
 def _problems(job: TrainingJob, spec_directory: Path) -> Iterator[Problem]:
     yield from _code(job)
+    if (recipe := job.spec.entrypoint.recipe) and (problem := recipe.missing()):
+        yield problem
     field, written = "spec.workingDirectory", job.spec.working_directory
     try:
         work = files.resolve(spec_directory, written)

@@ -13,15 +13,18 @@ OLDEST_TORCH = (2, 11)
 PARTS = ("numpy", "safetensors", "xxhash", "psutil")
 
 
-def problem(*, torch: bool = True) -> str:
-    """What is missing here and how to install it; empty: nothing. `torch`: torch is needed too."""
+def problem(*more: str, torch: bool = True) -> str:
+    """Message about what is missing here and how to install it; empty: nothing is. `torch`: torch
+    is needed too. `more`: the packages of a recipe."""
     oldest = ".".join(map(str, OLDEST_TORCH))
-    needed = ("torch", *PARTS) if torch else PARTS
+    needed = (*["torch"] * torch, *PARTS, *more)
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        own = [name for name in missing if name not in PARTS]
+        fixes = [f"pip install {' '.join(own)}"] * bool(own)
+        fixes += [installation("train")] * (own != missing)
         return (
             f"this Python needs {', '.join(needed)}{f' (torch {oldest} or newer)' * torch}; "
-            f"missing: {', '.join(missing)}; "
-            f"{'pip install torch, and ' * ('torch' in missing)}{installation('train')}"
+            f"missing: {', '.join(missing)}; {', and '.join(fixes)}"
         )
     spec = importlib.util.find_spec("torch") if torch else None
     if spec is None or not spec.submodule_search_locations:

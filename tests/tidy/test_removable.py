@@ -98,14 +98,14 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {part: without(part, tmp_path_factory.mktemp("part")) for part in PARTS}
 
 
-def run(place: Path, *words: str | Path) -> str:
+def run(place: Path, *words: str | Path, code: int = 0) -> str:
     environment = {**os.environ, "PYTHONPATH": str(place), "COLUMNS": "200"}
     done = subprocess.run(
         [sys.executable, *words], cwd=place, env=environment, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
 
 
 @pytest.mark.timeout(600)
@@ -118,6 +118,20 @@ def test_the_command_shows_its_help_without_a_part(copies: dict[str, Path], part
     shown = run(copies[part], "-c", HELP)
     for owner, command in COMMAND.items():
         assert (f"{command} " in shown) == (part != owner)
+
+
+def test_a_recipe_that_is_not_installed_is_rejected_before_a_job(copies: dict[str, Path]) -> None:
+    place = copies["training"]
+    (place / "job.yaml").write_text(
+        "{apiVersion: holdfast.dev/v1alpha1, kind: TrainingJob, metadata: {name: demo},"
+        " spec: {entrypoint: {recipe: {name: pretrain}}}}"
+    )
+    command = "import sys; from holdfast.orchestrator.cli.main import main; sys.exit(main())"
+    for words in (["spec", "validate"], ["run", "--home", "home"], ["submit", "--home", "home"]):
+        done = run(place, "-c", command, *words, "job.yaml", code=2)
+        assert "name: got pretrain, without its holdfast.workers.training.recipes.pretrain" in done
+        assert "pip install '.[train]'" in done
+    assert not [*place.glob("home/jobs/*")]
 
 
 @pytest.mark.timeout(1800)

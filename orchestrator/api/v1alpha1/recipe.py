@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
 from holdfast.orchestrator import limits
-from holdfast.orchestrator.parts import PARTS
+from holdfast.orchestrator.errors import Problem, installation
+from holdfast.orchestrator.parts import PARTS, is_installed
 
 from .base import AutoOrCount, Choice, NoSettings, Part, Wait
 
@@ -247,8 +248,13 @@ class RecipeConfig(Part):
         """Directory that the workers write the result to; empty: checkpoints have it."""
         return ""
 
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Packages that its workers import beside those of every worker."""
+        return ()
+
     def rejects_axis(self, axis: str) -> str:
-        """What excludes an axis of spec.parallelism; empty: nothing does."""
+        """Reason why it divides no model over an axis of spec.parallelism; empty: it does."""
         if axis in self.axes:
             return ""
         return f"models are divided over {' and '.join(('shard', *self.axes))} only"
@@ -409,6 +415,10 @@ class Finetune(RecipeConfig):
     def result(self) -> str:
         return self.output
 
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return ("transformers", "accelerate", "peft", *["torchao"] * (self.method == "qlora"))
+
     def rejects_axis(self, axis: str) -> str:
         if axis == "tensor" and self.method == "qlora":
             return "weights of method qlora are divided over shard only"
@@ -454,6 +464,15 @@ class Recipe(Part):
         default=Pretrain(), validate_default=True, json_schema_extra=_open_mapping
     )
     """Settings of every recipe, and those of this one, below."""
+
+    def missing(self) -> Problem | None:
+        """Problem of a recipe whose part is not installed here; None: it is."""
+        module = self.config.main.partition(":")[0]
+        if is_installed(module):
+            return None
+        fix = installation("train") if module.startswith("holdfast.") else "install its package"
+        field, got = "spec.entrypoint.recipe.name", f"{self.name}, without its {module}"
+        return Problem(field, got, "an installed recipe", fix)
 
     @field_validator("name")
     @classmethod

@@ -27,7 +27,7 @@ def validate(file: FileArgument, as_json: JsonOption = False) -> None:
     from holdfast.orchestrator.planner.choose import choose_mesh, memory_on
     from holdfast.orchestrator.planner.refusal import refusal
 
-    from ..job_checks import load_checked, local_facts, with_local_gpus
+    from ..job_checks import lacking, load_checked, local_facts, with_local_gpus
 
     try:
         job, gpus = with_local_gpus(load_checked(file), str(file))
@@ -47,9 +47,10 @@ def validate(file: FileArgument, as_json: JsonOption = False) -> None:
             raise refused
         print_json({"valid": False, "file": str(file), "problems": [vars(problem)]})
         raise typer.Exit(2)
+    here = [f"the job cannot run on this machine: {text}"] if (text := lacking(job)) else []
     if as_json:
         facts = {"mesh": mesh, "why": why, "gpu": job.spec.resources.num_gpus, "gpu_why": gpus}
-        notes = remarks(job)
+        notes = [*here, *remarks(job)]
         print_json({"valid": True, "file": str(file), "job": job.name, **facts, "remarks": notes})
         return
     nodes, workers = job.spec.nodes.max, job.spec.workers_per_node
@@ -59,7 +60,7 @@ def validate(file: FileArgument, as_json: JsonOption = False) -> None:
         f"{file}: valid; job {job.name} on {plural(nodes, 'node')} x "
         f"{plural(workers, 'worker')}{where}{mesh.strategy}: {mesh.describe()}"
     )
-    for text in filter(None, (gpus, *remarks(job))):
+    for text in filter(None, (gpus, *here, *remarks(job))):
         typer.echo(f"note: {text}")
 
 

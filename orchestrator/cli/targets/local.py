@@ -363,14 +363,12 @@ class LocalTarget(RunsEnded):
         from holdfast.orchestrator.backends.devices import found_here
         from holdfast.orchestrator.hosts.local.job_records import expire
         from holdfast.orchestrator.planner.gpus import resolve
-        from holdfast.orchestrator.protocol import training_packages
         from holdfast.orchestrator.runtime.clock import Clock
 
-        from ..job_checks import load_checked
+        from ..job_checks import lacking, load_checked
 
         job = load_checked(file, directory)
-        foreign = job.spec.entrypoint.program.is_foreign
-        if missing := training_packages.problem(torch=not foreign):
+        if missing := lacking(job):
             raise UserError(missing)
         job, why = resolve(job, found_here(job))
         _check_size(job)

@@ -40,6 +40,13 @@ def test_what_is_missing_is_named_with_the_line_that_installs_it(tmp_path: Path)
     assert text.endswith("pip install torch, and pip install '.[train]' in a checkout of Holdfast")
 
 
+def test_a_recipes_packages_are_installed_beside_those_of_every_worker(tmp_path: Path) -> None:
+    own = tmp_path / "peft.py"
+    own.touch()
+    text = packages(tmp_path, "", *training_packages.PARTS, asks="'peft', 'no_such', 'nor_this'")
+    assert text.endswith("; missing: no_such, nor_this; pip install no_such nor_this")
+
+
 def test_a_program_in_another_interpreter_needs_no_torch_here(tmp_path: Path) -> None:
     parts = training_packages.PARTS
     assert packages(tmp_path, "__version__ = '2.10.1'\n", *parts, asks="torch=False") == ""

@@ -205,10 +205,9 @@ def _start_pulse(job: TrainingJob, inherited: frozenset[str]) -> None:
 def _run_entrypoint(job: TrainingJob, program: Program) -> None:
     recipe = job.spec.entrypoint.recipe
     if recipe is not None:
-        if not (train := load(recipe.config.main)):
-            got = f"{recipe.name}, which is not installed"
-            raise UserError(str(Problem("spec.entrypoint.recipe.name", got, "an installed recipe")))
-        train(job)
+        if problem := recipe.missing():
+            raise UserError(str(problem))
+        load(recipe.config.main)(job)
     elif program.script is not None:
         script = str(files.resolve(Path.cwd(), program.script).resolve())
         sys.argv = [program.script, *program.args]

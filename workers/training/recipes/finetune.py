@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -86,17 +85,11 @@ class Tuner(loop.BaseTrainer):
 
 def main(job: TrainingJob) -> None:
     """Trains until the last step, then writes the result. Raises UserError for a spec without this
-    recipe, and where packages are missing."""
+    recipe."""
     recipe = job.spec.entrypoint.recipe
     config = recipe.config if recipe is not None else None
     if not isinstance(config, Finetune):
         raise UserError("spec.entrypoint.recipe: got another recipe; expected finetune")
-    needed = ("transformers", "accelerate", "peft", *["torchao"] * (config.method == "qlora"))
-    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-        raise UserError(
-            f"{CONFIG}.method: got {config.method} without {' and '.join(missing)}; expected it on "
-            "each node; install holdfast-train[finetune]"
-        )
     loop.run(job, lambda s: build(job, config, s))
 
 
