@@ -21,7 +21,7 @@ from holdfast.orchestrator import limits
 from .base import QUANTITY_PATTERN
 from .job import API_VERSION, KIND, TrainingJob
 from .load import job_from_mapping
-from .retired import RETYPED, SCHEMAS, description
+from .retired import MOVED
 from .rules import RULES, Rule
 from .status import TrainingJobStatus
 
@@ -44,6 +44,13 @@ UNITS = r"|[0-9.]+ *([kKMGTPE][iI]?[bB]|[bB](ytes?)?|[cC]ores?|[cC][pP][uU]s?)"
 """Quantities with units that users write, such as 64GB: the schema lets them pass, and an admission
 policy of the chart, or the operator, refuses them with what to write."""
 
+GONE = {
+    "description": "A field that is gone.",
+    "x-kubernetes-preserve-unknown-fields": True,
+    "enum": ["none: `holdfast spec validate FILE` prints what to write instead"],
+}
+"""Schema of a field of an earlier form: no value of any type is accepted, and the API server's
+message has the text."""
 NODE_COUNTS = ("spec.nodes.min", "spec.nodes.max", "spec.nodes.spares")
 """Fields of 32 bits, as the scale subresource requires."""
 OPEN_MAPPINGS = {"spec.kubernetes.podTemplate": ("metadata", "spec")}
@@ -166,7 +173,7 @@ class _Converter:
         node = self._resolved(node)
         schema = self._shape(node, path)
         if text := node.get("description"):
-            schema = {"description": _plain(text + RETYPED.get(path, "")), **schema}
+            schema = {"description": _plain(text), **schema}
         default = _default(node.get("default"))
         if default is not None:
             schema["default"] = default
@@ -230,8 +237,8 @@ class _Converter:
             name: self.convert(child, f"{path}.{name}")
             for name, child in node["properties"].items()
         }
-        for name, schema in SCHEMAS.get(path, {}).items():
-            document["properties"][name] = {"description": description(path, name), **schema}
+        for name in MOVED.get(path, ()):
+            document["properties"].setdefault(name, GONE)
         return document
 
     def _union(self, choices: list[Node]) -> Node:

@@ -1,8 +1,5 @@
-"""The earlier form of fields that are choices now: rejected, with the line to write.
-
-The line is built from the whole part: a choice has the settings of the other fields inside it. The
-CRD rejects the same fields in the same words (rules.py), except those whose type changed.
-"""
+"""Fields of the spec that are gone, and settings that are inside their choice now: rejected, with
+what to write. The CRD rejects each field that is gone and names the command that prints it."""
 
 from __future__ import annotations
 
@@ -16,185 +13,90 @@ from holdfast.orchestrator.errors import Problem
 
 Fields = dict[str, Any]
 
-OPTIMIZER = "spec.entrypoint.recipe.config.optimizer"
-CHECKPOINTING = "spec.parallelism.activationCheckpointing"
-PIPELINE, FSDP = "spec.parallelism.pipeline", "spec.parallelism.fsdp"
-GUARD = "spec.checkpoint.guard"
-
-_COUNT = {"type": "number"}
-_COUNT_OR_WORD = {"x-kubernetes-int-or-string": True, "maxLength": 64}
-_TEXTS = {"type": "array", "maxItems": 16, "items": {"type": "string", "maxLength": 4096}}
-SCHEMAS: dict[str, dict[str, Fields]] = {
-    CHECKPOINTING: {
-        "mode": {"type": "string", "enum": ["none", "full", "selective", "budget"]},
-        "everyNthBlock": _COUNT,
-        "keep": _TEXTS,
+MOVED: dict[str, dict[str, str]] = {
+    "spec": {"environment": ""},
+    "spec.entrypoint.recipe.config.optimizer": {
+        "name": "{name}",
+        "inBackward": "{name}.inBackward",
+        "momentum": "{name}.momentum",
+        "rankFraction": "{name}.rankFraction",
+        "schedule": "learningRateSchedule.{schedule}",
+        "minLearningRateRatio": "learningRateSchedule.{schedule}.minRatio",
+        "decaySteps": "learningRateSchedule.{schedule}.decaySteps",
+    },
+    "spec.parallelism.activationCheckpointing": {
+        "mode": "{mode}",
+        "everyNthBlock": "{mode}.everyNthBlock",
+        "keep": "{mode}.keep",
     },
     "spec.parallelism": {
-        "pipelineSchedule": {"type": "string", "maxLength": 64},
-        "pipelineStagesPerRank": _COUNT_OR_WORD,
-        "reshardAfterForward": {"type": "boolean"},  # CEL sees no field without a type
-        "accumulateGradients": {"type": "string", "maxLength": 64},
-        "prefetchBlocks": _COUNT,
+        "pipeline": "pipeline.ranks",
+        "pipelineSchedule": "pipeline.schedule",
+        "pipelineStagesPerRank": "pipeline.stagesPerRank",
+        "reshardAfterForward": "fsdp.reshardAfterForward",
+        "accumulateGradients": "fsdp.accumulateGradients",
+        "prefetchBlocks": "fsdp.prefetchBlocks",
     },
-    "spec.checkpoint": {"guardDirectories": _TEXTS},
+    "spec.checkpoint": {"guard": "guard.{guard}", "guardDirectories": "guard.directories"},
 }
-"""Part -> its fields of the earlier form, with the schemas that they had: so the CRD's rule, and
-not the schema, rejects them. An integer for reshardAfterForward has the schema's error: see the
-field's description."""
-
-MOVED = {
-    PIPELINE: {"pipelineSchedule": "schedule", "pipelineStagesPerRank": "stagesPerRank"},
-    FSDP: {name: name for name in ("reshardAfterForward", "accumulateGradients", "prefetchBlocks")},
-    GUARD: {"guardDirectories": "directories"},
+"""Part -> its earlier fields, and their places in it now; one that ends with } was the choice."""
+CHOICES = {
+    "name": ("adamw", "adamw8bit", "muon", "dion"),
+    "schedule": ("cosine", "linear", "constant", "wsd"),
+    "mode": ("none", "full", "selective", "budget"),
+    "guard": ("auto", "never"),
 }
-"""Choice -> fields of the earlier form that were beside it, and their names inside it."""
-_METHODS: dict[str, Fields] = {
-    "adamw": {"inBackward": "inBackward"},
-    "adamw8bit": {},
-    "muon": {"momentum": "momentum"},
-    "dion": {"momentum": "momentum", "rankFraction": "rankFraction"},
-}
-_SCHEDULES: dict[str, Fields] = {
-    "cosine": {"minLearningRateRatio": "minRatio"},
-    "linear": {"minLearningRateRatio": "minRatio"},
-    "constant": {},
-    "wsd": {"minLearningRateRatio": "minRatio", "decaySteps": "decaySteps"},
-}
-MODES: dict[str, Fields] = {
-    "none": {},
-    "full": {"everyNthBlock": "everyNthBlock"},
-    "selective": {"everyNthBlock": "everyNthBlock", "keep": "keep"},
-    "budget": {},
-}
-
-RETYPED = {
-    PIPELINE: " Earlier form, rejected: N; write pipeline: {ranks: N}.",
-    GUARD: " Earlier form, rejected: auto or never; write guard: {} or guard: {never: {}}.",
-}
-"""End of the CRD's description of a field whose type changed, which no rule of the CRD reaches."""
-
-
-def line(place: str) -> str:
-    """What to write, with %s for the settings of the choice."""
-    written = f"write {place.rpartition('.')[2]}: {{%s}}"
-    return f"{written}, without {_listed(place)} beside it" if place in MOVED else written
-
-
-def description(part: str, field: str) -> str:
-    """A field of the earlier form in `kubectl explain`."""
-    place = next((place for place, moved in MOVED.items() if field in moved), part)
-    return f"The earlier form, which is rejected: {line(place) % '...'}."
-
-
-def removed(place: str) -> str:
-    """What to remove: settings that had no effect."""
-    return f"remove {_listed(place)}: no effect"
-
-
-def _listed(place: str) -> str:
-    *names, last = MOVED[place]
-    return f"{', '.join(names)} and {last}" if names else last
-
-
-def rejected(place: str) -> str:
-    """The beginning of the message."""
-    return f"{place}: got its earlier form; expected each choice as a key"
+"""Values of a field that was a choice, the default first; none and auto choose nothing."""
 
 
 def without_retired(document: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Problem]]:
     """The document in the present form, and one problem for each part in the earlier one."""
     copied = json.loads(json.dumps(document))
     problems: list[Problem] = []
-    for place, change in _CHANGES.items():
-        *path, last = place.split(".")
+    for place, moved in MOVED.items():
         part = copied
-        for key in path:
+        for key in place.split("."):
             part = part.get(key) if isinstance(part, dict) else None
-        if isinstance(part, dict) and (fix := change(part, last, place)):
-            problems.append(Problem.from_text(f"{rejected(place)}; {fix}"))
+        if isinstance(part, dict) and part.pop("environment", None) is not None:
+            got, expected = "packages to install", "them in the image, or installed by uv"
+            fix = "write entrypoint.command: uv run --with-requirements requirements.txt SCRIPT"
+            problems.append(Problem(f"{place}.environment", got, expected, fix))
+        elif isinstance(part, dict) and (fix := _change(part, moved)):
+            problems.append(Problem(place, "its earlier form", "each choice as a key", fix))
     return (copied if problems else document), problems
 
 
-def _inside(part: Fields, last: str, place: str) -> str:
-    """Change a part that has its choices inside; return what to write."""
-    old = part.get(last)
-    if not isinstance(old, dict):
+def _change(part: Fields, moved: dict[str, str]) -> str:
+    """Change a part to its present form; return what to write, empty if it is the present one."""
+    old = {k: part[k] for k in moved if not isinstance(part.get(k), (dict, type(None)))}
+    present = {k: next((c for c in words if c in part), words[0]) for k, words in CHOICES.items()}
+    chosen = {**present, **old}
+    if not old or any(chosen[key] not in words for key, words in CHOICES.items()):
         return ""
-    new = _optimizer(dict(old)) if place == OPTIMIZER else _checkpointing(dict(old))
-    if new is None or new == old:
-        return ""
-    part[last] = new
-    return line(place) % _flow(new)[1:-1]
+    before = [*part]
+    for key in old:
+        del part[key]
+    if "mode" in old and chosen["mode"] != "budget":
+        part.pop("budget", None)
+    touched = []
+    for key, value in old.items():
+        first, *rest = moved[key].format_map(chosen).split(".")
+        touched.append(first)
+        _set(part, [first, *rest], {} if moved[key].endswith("}") else value)
+    if "pipeline" in touched and part["pipeline"].get("ranks", 1) == 1:
+        del part["pipeline"]
+    if "fsdp" in touched and {"ddp", "pipeline"} & {*part}:
+        del part["fsdp"]  # it had no effect
+    written = {name: part[name] for name in touched if name in part}
+    line = yaml.safe_dump(written, default_flow_style=True, sort_keys=False, width=1 << 20)[1:-2]
+    steps = [f"write {line}"] * bool(written)
+    gone = [name for name in before if name not in part]
+    return "; ".join([*steps, *[f"remove {', '.join(gone)}"] * bool(gone)])
 
 
-def _optimizer(part: Fields) -> Fields | None:
-    schedule = _choose(part, "schedule", _SCHEDULES, part.get("learningRateSchedule"))
-    if schedule:
-        part["learningRateSchedule"] = schedule
-    method = _choose(part, "name", _METHODS, part)
-    return {**(method or {}), **{k: v for k, v in part.items() if k not in (method or {})}}
-
-
-def _checkpointing(part: Fields) -> Fields | None:
-    share = part.pop("budget", 0.5) if "mode" in part else None
-    chosen = _choose(part, "mode", MODES, part)
-    if chosen and "budget" in chosen:
-        return {"budget": share}
-    return part if chosen is None else {} if "none" in chosen else chosen
-
-
-def _choose(part: Fields, key: str, choices: dict[str, Fields], present: Any) -> Fields | None:
-    """Take the fields of the earlier form out of a part; return the choice with its settings. None
-    without such fields, and for an unknown choice."""
-    names = {name for settings in choices.values() for name in settings}
-    taken = {name: part[name] for name in names if name in part}
-    written = next((c for c in choices if isinstance(present, dict) and c in present), None)
-    fitting = next(c for c in choices if {*taken} <= {*choices[c]} or c == [*choices][-1])
-    chosen = part.get(key, written or fitting)
-    if not (taken or key in part) or not isinstance(chosen, str) or chosen not in choices:
-        return None
-    for name in (key, *taken):
-        part.pop(name, None)
-    inside = present.get(chosen) if isinstance(present, dict) else None
-    own = inside if isinstance(inside, dict) else {}
-    return {chosen: {**own, **{new: taken[o] for o, new in choices[chosen].items() if o in taken}}}
-
-
-def _beside(part: Fields, last: str, place: str) -> str:
-    """Change a part that had settings of a choice beside it; return what to write."""
-    old, moved = part.get(last), MOVED[place]
-    taken = {new: part.pop(name) for name, new in moved.items() if name in part}
-    own = old if isinstance(old, dict) else {}
-    if place == PIPELINE and type(old) is int:
-        own, taken = {"ranks": old}, {"ranks": old, **taken}
-    if place == GUARD and old in ("auto", "never"):
-        own, taken = {}, {"never": {}} if old == "never" else taken
-    elif not taken:
-        return ""
-    part.pop(last, None)
-    excluded = place == FSDP and ("pipeline" in part or "ddp" in part)
-    if excluded or (place == PIPELINE and own.get("ranks", 1) == 1):
-        return removed(place).replace(
-            "remove ", "remove pipeline, " if "ranks" in taken else "remove "
-        )
-    part[last] = {**own, **taken}
-    return line(place) % _flow(part[last])[1:-1]
-
-
-_CHANGES = {
-    OPTIMIZER: _inside,
-    CHECKPOINTING: _inside,
-    PIPELINE: _beside,
-    FSDP: _beside,
-    GUARD: _beside,
-}
-
-
-def _flow(value: Any) -> str:
-    """The value in one line of YAML."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_flow(child)}" for key, child in value.items()) + "}"
-    if isinstance(value, str) and yaml.safe_load(value) == value:
-        return value
-    return json.dumps(value)
+def _set(part: Fields, path: list[str], value: Any) -> None:
+    if not {"auto", "none"} & {*path}:
+        for name in path[:-1]:
+            part = part.setdefault(name, {})
+        if isinstance(part, dict) and "never" not in part:  # budget and never have no settings
+            part.setdefault(path[-1], 0.5 if path == ["budget"] else value)

@@ -16,18 +16,6 @@ from .base import Choice, yaml_name
 from .job import CONTRACT_NAMES, RESERVED_PREFIXES, JobSpec
 from .parallelism import ActivationCheckpointing, Parallelism
 from .resilience import OwnCheckpointGuard
-from .retired import (
-    CHECKPOINTING,
-    FSDP,
-    GUARD,
-    MODES,
-    MOVED,
-    PIPELINE,
-    SCHEMAS,
-    line,
-    rejected,
-    removed,
-)
 from .workload import BESIDE, Entrypoint
 
 
@@ -92,54 +80,6 @@ def _one_choice(name: str, path: str, part: type[Choice]) -> Rule:
     return Rule(name, path, f"size({written}) {sign} 1", message, (words,))
 
 
-def _settings(names: dict[str, str]) -> str:
-    """The fields of these names that are given, under their new names, in CEL."""
-    text = "''"
-    for count in range(1, len(names) + 1):
-        for group in itertools.combinations(names, count):
-            condition = " && ".join(f"has(self.{name})" for name in group)
-            shown = _text(", ".join(f"{names[name]}: %s" for name in group))
-            values = ", ".join(f"dyn(self.{name})" for name in group)
-            text = f"{condition} ? {shown}.format([{values}]) : {text}"
-    return f"({text})"
-
-
-def _mode(name: str) -> str:
-    return f"has(self.mode) && self.mode == {_text(name)}"
-
-
-_PIPELINE_LINE = (
-    f"has(self.pipeline) ? {_text(line(PIPELINE))}.format(["
-    f"'ranks: %s, %s'.format([self.pipeline.ranks, {_settings(MOVED[PIPELINE])}])])"
-    f" : {_text(removed(PIPELINE))}"
-)
-_FSDP_LINE = (
-    f"has(self.pipeline) || has(self.ddp) ? {_text(removed(FSDP))}"
-    f" : {_text(line(FSDP))}.format([{_settings(MOVED[FSDP])}])"
-)
-_GUARD_LINE = f"{_text(line(GUARD))}.format([{_settings(MOVED[GUARD])}])"
-_CHECKPOINTING_LINE = (
-    f"{_text(line(CHECKPOINTING))}.format([{_mode('none')} ? '' : "
-    f"{_mode('budget')} ? 'budget: %s'.format([has(self.budget) ? self.budget : 0.5]) : "
-    f"{_mode('selective')} || !has(self.mode) && has(self.keep) ? "
-    f"'selective: {{%s}}'.format([{_settings(MODES['selective'])}]) : "
-    f"'full: {{%s}}'.format([{_settings(MODES['full'])}])])"
-)
-
-
-def _not_retired() -> Iterator[Rule]:
-    for place, written in (
-        (PIPELINE, _PIPELINE_LINE),
-        (FSDP, _FSDP_LINE),
-        (GUARD, _GUARD_LINE),
-        (CHECKPOINTING, _CHECKPOINTING_LINE),
-    ):
-        above, _, name = place.rpartition(".")
-        part = above if place in MOVED else place
-        rule = " && ".join(f"!has(self.{old})" for old in MOVED.get(place, SCHEMAS.get(place, ())))
-        yield Rule(f"retired-{name}", part, rule, f"{rejected(place)}; %s", (written,))
-
-
 def _excluded() -> Iterator[Rule]:
     for (kind, name), problem in BESIDE.items():
         field = yaml_name(name)
@@ -167,9 +107,13 @@ CHECKS = (
         ".metadata.name",
     ),
     _one_choice("one-entrypoint", "spec.entrypoint", Entrypoint),
-    _one_choice("one-activation-checkpointing", CHECKPOINTING, ActivationCheckpointing),
+    _one_choice(
+        "one-activation-checkpointing",
+        "spec.parallelism.activationCheckpointing",
+        ActivationCheckpointing,
+    ),
     _one_choice("one-way-of-sharding", "spec.parallelism", Parallelism),
-    _one_choice("one-guard", GUARD, OwnCheckpointGuard),
+    _one_choice("one-guard", "spec.checkpoint.guard", OwnCheckpointGuard),
     *_excluded(),
     Rule(
         "a-node-at-least",
@@ -324,4 +268,4 @@ def _immutable() -> Iterator[Rule]:
         )
 
 
-RULES: tuple[Rule, ...] = (*CHECKS, *_not_retired(), *_immutable())
+RULES: tuple[Rule, ...] = (*CHECKS, *_immutable())

@@ -181,6 +181,19 @@ def test_values_of_untyped_fields_are_checked(dry: Kubectl, spec: dict[str, Any]
     assert f"spec.{field}" in text
 
 
+@pytest.mark.parametrize("value", (2, 0.5, True, "auto", ["a"], {"a": 1}), ids=str)
+def test_a_field_that_is_gone_names_the_command_that_prints_the_line(
+    dry: Kubectl, value: Any
+) -> None:
+    spec: dict[str, Any] = {**SCRIPT, "environment": value, "parallelism": {}, "checkpoint": {}}
+    inner = {"pipelineSchedule": value, "activationCheckpointing": {"mode": value}}
+    wrong = {**spec, "parallelism": inner, "checkpoint": {"guardDirectories": value}}
+    text = dry.refusal("apply", "--filename=-", stdin=yaml.safe_dump(job(wrong)))
+    for field in ("environment", "parallelism.pipelineSchedule", "checkpoint.guardDirectories"):
+        assert f"spec.{field}: Unsupported value: " in text
+    assert text.count("none: `holdfast spec validate FILE` prints what to write instead") == 4
+
+
 @pytest.mark.parametrize("spec", UNTYPED_RIGHT, ids=str)
 def test_untyped_fields_accept_every_form_of_a_file(dry: Kubectl, spec: dict[str, Any]) -> None:
     words = ("create", "--dry-run=server", "--filename=-", "--output=json")

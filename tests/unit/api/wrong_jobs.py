@@ -55,49 +55,7 @@ def checkpointing(**fields: Any) -> Document:
     return recipe(parallelism={"activationCheckpointing": fields})
 
 
-# Place of the choice -> the earlier form and what to write. Each field has its old schema.
-EARLIER: tuple[tuple[str, Document, str], ...] = (
-    (
-        "pipeline",
-        recipe(parallelism={"pipeline": {"ranks": 2}, "pipelineStagesPerRank": "auto"}),
-        "pipeline: {ranks: 2, stagesPerRank: auto}, without pipelineSchedule and pipelineStagesPe",
-    ),
-    ("pipeline", recipe(parallelism={"pipelineSchedule": "gpipe"}), "remove pipelineSchedule and"),
-    (
-        "fsdp",
-        recipe(parallelism={"reshardAfterForward": False, "prefetchBlocks": 1}),
-        "fsdp: {reshardAfterForward: false, prefetchBlocks: 1}, without reshard",
-    ),
-    (
-        "fsdp",
-        recipe(parallelism={"ddp": {}, "reshardAfterForward": False}),
-        "remove reshardAfterForward, accumulateGradients and prefetchBlocks: no effect",
-    ),
-    (
-        "guard",
-        script(checkpoint={"guardDirectories": ["a" * 70, "b", "c"]}),
-        f'guard: {{directories: ["{"a" * 70}", "b", "c"]}}, without guardDirectories beside it',
-    ),
-    *(
-        ("activationCheckpointing", checkpointing(**old), f"activationCheckpointing: {line}")
-        for old, line in (
-            ({"mode": "none"}, "{}"),
-            ({"mode": "budget", "budget": 0.25}, "{budget: 0.25}"),
-            ({"mode": "full", "everyNthBlock": 2}, "{full: {everyNthBlock: 2}}"),
-            (
-                {"mode": "selective", "everyNthBlock": 2, "keep": ["matmul"]},
-                '{selective: {everyNthBlock: 2, keep: ["matmul"]}}',
-            ),
-        )
-    ),
-)
-
-
 WRONG = (
-    *(
-        Wrong(f"retired-{place}", spec, (f"{place}: got its earlier form; ", line))
-        for place, spec, line in EARLIER
-    ),
     Wrong(
         "one-guard",
         script(checkpoint={"guard": {"directories": [], "never": {}}}),
