@@ -78,8 +78,7 @@ def _problems(job: TrainingJob, work: Path) -> Iterator[Problem]:
 def script(
     work: Path, written: str, field: str, python: str | None = None, *, compiled: bool = True
 ) -> Iterator[Problem]:
-    """What is wrong with a script. `python`: the interpreter that compiles it; None: this one.
-    `compiled`: whether it is compiled at all."""
+    """Problems of a script. `python`: the interpreter that compiles it; None: this one."""
     try:
         path = files.resolve(work, written)
         is_file, is_directory = path.is_file(), path.is_dir()

@@ -17,7 +17,7 @@ from ..api.v1alpha1 import TrainingJob, load_job
 from ..backends.devices import found_here, gpus
 from ..errors import Problem, SpecError
 from ..planner.gpus import GpusFound, TooFewGpus, resolve
-from ..protocol import files, training_packages
+from ..protocol import files
 from ..protocol.facts import NodeFacts
 from ..protocol.files import make_directory
 from ..runtime.checkpoint_store.options import (
@@ -82,13 +82,6 @@ def _sources(job: TrainingJob) -> Iterator[tuple[str, str]]:
     if recipe := job.spec.entrypoint.recipe:
         for name, source in recipe.config.sources():
             yield f"spec.entrypoint.recipe.config.{name}", source
-
-
-def lacking(job: TrainingJob) -> str:
-    """Message about packages that the job's workers would need on this machine; empty: none."""
-    entry = job.spec.entrypoint
-    more = entry.recipe.config.packages if entry.recipe else ()
-    return training_packages.problem(*more, torch=not entry.program.is_foreign)
 
 
 def _code(job: TrainingJob) -> Iterator[Problem]:

@@ -163,8 +163,7 @@ def ray_address(given: str) -> str:
 
 
 def provided(name: str, backend: str, written: str, *given: Any, **named: Any) -> Any:
-    """What a part makes of the arguments. Raises UserError for a backend that is not installed, or
-    whose libraries are not."""
+    """Result of a part's function. Raises UserError if the backend or its libraries are missing."""
     missing, fix = f"the backend {backend}", "an installation of Holdfast that has it"
     try:
         if make := part(name):

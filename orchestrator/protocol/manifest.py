@@ -65,8 +65,7 @@ NOTE_SUFFIX = ".note"
 
 
 class ShardNote(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent without a controller writes beside a shard file, so that the next controller
-    can commit the checkpoint when the agents are gone."""
+    """Note of an agent beside a shard file, by which a later controller commits the checkpoint."""
 
     file: ShardFile
     mesh: Mesh

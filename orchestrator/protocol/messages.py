@@ -147,8 +147,7 @@ class StepCopied(Message, frozen=True, kw_only=True, tag="step-copied"):
 
 
 class NodeMemoryPlanned(Message, frozen=True, kw_only=True, tag="node-memory-planned"):
-    """What the node's memory can hold of staged state; sent when its workers have asked for
-    buffers, and when it changes."""
+    """Staged state that the node's memory can hold; sent for new buffers and when it changes."""
 
     generation: int
     memory: HostMemory

@@ -1,5 +1,4 @@
-"""What a node of a job needs besides the packages of the control plane, found without an import of
-torch: its import takes seconds."""
+"""Packages that a node of a job needs beside the control plane's, found without importing torch."""
 
 from __future__ import annotations
 
@@ -13,11 +12,11 @@ OLDEST_TORCH = (2, 11)
 PARTS = ("numpy", "safetensors", "xxhash", "psutil")
 
 
-def problem(*more: str, torch: bool = True) -> str:
-    """Message about what is missing here and how to install it; empty: nothing is. `torch`: torch
-    is needed too. `more`: the packages of a recipe."""
-    oldest = ".".join(map(str, OLDEST_TORCH))
-    needed = (*["torch"] * torch, *PARTS, *more)
+def problem(*more: str) -> str:
+    """Message that says how to install what is missing here; empty: nothing is. `more`: packages
+    that are needed beside those of every node."""
+    oldest, torch = ".".join(map(str, OLDEST_TORCH)), "torch" in more
+    needed = (*more, *PARTS)
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         own = [name for name in missing if name not in PARTS]
         fixes = [f"pip install {' '.join(own)}"] * bool(own)

@@ -27,10 +27,10 @@ MAX_WORDS = 40000
 # Lines of Python. A budget only falls: a feature pays with something that goes. The goal is 66,000
 # for orchestrator and workers, 65,000 for tests.
 BUDGETS = {
-    "orchestrator": 53554,
-    "workers": 25865,
-    "tests": 88538,
-    "orchestrator/api": 4614,
+    "orchestrator": 53442,
+    "workers": 25857,
+    "tests": 88536,
+    "orchestrator/api": 4494,
     "orchestrator/backends": 6324,
     "orchestrator/catalogue": 990,
     "orchestrator/cli": 9332,
@@ -45,11 +45,11 @@ BUDGETS = {
     "orchestrator/protocol": 3287,
     "orchestrator/runtime": 5734,
     "orchestrator/ui": 951,
-    "workers/agent": 10812,
+    "workers/agent": 10811,
     "workers/checkpoint": 5012,
     "workers/integrations": 2185,
     "workers/session": 3820,
-    "workers/training": 3537,
+    "workers/training": 3530,
 }
 
 # Parts of JobState, and the module of the core that alone writes each.

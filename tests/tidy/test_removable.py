@@ -3,6 +3,7 @@ the parts provide."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.documents import job_document
 
 ROOT = Path(__file__).parents[2]
 CLI, COMMANDS = "orchestrator/cli", "orchestrator/cli/commands"
@@ -122,10 +125,8 @@ def test_the_command_shows_its_help_without_a_part(copies: dict[str, Path], part
 
 def test_a_recipe_that_is_not_installed_is_rejected_before_a_job(copies: dict[str, Path]) -> None:
     place = copies["training"]
-    (place / "job.yaml").write_text(
-        "{apiVersion: holdfast.dev/v1alpha1, kind: TrainingJob, metadata: {name: demo},"
-        " spec: {entrypoint: {recipe: {name: pretrain}}}}"
-    )
+    spec = {"entrypoint": {"recipe": {"name": "pretrain"}}}
+    (place / "job.yaml").write_text(json.dumps(job_document("demo", spec)))
     command = "import sys; from holdfast.orchestrator.cli.main import main; sys.exit(main())"
     for words in (["spec", "validate"], ["run", "--home", "home"], ["submit", "--home", "home"]):
         done = run(place, "-c", command, *words, "job.yaml", code=2)

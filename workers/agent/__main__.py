@@ -4,7 +4,7 @@ worker checks torch: the program of a job may have an interpreter of its own."""
 from holdfast.orchestrator.protocol import training_packages
 
 if __name__ == "__main__":
-    if problem := training_packages.problem(torch=False):
+    if problem := training_packages.problem():
         raise SystemExit(f"error: {problem}")
     from .standalone import main
 

@@ -61,18 +61,20 @@ def without_retired(document: Mapping[str, Any]) -> tuple[Mapping[str, Any], lis
             got, expected = "packages to install", "them in the image, or installed by uv"
             fix = "write entrypoint.command: uv run --with-requirements requirements.txt SCRIPT"
             problems.append(Problem(f"{place}.environment", got, expected, fix))
-        elif isinstance(part, dict) and (fix := _change(part, moved)):
-            problems.append(Problem(place, "its earlier form", "each choice as a key", fix))
+        elif isinstance(part, dict) and (changed := _change(part, moved)):
+            field, fix = f"{place}.{changed[0]}", changed[1]
+            problems.append(Problem(field, "its earlier form", "each choice as a key", fix))
     return (copied if problems else document), problems
 
 
-def _change(part: Fields, moved: dict[str, str]) -> str:
-    """Change a part to its present form; return what to write, empty if it is the present one."""
+def _change(part: Fields, moved: dict[str, str]) -> tuple[str, str] | None:
+    """Change a part to its present form. Its first earlier field, and what to write; None: it has
+    none."""
     old = {k: part[k] for k in moved if not isinstance(part.get(k), (dict, type(None)))}
     present = {k: next((c for c in words if c in part), words[0]) for k, words in CHOICES.items()}
     chosen = {**present, **old}
     if not old or any(chosen[key] not in words for key, words in CHOICES.items()):
-        return ""
+        return None
     before = [*part]
     for key in old:
         del part[key]
@@ -91,7 +93,7 @@ def _change(part: Fields, moved: dict[str, str]) -> str:
     line = yaml.safe_dump(written, default_flow_style=True, sort_keys=False, width=1 << 20)[1:-2]
     steps = [f"write {line}"] * bool(written)
     gone = [name for name in before if name not in part]
-    return "; ".join([*steps, *[f"remove {', '.join(gone)}"] * bool(gone)])
+    return next(iter(old)), "; ".join([*steps, *[f"remove {', '.join(gone)}"] * bool(gone)])
 
 
 def _set(part: Fields, path: list[str], value: Any) -> None:

@@ -113,8 +113,14 @@ class Entrypoint(Choice):
 
     @property
     def program(self) -> Program:
-        """What each worker starts, parsed once. Nothing for a recipe."""
+        """The program that each worker starts, parsed once; an empty one for a recipe."""
         return self._program
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Packages that Holdfast's Python on a node needs for it beside those of every node."""
+        more = self.recipe.config.packages if self.recipe is not None else ()
+        return () if self._program.is_foreign else ("torch", *more)
 
     @field_validator("resume_args")
     @classmethod

@@ -451,7 +451,7 @@ def _run(arguments: list[str], as_json: bool) -> tuple[int, dict[str, Any]]:
 
     from holdfast.orchestrator.protocol import python_command, training_packages
 
-    if missing := training_packages.problem(torch=False):
+    if missing := training_packages.problem():
         raise UserError(f"checkpoint {arguments[0]}: {missing}")
     done = subprocess.run(
         [*python_command.start("holdfast.workers.checkpoint"), *arguments],

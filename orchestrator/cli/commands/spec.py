@@ -26,8 +26,9 @@ def validate(file: FileArgument, as_json: JsonOption = False) -> None:
     from holdfast.orchestrator.api.v1alpha1.remarks import remarks
     from holdfast.orchestrator.planner.choose import choose_mesh, memory_on
     from holdfast.orchestrator.planner.refusal import refusal
+    from holdfast.orchestrator.protocol import training_packages
 
-    from ..job_checks import lacking, load_checked, local_facts, with_local_gpus
+    from ..job_checks import load_checked, local_facts, with_local_gpus
 
     try:
         job, gpus = with_local_gpus(load_checked(file), str(file))
@@ -47,7 +48,8 @@ def validate(file: FileArgument, as_json: JsonOption = False) -> None:
             raise refused
         print_json({"valid": False, "file": str(file), "problems": [vars(problem)]})
         raise typer.Exit(2)
-    here = [f"the job cannot run on this machine: {text}"] if (text := lacking(job)) else []
+    lacking = training_packages.problem(*job.spec.entrypoint.packages)
+    here = [f"the job cannot run on this machine: {lacking}"] if lacking else []
     if as_json:
         facts = {"mesh": mesh, "why": why, "gpu": job.spec.resources.num_gpus, "gpu_why": gpus}
         notes = [*here, *remarks(job)]

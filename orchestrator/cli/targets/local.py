@@ -363,12 +363,13 @@ class LocalTarget(RunsEnded):
         from holdfast.orchestrator.backends.devices import found_here
         from holdfast.orchestrator.hosts.local.job_records import expire
         from holdfast.orchestrator.planner.gpus import resolve
+        from holdfast.orchestrator.protocol import training_packages
         from holdfast.orchestrator.runtime.clock import Clock
 
-        from ..job_checks import lacking, load_checked
+        from ..job_checks import load_checked
 
         job = load_checked(file, directory)
-        if missing := lacking(job):
+        if missing := training_packages.problem(*job.spec.entrypoint.packages):
             raise UserError(missing)
         job, why = resolve(job, found_here(job))
         _check_size(job)

@@ -294,12 +294,11 @@ def test_validate_describes_a_valid_spec(write: Write, holdfast: Holdfast) -> No
     assert "2 nodes x 2 workers; with the session, HSDP: replicate 2 x shard 2" in result.out
 
 
-def test_packages_that_only_this_machine_lacks_are_a_note_of_validate_and_an_error_of_run(
+def test_packages_that_are_missing_here_are_a_note_of_validate_and_an_error_of_run(
     write: Write, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training_packages, "PARTS", ("json", "no_such_package"))
     path = write(RECIPE % "")
-    noted = holdfast("spec validate", path)
+    noted, failed = holdfast("spec validate", path), holdfast("run", path)
     assert noted.code == 0 and "cannot run on this machine: this Python needs torch" in noted.out
-    failed = holdfast("run", path, "--home", str(path.parent / "home"))
     assert failed.code == 2 and "missing: no_such_package; pip install" in failed.err

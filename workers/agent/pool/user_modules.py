@@ -53,8 +53,7 @@ def installed_since(before: frozenset[str]) -> tuple[str, ...]:
 def expect_imported(job: TrainingJob) -> None:
     """Check the imports of a worker before its entrypoint. Raises UserError for a torch that is too
     old or missing, and for a module that cannot be imported."""
-    recipe = job.spec.entrypoint.recipe
-    if lacking := training_packages.problem(*(recipe.config.packages if recipe else ())):
+    if lacking := training_packages.problem(*job.spec.entrypoint.packages):
         raise UserError(lacking)
     for position, name in enumerate(job.spec.preload):
         try:

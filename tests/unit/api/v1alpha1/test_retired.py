@@ -36,11 +36,7 @@ CASES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     (CHECKPOINTING, {"mode": "full", "budget": 0.5}, {"full": {}}),
     (CHECKPOINTING, {"mode": "budget", "everyNthBlock": 2}, {"budget": 0.5}),
     (CHECKPOINTING, {"mode": "budget"}, {"budget": 0.5}),
-    (
-        CHECKPOINTING,
-        {"mode": "selective", "everyNthBlock": 3},
-        {"selective": {"everyNthBlock": 3}},
-    ),
+    (CHECKPOINTING, {"mode": "selective", "keep": ["matmul"]}, {"selective": {"keep": ["matmul"]}}),
     ("parallelism", {"pipeline": 1, "pipelineSchedule": "gpipe"}, {}),
     ("parallelism", {"pipelineSchedule": "gpipe", "shard": 2}, {"shard": 2}),
     ("parallelism", {"pipeline": 4}, {"pipeline": {"ranks": 4}}),
@@ -100,7 +96,7 @@ def test_a_part_has_one_problem_and_other_mistakes_are_listed_beside_it() -> Non
     with pytest.raises(SpecError) as caught:
         job_from_mapping(wrong)
     fields = [problem.field.rpartition(".")[2] for problem in caught.value.problems]
-    assert fields == ["optimizer", "beta3"]
+    assert fields == ["name", "beta3"]
 
 
 def test_packages_of_a_job_are_installed_by_uv() -> None:
