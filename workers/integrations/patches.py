@@ -8,7 +8,7 @@ the folder that this trainer writes to, and written since the job was submitted.
 What a script gives, `False` included, is left alone, and so is a second training into the same
 folder, which begins where the first one does.
 
-`checkpoint.guard: {never: {}}` in the spec turns all of them off.
+`checkpoint.guard: {never: {}}` in the spec turns all of them off, and the guard of checkpoints.
 """
 
 from __future__ import annotations

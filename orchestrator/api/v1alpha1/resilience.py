@@ -69,7 +69,7 @@ class OwnCheckpointGuard(Choice):
     """Directories of them, relative to workingDirectory, used by no other job. Default: what ranks
     are seen to write, and directories that the arguments name."""
     never: NoSettings | None = None
-    """Do neither."""
+    """Rename nothing, and patch no framework."""
 
 
 class Checkpoint(Part):

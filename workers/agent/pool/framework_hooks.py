@@ -27,7 +27,7 @@ SAVES = "holdfast.saves"
 
 
 def install() -> None:
-    """Install all, before the script runs; not with `checkpoint.guard: {never: {}}`."""
+    """Install all before the script runs. `checkpoint.guard: {never: {}}` skips this."""
     _when_imported("torch.serialization", _audit_torch_save)
     _when_imported("safetensors", _audit_safetensors)
     for name in PATCHES:

@@ -71,7 +71,7 @@ def main(interpreter: str, words: list[str]) -> int:
     except CommandRefused as error:
         # As argparse prints it: the agent does not start the rank again after a usage error.
         print(f"usage: {launcher} OPTIONS SCRIPT ARGS", file=sys.stderr)
-        print(f"holdfast: {replace(error.problem, field=launcher)}", file=sys.stderr)
+        print(f"holdfast: {replace(error.problem, field='command')}", file=sys.stderr)
         return USAGE_CODE
     if os.environ["RANK"] == "0":
         for remark in _remarks(program):

@@ -115,7 +115,7 @@ def test_rank_0_says_which_size_counts(place: Path) -> None:
     ("line", "why"),
     [
         ("torchrun --new-option train.py",
-         "torchrun: got torchrun with the unknown option --new-option; expected options of it that "
+         "command: got torchrun with the unknown option --new-option; expected options of it that "
          "Holdfast knows; remove it, or start the script itself: each rank has torchrun's "
          "variables"),
         ("accelerate launch --gpu_ids 0 train.py", "write spec.env.CUDA_VISIBLE_DEVICES instead"),
