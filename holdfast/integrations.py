@@ -1,4 +1,4 @@
-"""What connects a framework's trainer with Holdfast. Callbacks report its steps, evaluations and
+"""Connections of a framework's trainer to Holdfast. Callbacks report its steps, evaluations and
 saves, and have it save when the job will be stopped:
 
     from holdfast.integrations import TransformersCallback   # transformers.Trainer, TRL, ms-swift

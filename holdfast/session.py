@@ -1,4 +1,4 @@
-"""What a training script calls: `from holdfast import session`; see docs/user/session.md."""
+"""Functions for training scripts: `from holdfast import session`; see docs/user/session.md."""
 
 from holdfast.orchestrator.protocol import training_packages
 

@@ -32,7 +32,7 @@ PARTS = {
 
 
 def part(name: str) -> Any:
-    """What a part provides; None: the part is missing. What it needs of others has to be there."""
+    """The object that a part provides; None: the part is missing. Its own imports must be there."""
     return load(PARTS[name])
 
 

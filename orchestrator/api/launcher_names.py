@@ -63,7 +63,7 @@ def _module(path: str) -> str:
 
 
 def python_program(words: list[str]) -> tuple[list[str], bool, list[str]]:
-    """What follows a Python: (its options, whether it runs a module, script or module with its
+    """Words behind a Python: (its options, whether it runs a module, script or module with its
     arguments). `-c TEXT` counts as an option."""
     options: list[str] = []
     rest = list(words)

@@ -68,7 +68,7 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What each worker starts: a script, a module, or the words of another program."""
+    """Program of each worker: a script, a module, or the words of another program."""
 
     script: str | None = None
     module: str | None = None
@@ -90,7 +90,7 @@ class Program:
     replaced: tuple[str, ...] = ()
     """Options of the launcher that Holdfast replaces."""
     counts: str = ""
-    """What in the line would count the devices of a machine; "": the line has the number."""
+    """Part of the line that would count a machine's devices; "": the line has the number."""
 
     @property
     def is_foreign(self) -> bool:
@@ -273,7 +273,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read(launcher: str, words: list[str]) -> Program:
-    """What `launcher WORDS` would start. Raises CommandRefused."""
+    """Program that `launcher WORDS` would start. Raises CommandRefused."""
     options = {f"option{number}": option for number, option in enumerate(NAMES[launcher])}
     parser = _Parser(launcher)
     for dest, option in options.items():

@@ -43,7 +43,7 @@ def gpus_per_node(job: TrainingJob) -> int:
 
 
 def found_here(job: TrainingJob) -> GpusFound:
-    """What `gpu: auto` of a job on this machine is decided from."""
+    """This machine's GPUs, from which `gpu: auto` of a job is decided."""
     return found_by(job.spec.env)
 
 

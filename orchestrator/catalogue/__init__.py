@@ -1,5 +1,4 @@
-"""What the explorer knows: devices, links, model architectures and measurements, as data with
-sources.
+"""The explorer's data with their sources: devices, links, model architectures and measurements.
 
 types.py has the types; load.py reads the files beside it and a user's own; hugging_face.py reads
 the configuration of a model; calibration.py and measurements.py have what this user measured.

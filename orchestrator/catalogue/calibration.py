@@ -36,7 +36,7 @@ NOT_CALIBRATED = Calibration()
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):
-    """What a measurement holds for. Device and formats must be the same; of the others the nearest
+    """Conditions of a measurement. Device and formats must be the same; of the others the nearest
     are taken, as the share of a peak that is reached changes slowly with them."""
 
     device: str
@@ -63,7 +63,7 @@ class CalibrationEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What the measuring process prints: medians, in seconds."""
+    """Output of the measuring process: medians, in seconds."""
 
     block_s: float
     """Forward and backward of a block for one micro-batch."""

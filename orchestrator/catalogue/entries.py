@@ -185,7 +185,7 @@ def lacking(
 
 
 def inconsistent(path: str, one: Architecture) -> list[Problem]:
-    """What cannot be a model although every field of it is right."""
+    """Problems of a model whose fields are right one by one, and contradict each other."""
     if one.num_heads % one.num_kv_heads:
         got = f"{one.num_kv_heads} with num_heads {one.num_heads}"
         return [Problem(f"{path}.num_kv_heads", got, "a divisor of num_heads")]

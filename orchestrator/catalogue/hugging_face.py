@@ -33,7 +33,7 @@ class Keys(NamedTuple):
 
 
 class ModelType(NamedTuple):
-    """What a `model_type` fixes."""
+    """Properties that follow from a `model_type`."""
 
     keys: Keys
     tied: bool

@@ -14,7 +14,7 @@ NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*)", re.DO
 
 
 class WrongQuantity(ValueError):
-    """What is written is no quantity of this kind. `fix`: what the user can write instead."""
+    """The text is not a quantity of this kind. `fix`: a text that the user can write instead."""
 
     def __init__(self, got: str, fix: str = "") -> None:
         self.got, self.fix = got, fix
@@ -68,7 +68,7 @@ class Kind:
 
 
 def _spellings(unit: str) -> set[str]:
-    """What a unit that is not known was likely meant to be, in small letters."""
+    """Spellings of a unit in small letters, one of which may be known."""
     small = unit.lower().replace("µ", "u").replace("$", "usd").replace("hour", "h")
     per_second = re.sub("ps$", "/s", small)
     return {small, f"{small}/s", per_second, re.sub("flops?$", "flop/s", small)}

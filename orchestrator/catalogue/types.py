@@ -6,7 +6,7 @@ import msgspec
 
 
 class Price(msgspec.Struct, frozen=True):
-    """What one device costs to rent."""
+    """Rent of one device."""
 
     per_hour: float
     """US dollars."""
@@ -48,7 +48,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """What connects devices: time of a message is latency + bytes / bandwidth."""
+    """Connection of devices: a message takes latency + bytes / bandwidth."""
 
     name: str
     """Name such as nvlink4 or infiniband-400."""

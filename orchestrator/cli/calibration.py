@@ -1,4 +1,4 @@
-"""What a plan is timed on with the user's measurements, and the process that measures."""
+"""Hardware of a plan by the user's measurements, and the process that measures."""
 
 from __future__ import annotations
 

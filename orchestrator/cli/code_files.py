@@ -71,12 +71,12 @@ GIT_S = 60.0
 
 
 class Chosen(NamedTuple):
-    """What of a directory is taken along."""
+    """Files of a directory that are taken along."""
 
     sizes: dict[str, int]
     """Relative name of a file or a link -> bytes."""
     remarks: tuple[str, ...]
-    """What was left out, as sentences for the user."""
+    """Sentences for the user about files that were left out."""
 
 
 class Code(NamedTuple):

@@ -1,4 +1,4 @@
-"""What `holdfast run` shows while a job runs: a live display on a terminal, plain lines elsewhere.
+"""Output of `holdfast run` while a job runs: a live display on a terminal, plain lines elsewhere.
 
 It is called from the controller's event loop, so it must not block.
 """
@@ -33,7 +33,7 @@ class Display(Protocol):
     def show(self, view: JobView) -> None: ...
     def note(self, text: str) -> None: ...
     def line(self, text: str) -> None:
-        """What rank 0 has printed. Called from another thread."""
+        """Show a line that rank 0 has printed. Called from another thread."""
         ...
 
     def __enter__(self) -> Self: ...

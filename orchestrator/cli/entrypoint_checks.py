@@ -174,7 +174,7 @@ def _find_python(work: Path, written: str, field: str) -> tuple[str | None, Prob
 
 
 def _ask(python: str, *arguments: str) -> dict[str, Any] | str:
-    """What _COMPILE prints in another interpreter; a text: why it does not answer."""
+    """Answer of _COMPILE in another interpreter; a text: why it does not answer."""
     try:
         done = subprocess.run(
             [python, "-I", "-W", "ignore", "-c", _COMPILE, *arguments],

@@ -106,7 +106,7 @@ def describe(code: Code) -> str:
 
 
 def notes(job: TrainingJob, code: Code | None) -> list[str]:
-    """What the user should know of a job that was created."""
+    """Notes for the user about a job that was created."""
     if code is not None:
         return [f"{describe(code)}; the workers run in a copy of it"]
     if job.spec.entrypoint.recipe is not None or job.spec.code is not None:

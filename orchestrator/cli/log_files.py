@@ -41,7 +41,7 @@ class LogTail:
             self._rest = b""
 
     def skip(self) -> None:
-        """What the file has by now."""
+        """Skip the present content of the file."""
         self._begun = True
         with suppress(OSError):
             self._offset = self.path.stat().st_size

@@ -1,4 +1,4 @@
-"""What rank 0 prints, for the display of `holdfast run`: a thread follows its newest log."""
+"""Output of rank 0 for the display of `holdfast run`: a thread follows its newest log."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def throughput(view: JobView) -> Iterator[str]:
 
 
 def planned(view: JobView) -> Iterator[str]:
-    """What the planner predicted, beside what is measured."""
+    """Figures that the planner predicted, beside those measured."""
     plan = view.planned
     if plan is None:
         return

@@ -118,7 +118,7 @@ class ScriptRun:
 
     @cached_property
     def program(self) -> Program:
-        """What each worker starts; an empty one for an entrypoint that `document` rejects."""
+        """Program of each worker; an empty one for an entrypoint that `document` rejects."""
         from pydantic import ValidationError
 
         from ..api.launchers import Program
@@ -202,7 +202,7 @@ class ScriptRun:
 
     @property
     def source(self) -> str:
-        """What a problem of the spec is reported about."""
+        """File or words that problems of the spec are reported about."""
         return str(self.file)
 
     def options(self, name: str) -> list[str]:

@@ -27,7 +27,7 @@ class JobHandle:
         return self._name
 
     def view(self) -> JobView:
-        """What `holdfast status --json` prints: state, step, loss, nodes, workers, checkpoints,
+        """Output of `holdfast status --json`: state, step, loss, nodes, workers, checkpoints,
         goodput, the ledger of where the time went, and what each incident cost. Times that end in
         `_ns` are nanoseconds since 1970, those in `_s` seconds."""
         return self._access.view(self.name)

@@ -183,7 +183,7 @@ class TrainingFailedError(HoldfastError):
 
 @dataclass(frozen=True)
 class Result:
-    """What `fit` returns."""
+    """Result of `fit`."""
 
     metrics: dict[str, Any] | None
     """The newest that rank 0 has reported."""
@@ -200,7 +200,7 @@ class Result:
 
     @property
     def return_value(self) -> Any:
-        """What the function of rank 0 has returned. Raises UserError for what is no plain value."""
+        """Result of rank 0's function. Raises UserError for a value that is not plain."""
         if "refused" in self._returned:
             expected = "numbers, texts, None, and lists, tuples, dicts and sets of them"
             fix = "report other objects in a checkpoint"

@@ -120,7 +120,7 @@ class CommitManifest(Action, frozen=True, kw_only=True, tag="commit-manifest"):
 
 
 class Retained(msgspec.Struct, frozen=True):
-    """What stays on the storage tier. Checkpoints are named by (step, generation)."""
+    """Checkpoints that stay on the storage tier, named by (step, generation)."""
 
     keep: tuple[tuple[int, int], ...]
     newest: tuple[int, int]
@@ -129,7 +129,7 @@ class Retained(msgspec.Struct, frozen=True):
     abandoned: tuple[int, int]
     """Newest version up to which files without a manifest get none and are deleted."""
     generation: int
-    """What later generations write is not touched."""
+    """Newest generation whose files may be deleted."""
 
 
 class CleanStorage(Action, frozen=True, kw_only=True, tag="clean-storage"):

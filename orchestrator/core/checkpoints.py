@@ -49,7 +49,7 @@ def newest_committed(state: JobState) -> CommittedCheckpoint | None:
 
 
 def choose_restore(state: JobState) -> Restore | None:
-    """What the next generation restores; None: it starts from the beginning. At the same step
+    """State that the next generation restores; None: it starts from the beginning. At the same step
     memory is preferred: it is faster."""
     committed = newest_committed(state)
     for key, num_shards in state.nodes.complete():
@@ -288,7 +288,7 @@ def clean(ctx: StepContext, given_up: StepKey = NONE) -> None:
 
 
 def retained(state: JobState, in_use: str = "") -> Retained:
-    """What stays of a job that has ended; `in_use`: and this directory."""
+    """Checkpoints that stay of a job that has ended; `in_use`: a directory that stays too."""
     retention = state.job.spec.checkpoint.retention
     good = sorted(c.key for c in state.catalog.committed if not c.refused)
     interval, newest = retention.keep_every_steps, good[-retention.keep_last :]

@@ -44,11 +44,11 @@ def seconds(value: float) -> int:
 
 
 _SAME = sorted({*LaunchGroup.__struct_fields__} - {*Action.__struct_fields__})
-"""What a launch that is sent again keeps."""
+"""Fields that a launch keeps when it is sent again."""
 
 
 class StepContext:
-    """What a handler works with."""
+    """Arguments of every handler."""
 
     def __init__(self, state: JobState, now_ns: int) -> None:
         self.state = state

@@ -88,7 +88,7 @@ class FaultInjected(Event, frozen=True, kw_only=True, tag="fault-injected"):
 
 # -- nodes ------------------------------------------------------------------------------------
 class FromNode(Event, frozen=True, tag="from-node"):
-    """What a node's agent reports, or the backend about the node."""
+    """A fact from a node's agent, or from the backend about the node."""
 
     node: str
     fact: Fact
@@ -233,7 +233,7 @@ class CheckpointRefused(Event, frozen=True, kw_only=True, tag="checkpoint-refuse
 
 
 class CheckpointsListed(Event, frozen=True, kw_only=True, tag="checkpoints-listed"):
-    """What storage has now; read when a user wants a job to go on that holds."""
+    """Present content of storage; read when a user resumes a job that holds."""
 
     files: tuple[ShardFile, ...] = ()
 

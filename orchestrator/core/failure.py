@@ -48,7 +48,7 @@ HOPELESS_TYPES = ("WrongModel", "WrongOptimizer", "WrongSharding", SHARDED_OVER_
 
 @dataclass(frozen=True, slots=True)
 class FailureEvidence:
-    """What is known of one interruption."""
+    """Evidence of one interruption."""
 
     exits: tuple[tuple[str, Exit], ...] = ()
     """(node, how it ended), in the order of the events."""
@@ -63,7 +63,7 @@ class FailureEvidence:
     launch_failure: tuple[str, str] | None = None
     """(node, detail)."""
     refused: str = ""
-    """What is wrong with the checkpoint that this generation started from."""
+    """Problem of the checkpoint that this generation started from."""
     journal_behind: str = ""
     """Nodes run a generation that is not in the journal."""
     leaving: tuple[tuple[str, str], ...] = ()

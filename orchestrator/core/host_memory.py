@@ -1,4 +1,4 @@
-"""What all nodes agree on, of what their memory can hold: copies for buddies, and the memory tier.
+"""Use of the nodes' memory on which all nodes agree: copies for buddies, and the memory tier.
 
 Both are of use only on all nodes together. How many buffers a worker has is a matter of its node.
 Agents report what they measured, and the reports are in the journal, so a replay decides the same.

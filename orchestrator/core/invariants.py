@@ -1,4 +1,4 @@
-"""What must hold after every step.
+"""Invariants that hold after every step.
 
 Nothing is repaired. A broken invariant is a bug of Holdfast: the controller stops before it does
 harm, and training continues without it. Tests and the simulation check the whole state after each

@@ -246,7 +246,7 @@ def replace_slow(ctx: StepContext, name: str, evidence: str) -> None:
 
 # -- a new controller -------------------------------------------------------------------------
 def controller_started(ctx: StepContext, existing: tuple[str, ...] | None) -> list[NodeLost]:
-    """What ran under the last controller must be observed again. Returns the nodes that are gone.
+    """Expect to observe again what ran under the last controller. Returns the nodes that are gone.
 
     `existing` are the nodes that the backend has, None where it was not asked."""
     state = ctx.state

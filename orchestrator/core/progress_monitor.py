@@ -103,7 +103,7 @@ def first_ago_s(beats: Iterable[WorkerBeat], step_s: float) -> float:
 
 @dataclass(slots=True)
 class MonitoredGeneration(WatchedGeneration):
-    """What was concluded of its steps."""
+    """The generation with conclusions about its steps."""
 
     began: Began = field(default_factory=Began)
     first: int = -1
@@ -287,7 +287,7 @@ class ProgressMonitor:
             self._detector.starved(now_ns, here)
 
     def _progress(self, now_ns: int) -> list[AnyEvent]:
-        """What the heartbeats since the last check say about steps."""
+        """Events of steps, by the heartbeats since the last check."""
         current, state = self._current, self._state
         if not self._unchecked or state.group.membership is None:
             return []

@@ -56,7 +56,7 @@ def best_size(
 
 
 def check_resize(job: TrainingJob, num_nodes: int, memory: WorkerMemory = UNKNOWN) -> str:
-    """What is wrong with a requested size; empty: nothing."""
+    """Problem of a requested size; empty: none."""
     if num_nodes < 1:
         return f"nodes: got {num_nodes}; expected at least 1; to free all nodes use suspend"
     if job.spec.elasticity == "fixed" and num_nodes != job.spec.nodes.max:

@@ -265,7 +265,7 @@ def remarked(ctx: StepContext, node: str, fact: NodeRemarked) -> None:
 
 
 def _show_over(ctx: StepContext, text: str) -> None:
-    """What was shown is over."""
+    """Note the end of what was shown, and show a running job as such again."""
     ctx.note(text)
     if ctx.state.phase == "running":
         launching.show_running(ctx)

@@ -1,5 +1,5 @@
-"""What users request of a running job (resize, adjust, again, suspend, resume, cancel), and the
-planned interruptions that follow from it or from a preemption notice."""
+"""Requests of users to a running job (resize, adjust, again, suspend, resume, cancel), and the
+planned interruptions that follow from them or from a preemption notice."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def resize(ctx: StepContext, event: ResizeRequested) -> None:
 
 
 def resize_problem(state: JobState, num_nodes: int) -> str:
-    """What is wrong with a requested size of a running job; empty: nothing."""
+    """Problem of a requested size of a running job; empty: none."""
     problem = check_resize(state.job, num_nodes, state.worker_memory)
     world = num_nodes * state.job.spec.workers_per_node
     if problem or state.sizes.allows(world):
@@ -67,7 +67,7 @@ def adjust(ctx: StepContext, event: AdjustRequested) -> None:
 
 
 def again(ctx: StepContext, event: AgainRequested) -> None:
-    """What was learned of the old code does not count for the new one."""
+    """Start edited code, and drop what was learned of the old code."""
     state = ctx.state
     if event.code is not None:
         spec = state.job.spec.model_copy(update={"code": event.code or None})

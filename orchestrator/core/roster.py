@@ -30,14 +30,14 @@ class NodeRecord(Struct, frozen=True):
     generation: int = 0
     """The generation whose workers may run there; 0: none."""
     staged: tuple[StagedShard, ...] = ()
-    """What its memory tier held when it last joined or stopped its workers."""
+    """Content of its memory tier when it last joined or stopped its workers."""
     offered_port: int = 0
     confirmed: bool = True
     """True if the node has connected to this controller, not only to an earlier one."""
     preempting: bool = False
     """True if the node has a preemption notice; no new generation uses it then."""
     leave_reason: str = ""
-    """What its preemption notices said."""
+    """Text of its preemption notices."""
     slow: bool = False
     """True if the node leaves because a spare replaces it, see recovery.replaceStragglers."""
     leaves_ns: int | None = None
@@ -45,7 +45,7 @@ class NodeRecord(Struct, frozen=True):
     standbys_ready: bool = False
     """True if the standbys have imported what the script imports."""
     host_memory: HostMemory | None = None
-    """What its memory can hold, as its agent last planned; None: not known yet."""
+    """Capacity of its memory, as its agent last planned; None: not known yet."""
 
 
 class PendingNode(Struct, frozen=True):

@@ -93,7 +93,7 @@ class StagingInterval(Struct, frozen=True):
     since_step: int
     """All ranks change at this step; 0: their generation began with it."""
     judged_from: int
-    """What is measured before this step is of the interval before."""
+    """Step from which on measurements are of this interval."""
     chosen_ns: int
     reason: Reason
     for_storage: bool = False
@@ -101,7 +101,7 @@ class StagingInterval(Struct, frozen=True):
 
 
 class StagingSample(Struct, frozen=True):
-    """What a staging took, on the slowest rank."""
+    """Time of a staging on the slowest rank."""
 
     number: int
     """Stagings of the job up to it, had it always had this interval."""
@@ -125,7 +125,7 @@ class Cause(Struct, frozen=True):
     launch_failure: tuple[str, str] | None = None
     """(node, detail)"""
     refused: str = ""
-    """What is wrong with the checkpoint that the generation started from."""
+    """Problem of the checkpoint that the generation started from."""
     journal_behind: str = ""
     """Nodes run a generation that is not in the journal."""
     leaving: tuple[tuple[str, str], ...] = ()
@@ -234,7 +234,7 @@ class CommittedCheckpoint(Struct):
     """A reader found it damaged or missing."""
     refusal: Refusal = ""
     problem: str = ""
-    """What the reader found, with the names of files and tensors that it knows."""
+    """The reader's text, with the names of files and tensors that it knows."""
 
     @property
     def key(self) -> StepKey:
@@ -242,7 +242,7 @@ class CommittedCheckpoint(Struct):
 
 
 class CheckpointCatalog(Struct):
-    """What the storage tier holds, according to manifests and reports."""
+    """Content of the storage tier, according to manifests and reports."""
 
     pending: dict[StepKey, PendingCheckpoint] = field(default_factory=dict)
     committed: list[CommittedCheckpoint] = field(default_factory=list)
@@ -318,7 +318,7 @@ class Supply(Struct):
 
 
 class Staging(Struct):
-    """What the memory tier stages; staging_interval.py writes it."""
+    """Steps that the memory tier stages; staging_interval.py writes it."""
 
     interval: StagingInterval | None = None
     """The interval of checkpoint.memory.everySteps: auto, once stagings were measured."""
@@ -327,7 +327,7 @@ class Staging(Struct):
 
 
 class GivenUp(Struct):
-    """What the running generation does without, for lack of memory; host_memory.py writes it."""
+    """Uses of memory that the running generation lacks room for; host_memory.py writes it."""
 
     copies: bool = False
     """A member has no memory for buddy copies, so none are made."""
@@ -347,7 +347,7 @@ class OwnCheckpointState(Struct):
 
 
 class Ledger(Struct):
-    """What failures have cost, and who is blamed; recovery.py writes it."""
+    """Cost of failures, and who is blamed; recovery.py writes it."""
 
     charges: dict[FailureClass, list[int]] = {}
     """Restarts charged to the restart budgets, by class -> when."""
@@ -454,7 +454,7 @@ class JobState(Struct):
 
     ledger: Ledger = field(default_factory=Ledger)
     sizes: Sizes = field(default_factory=Sizes)
-    """What was learned of the world sizes that a script can have."""
+    """World sizes at which the script has worked, or failed."""
     catalog: CheckpointCatalog = field(default_factory=CheckpointCatalog)
     own: OwnCheckpointState = field(default_factory=OwnCheckpointState)
     meshes: dict[int, Mesh] = field(default_factory=dict)

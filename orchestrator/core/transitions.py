@@ -28,7 +28,7 @@ TERMINAL: tuple[JobPhase, ...] = ("succeeded", "failed", "cancelled")
 class Transition(NamedTuple):
     cause: str
     guard: str = ""
-    """What else must hold."""
+    """Further condition."""
 
 
 _ENDS = "a user cancels, or activeDeadlineSeconds is over"

@@ -1,4 +1,4 @@
-"""What makes a job fit that needs too much memory, and what it costs: tried, not guessed.
+"""Changes that make a job fit that needs too much memory, and their costs: tried, not guessed.
 
 Each way changes few fields of the spec. It is planned as the changed job would be, with the same
 functions that launch it.
@@ -101,7 +101,7 @@ def ways_to_fit(
 
 
 def fix(job: TrainingJob, num_nodes: int, memory: WorkerMemory) -> str:
-    """What to set, for the message that refuses a job."""
+    """Fields to set, for the message that rejects a job."""
     ways = "; or ".join(way.describe() for way in ways_to_fit(job, num_nodes, memory))
     return f"set {ways}" if ways else NOTHING_HELPS
 
@@ -126,7 +126,7 @@ def _options(job: TrainingJob, num_nodes: int) -> Iterator[list[_Change]]:
 
 
 def _savings(job: TrainingJob) -> Iterator[list[_Change]]:
-    """What takes memory from a rank and leaves the mesh."""
+    """Changes that save memory of a rank and leave the mesh."""
     parallelism, config = job.spec.parallelism, pretraining(job.spec.entrypoint.recipe)
     assert config is not None
     weights = {"none": {"selective": 0.0, "full": 0.1}, "selective": {"full": 0.1}}

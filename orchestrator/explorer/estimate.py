@@ -31,7 +31,7 @@ class MemoryRow(msgspec.Struct, frozen=True):
 
 
 class TrafficRow(msgspec.Struct, frozen=True):
-    """What one rank sends in a step within one kind of group."""
+    """Traffic of one rank in a step within one kind of group."""
 
     what: str
     collective: str

@@ -1,5 +1,5 @@
-"""What a step of a job is timed on, from facts about a node: one answer for `spec plan` and for
-the plan that stands beside the measurements of a running job."""
+"""Hardware of a job's steps, from facts about a node: the same for `spec plan` and for the plan
+beside the measurements of a running job."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ NETWORKS = {
 def hardware_of(
     known: Catalogue, job: TrainingJob, facts: NodeFacts, num_nodes: int, network: str = ""
 ) -> Hardware | None:
-    """What the job's workers get on `num_nodes` nodes like this one; None: GPUs that the catalogue
-    does not have. `network`: the link between nodes; empty: by the fabric profile, and within the
-    machine for a job on CPUs whose nodes are all on it."""
+    """Hardware of the job's workers on `num_nodes` nodes like this one; None: GPUs that the
+    catalogue does not have. `network`: the link between nodes; empty: by the fabric profile, and
+    within the machine for a job on CPUs whose nodes are all on it."""
     between = network or NETWORKS[choose_profile(job.spec.fabric, facts, num_nodes)[0]]
     if job.spec.resources.num_gpus:
         device = known.reported(facts.gpus[0].name) if facts.gpus else None

@@ -77,8 +77,8 @@ def host_rows(job: TrainingJob, mesh: Mesh, host: HostMemory | None = None) -> t
 
 
 def plan_host(job: TrainingJob, mesh: Mesh, node: NodeFacts) -> HostMemory | None:
-    """What a node like this one can hold of staged state; the agents plan in the same way, with
-    what they measure. None: the model or the node's memory is not known."""
+    """Staged state that a node like this one can hold; the agents plan in the same way, from
+    measurements. None: the model or the node's memory is not known."""
     work = workload_of(job)
     if work is None:
         return None

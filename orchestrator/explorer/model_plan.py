@@ -135,7 +135,7 @@ def _verdict(work: Workload, best: Ranked | None, found: list[tuple[Cluster, Fou
 
 
 def _least(work: Workload, layout: ParallelLayout, room: float) -> str:
-    """What the layout that needs least memory needs, and its largest part."""
+    """Memory of the layout that needs least, and its largest part."""
     figures = estimate(work, layout)
     parts = figures.categories()
     what = max(parts, key=lambda name: parts[name])

@@ -78,11 +78,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool | None = None
     """True if the estimate leaves enough of the device free; None: model or device is not known."""
     ways: tuple[Way, ...] = ()
-    """What makes it fit, the nearest first; empty if it fits or it is not known."""
+    """Changes that make it fit, the nearest first; empty if it fits or it is not known."""
     strategies: Strategies | None = None
-    """What else the same devices could run; None: model, hardware or memory is not known."""
+    """Other layouts on the same devices; None: model, hardware or memory is not known."""
     host_memory: HostMemory | None = None
-    """What a node's main memory is estimated to hold of staged state; None: not known."""
+    """Estimate of the staged state that a node's main memory can hold; None: not known."""
     warnings: tuple[str, ...] = ()
 
 

@@ -89,7 +89,7 @@ def _alternative(
 
 
 def _why_lost(one: Ranked, best: Ranked) -> str:
-    """What of its step takes longer than that of the best."""
+    """Part of its step that takes longer than the best one's."""
     less = 1 - one.candidate.tokens_per_s / best.candidate.tokens_per_s
     text = f"{less:.0%} slower" if less > 0.005 else "no faster"
     mine = {part.what: part.seconds for part in one.candidate.time.parts}

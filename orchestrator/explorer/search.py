@@ -36,15 +36,15 @@ CHUNK_TOKENS = 2048
 """Tokens of a chunk where the loss is computed in chunks."""
 MAX_PIPELINE = 64
 AXIS_MUST_GAIN = 0.03
-"""What each tensor, context or pipeline axis must gain in tokens/s to be ranked before a plainer
-layout: two estimates do not differ by less."""
+"""Share of tokens/s that each tensor, context or pipeline axis must gain to be ranked before a
+plainer layout: two estimates do not differ by less."""
 MIN_TOKENS_PER_RANK = 1024
 """Tokens of a sequence that a context axis divides; shorter parts leave attention no work to
 hide."""
 
 
 class Cluster(NamedTuple):
-    """What the job may run on."""
+    """Devices that the job may use."""
 
     devices: int
     per_node: int

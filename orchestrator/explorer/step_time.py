@@ -31,7 +31,7 @@ from .traffic import Collective, collectives
 
 
 class Hardware(NamedTuple):
-    """What the ranks run on."""
+    """Devices and links of the ranks."""
 
     device: Device
     node_link: Link
@@ -126,7 +126,7 @@ class _Block(NamedTuple):
     attention: float
     passes: float
     again: float
-    """What backward computes a second time."""
+    """Part that backward computes a second time."""
     products: float = 2.0
     """Products of backward for each of forward's; a frozen matrix has no gradient."""
 

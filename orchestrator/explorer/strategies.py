@@ -1,5 +1,5 @@
-"""What else the devices of a job could run: its recipe divided in every other way, ranked beside
-the way that it has. `holdfast spec plan JOB` shows it; nothing is launched by it.
+"""Other strategies for the devices of a job: its recipe divided in every other way, ranked beside
+the way that it has. `holdfast spec plan JOB` shows them; nothing is launched.
 
 Each layout is one that the job could be changed to: its fields are written into the job, and what
 validation refuses is left out.

@@ -1,4 +1,4 @@
-"""What one rank sends in a step, per kind of collective and group.
+"""Bytes that one rank sends in a step, per kind of collective and group.
 
 A ring collective over N ranks moves (N-1)/N of the bytes per rank for a gather or a reduce-scatter,
 and twice that for an all-reduce. Source: ZeRO (Rajbhandari et al. 2020), section 7, in bytes

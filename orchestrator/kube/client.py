@@ -58,7 +58,7 @@ class _Request(NamedTuple):
 
 
 class Executed(NamedTuple):
-    """What became of a command in a pod."""
+    """Result of a command in a pod."""
 
     succeeded: bool
     stdout: bytes

@@ -22,7 +22,7 @@ log = logging.getLogger("holdfast.kubernetes")
 
 
 class AuthHeaders(NamedTuple):
-    """What authenticates this client to the API server. Never printed."""
+    """Headers that authenticate this client to the API server. Never printed."""
 
     token: str
     certificate: bytes

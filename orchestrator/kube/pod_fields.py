@@ -22,7 +22,7 @@ class UnknownField(NamedTuple):
     path: str
     """Path below the pod, such as spec.tolerationz."""
     close: str
-    """What was probably meant: the known field that it resembles."""
+    """The known field that it resembles, which was probably meant."""
 
 
 def misspelt_fields(pod: dict[str, Any]) -> list[UnknownField]:

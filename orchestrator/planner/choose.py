@@ -66,7 +66,7 @@ def choose_mesh(
 
 
 def memory_on(job: TrainingJob, nodes: Iterable[NodeFacts]) -> WorkerMemory:
-    """What a worker has on the smallest of these nodes. Plan, launch and resize all use it."""
+    """Memory of a worker on the smallest of these nodes. Plan, launch and resize all use it."""
     facts = list(nodes)
     device = min((gpu.memory_bytes for node in facts for gpu in node.gpus), default=None)
     main = min((node.memory_bytes for node in facts if node.memory_bytes), default=None)

@@ -184,7 +184,7 @@ def whole_share(host_bytes: int) -> float:
 
 
 def describe_host(host_bytes: int | None) -> str:
-    """What offloaded states may take of main memory, and whether that is known."""
+    """Sentence about the main memory that offloaded states may take."""
     if host_bytes is None:
         each = f"{MAIN_MEMORY_PER_DEVICE / 2**30:.0f} GiB"
         return f"{each} of main memory per worker, assumed: the nodes' memory is not known"
@@ -204,7 +204,7 @@ def model_state_bytes(work: Workload, layout: ParallelLayout) -> int:
 
 
 def shard_bytes(work: Workload, layout: ParallelLayout) -> int:
-    """What one worker stages for a checkpoint."""
+    """Bytes that one worker stages for a checkpoint."""
     return math.ceil(checkpoint_bytes(work) * rank_parameters(work.counts, layout))
 
 

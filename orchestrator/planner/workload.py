@@ -1,5 +1,5 @@
-"""What is planned: the work of a step, and how ranks divide it. Both are made from a job, or by a
-search; every estimate takes these two and nothing else."""
+"""The work of a step, and its division over ranks. Both come from a job, or from a search; every
+estimate takes these two and nothing else."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """The matrix products of the blocks are computed in 8 bits."""
     on_gpu: bool = True
     method: Literal["full", "lora", "qlora"] = "full"
-    """What is trained: everything, or adapters beside frozen weights (see adapters.py)."""
+    """full: all weights are trained; else adapters beside frozen weights (see adapters.py)."""
     adapter_rank: int = 16
     own_loop: bool = False
     """fully_shard wraps the blocks and the whole model, so that embedding and head are in the root
@@ -93,7 +93,7 @@ class ParallelLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageEnds(NamedTuple):
-    """What the stages of one rank of a pipeline have beside blocks."""
+    """Parts beside blocks in the stages of one rank of a pipeline."""
 
     embedding: bool
     head: bool

@@ -53,8 +53,8 @@ _STATE_OF_SHARD = "state_dict of FSDP2"
 
 
 class SharedCall(NamedTuple):
-    """What a call is among the collectives: `key` is the same for calls that can meet, `rule`
-    reports it under a branch, `path` is how it is reached."""
+    """A call that is a collective: `key` is the same for calls that can meet, `rule` reports it
+    under a branch, `path` is how it is reached."""
 
     key: str
     rule: str

@@ -1,4 +1,4 @@
-"""What a value of the user's code is: a rank, a sharded model, an Accelerator.
+"""Kinds of the values of the user's code: a rank, a sharded model, an Accelerator.
 
 Found from assignments, from calls of functions of the project, and, for ranks, from usual names.
 The order of statements is not used: a value has every kind that it has anywhere in its scope.
@@ -114,7 +114,7 @@ class Facts:
         return id(function.node), text
 
     def _apply(self, site: Site) -> None:
-        """What a call does to its arguments, and what a called function learns of them."""
+        """Apply a call's effect on its arguments, and pass their kinds to the called function."""
         if site.name.startswith("torch.") and site.last == "fully_shard" and site.call.args:
             first = site.call.args[0]
             parts = first.elts if isinstance(first, (ast.List, ast.Tuple)) else [first]
@@ -377,7 +377,7 @@ def _is_decided(guard: Guard, known: set[tuple[str, bool]]) -> bool:
 
 
 def _excludes(node: ast.expr) -> bool:
-    """What a rank is compared with to see whether there is one: None, -1, the world size."""
+    """True for a value that shows whether there is a rank at all: None, -1, the world size."""
     if isinstance(node, ast.Constant):
         return node.value is None
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

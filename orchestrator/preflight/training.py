@@ -84,7 +84,7 @@ def _save(facts: Facts, site: Site, report: Report) -> None:
 
 
 def _value(function: Function, node: ast.expr | None) -> ast.expr:
-    """What a variable was assigned, if that is known."""
+    """The value that a variable was assigned, if that is known."""
     if isinstance(node, ast.Name):
         values = [binding.value for binding in bindings_of(function, node.id)]
         if len(values) == 1:

@@ -67,7 +67,7 @@ class Choice(Part):
 
     @classmethod
     def one_of(cls) -> str:
-        """What is expected."""
+        """The choices, for a message."""
         return f"{'at most' if cls.default_choice else 'exactly'} one of {', '.join(cls.choices)}"
 
     @property
@@ -104,7 +104,7 @@ QUANTITY_PATTERN = (
 
 
 def _quantity_fix(value: Any) -> str:
-    """What the user probably means: 64GB, 4 cores."""
+    """Fix for a quantity with another unit, such as 64GB or 4 cores; empty: none."""
     match = re.fullmatch(r"([0-9.]+) *([A-Za-z]+)", value) if isinstance(value, str) else None
     if match is None:
         return ""

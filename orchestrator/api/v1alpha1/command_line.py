@@ -94,7 +94,7 @@ def is_known(word: str) -> bool:
 
 
 def read(line: str) -> Program:
-    """What each worker starts for a command. Raises CommandRefused."""
+    """Program that each worker starts for a command. Raises CommandRefused."""
     words = _split(line)
     env: dict[str, str] = {}
     words = _without_variables(words, env)

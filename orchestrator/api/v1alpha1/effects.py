@@ -22,7 +22,7 @@ CONFIG = "entrypoint.recipe.config."
 ROW_OF_8_BITS = 256
 """Values of a row that share a scale, see adamw8bit.py."""
 SIDE_OF_FLOAT8 = 16
-"""What divides both sides of a matrix that torchao converts, see float8.py."""
+"""Divisor of both sides of a matrix that torchao converts, see float8.py."""
 RECIPE_ONLY = ("precision", "activation_checkpointing", "offload", "ddp", "fsdp")
 
 
@@ -168,7 +168,7 @@ def _precision_effects(spec: JobSpec, mesh: Parallelism, config: Pretrain | None
 def _shard_effects(
     spec: JobSpec, mesh: Parallelism, config: RecipeConfig, ours: Pretrain | None
 ) -> Iterator[str]:
-    """What only FSDP2 does, and what only DDP does."""
+    """Problems of fields that only FSDP2 has, or only DDP."""
     one_copy = (mesh.shard in (1, "auto") and mesh.context == 1) or _world(spec) == 1
     shard, whole = f"shard {mesh.shard}", "every rank has the whole model"
     if mesh.shard == "auto":

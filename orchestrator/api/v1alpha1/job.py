@@ -150,7 +150,7 @@ class Metrics(Part):
 
 
 class JobSpec(Part):
-    """What the job runs, on what, and how it recovers."""
+    """Program, nodes and recovery of the job."""
 
     entrypoint: Entrypoint
     nodes: Nodes = Nodes()

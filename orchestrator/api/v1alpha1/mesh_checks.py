@@ -17,7 +17,7 @@ from .workload import Entrypoint, Nodes, Resources
 
 
 class SizedSpec(Protocol):
-    """What the checks read of a JobSpec, which calls them."""
+    """Part of a JobSpec that the checks read."""
 
     @property
     def entrypoint(self) -> Entrypoint: ...

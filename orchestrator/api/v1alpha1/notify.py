@@ -36,8 +36,8 @@ class Notify(Choice):
         "finished",
         "waiting",
     )
-    """What is sent. waiting: no nodes for a minute, or held for a user; lost-steps: recoveries that
-    lost steps."""
+    """Events to send. waiting: no nodes for a minute, or held for a user; lost-steps: recoveries
+    that lost steps."""
     format: Literal["slack", "json"] = "slack"
     """slack: {"text": ...}, which Mattermost also reads; json: fields."""
 

@@ -64,7 +64,7 @@ class Model(Part):
 
 
 class Validation(Part):
-    """What the recipe evaluates: the same samples every time, at any world size and any seed."""
+    """Samples to evaluate: the same ones every time, at any world size and any seed."""
 
     source: str | None = Field(default=None, min_length=1)
     """A file or directory of its own, in the format of data.source. Default: the last part of

@@ -1,5 +1,5 @@
-"""What a user should know about a valid spec: fields that do something else than is likely meant.
-Every command that takes a spec prints them, and the operator records Events; nothing is refused."""
+"""Remarks on a valid spec: fields that do something else than is likely meant. Every command that
+takes a spec prints them, and the operator records Events; nothing is rejected."""
 
 from __future__ import annotations
 

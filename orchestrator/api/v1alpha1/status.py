@@ -75,7 +75,7 @@ class RequestStatus(_Written):
     accepted: bool = False
     """false: the operator rejected the request."""
     message: str = ""
-    """What happens, or why not."""
+    """Current action, or reason why there is none."""
     step: Count | None = None
     """Step of the requested checkpoint."""
 
@@ -90,7 +90,7 @@ class IncidentStatus(_Written):
     failure_class: str = Field(alias="class")
     """Failure class: user, infrastructure, preemption or hang; resize or suspend if planned."""
     title: str
-    """What happened, in one line."""
+    """The incident in one line."""
     culprit_node: str | None = None
     """Pod that caused it."""
     culprit_machine: str | None = Field(default=None, alias="nodeName")
@@ -100,7 +100,7 @@ class IncidentStatus(_Written):
     evidence: str | None = None
     """Evidence for the cause."""
     decision: str | None = None
-    """What was decided and why, with the numbers."""
+    """The decision and its reason, with the numbers."""
     rehearsal: bool | None = None
     """true: the fault was injected with `holdfast debug`."""
     generation_before: Count | None = None

@@ -1,4 +1,4 @@
-"""What a job runs and on what: nodes, resources, entrypoint, fabric."""
+"""The job's workload: nodes, resources, entrypoint, fabric."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Resources(Part):
 
 
 class Entrypoint(Choice):
-    """What each worker runs: exactly one of script, module, command and recipe."""
+    """Program of each worker: exactly one of script, module, command and recipe."""
 
     choices = ("script", "module", "command", "recipe")
 

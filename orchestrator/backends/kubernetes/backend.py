@@ -53,7 +53,7 @@ log = logging.getLogger("holdfast.kubernetes")
 
 @dataclass
 class OperatorContext:
-    """What the backends of all jobs of an operator share."""
+    """Objects that the backends of all jobs of an operator share."""
 
     cluster: KubeClient
     pod_informer: PodInformer
@@ -99,7 +99,7 @@ class Refusal:
 
 @dataclass
 class PodTracker:
-    """What the backend knows of its pods in addition to the informer."""
+    """The backend's own knowledge of its pods, beside the informer's."""
 
     creating: set[str] = field(default_factory=set)
     """Requested, and not in the informer yet."""

@@ -25,7 +25,7 @@ ANYWHERE = Placement()
 
 @dataclass(frozen=True)
 class GangPriority:
-    """What orders the incomplete jobs."""
+    """Order of the incomplete jobs."""
 
     namespace: str
     name: str

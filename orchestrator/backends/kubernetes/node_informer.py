@@ -80,7 +80,7 @@ class NodeInformer:
         return dict(seen.node.labels) if seen is not None else {}
 
     def known(self, node: str) -> KnownNode | None:
-        """What `read_labels` has found; None before."""
+        """The node that `read_labels` has read; None before."""
         seen = self._seen.get(node)
         return seen.node if seen is not None else None
 

@@ -25,7 +25,7 @@ PASSING = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
 class KnownNode(NamedTuple):
-    """What the operator knows of a Kubernetes node."""
+    """The operator's knowledge of a Kubernetes node."""
 
     name: str
     labels: Mapping[str, str] = {}
@@ -104,7 +104,7 @@ def _is_large_enough(spec: Document, node: KnownNode) -> bool:
 
 
 def requests_of(spec: Document) -> dict[str, Decimal]:
-    """What a pod requests: resource -> amount.
+    """A pod's requests: resource -> amount.
 
     A limit without a request is a request, and init containers run before the others; see
     https://kubernetes.io/docs/concepts/workloads/pods/init-containers/#resource-sharing-within-containers

@@ -20,7 +20,7 @@ FIELDS = {
     "status": "phase reason message conditions containerStatuses initContainerStatuses "
     "nominatedNodeName",
 }
-"""What pod_conditions.py, the queues and the backend read."""
+"""Fields that pod_conditions.py, the queues and the backend read."""
 
 
 class PodInformer:

@@ -1,5 +1,5 @@
-"""What a pod gets of the volumes that the operator gives to all jobs: of checkpoints the directory
-of its own job, of compile caches the one of its namespace. Pure.
+"""A pod's part of the volumes that the operator gives to all jobs: the job's own directory of the
+checkpoints, the namespace's directory of the compile caches. Pure.
 
 A template may mount the same directory elsewhere, and nothing else of these volumes: they hold what
 other jobs trained, and code that pods of other namespaces would run.
@@ -34,7 +34,7 @@ class SharedVolume:
     mount: Mapping[str, Any]
     """Empty: the job gets nothing of it."""
     others: str
-    """What else the volume holds, for a message."""
+    """Other content of the volume, for a message."""
 
     @property
     def document(self) -> dict[str, Any]:

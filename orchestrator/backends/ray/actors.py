@@ -194,8 +194,8 @@ def first_line(error: BaseException) -> str:
 
 
 def death_cause(error: BaseException) -> str:
-    """What Ray reports of an actor's death, without the table of its ids. For an actor that could
-    not be created, Ray gives a traceback whose last line has the cause."""
+    """Ray's report of an actor's death, without the table of its ids. For an actor that could not
+    be created, Ray gives a traceback whose last line has the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if line.startswith("The actor is dead because")]
     if not causes and "raised in its creation task" in str(error):

@@ -35,7 +35,7 @@ this never live at the same time, so a live one is always among the newest."""
 
 
 class AgentOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent's actor needs to start its agent."""
+    """Arguments with which an actor starts its agent."""
 
     job: str
     node: str

@@ -20,7 +20,7 @@ from holdfast.orchestrator.errors import HoldfastError, Problem, UserError, inst
 from . import names
 
 OLDEST = (2, 51)
-"""What `make test-ray-oldest` runs with. Bundles that choose nodes by label came with 2.49."""
+"""Version that `make test-ray-oldest` runs. Bundles that choose nodes by label came with 2.49."""
 CONNECT_TIMEOUT_S = 15.0
 CLIENT = "ray://"
 """Prefix of the address of a Ray client's server."""

@@ -109,8 +109,8 @@ DRAIN_LINE = re.compile(
 
 
 def reason_in_log(logs: Path, raylet_pid: int) -> str:
-    """What a raylet has logged of its own drain, such as "preemption: spot instance is reclaimed";
-    empty where there is nothing."""
+    """A raylet's own log of its drain, such as "preemption: spot instance is reclaimed"; empty:
+    there is none."""
     for path in sorted(logs.glob("raylet*.out")):
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))

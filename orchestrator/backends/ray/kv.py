@@ -18,7 +18,7 @@ from . import names
 
 _NAMESPACE = names.NAMESPACE.encode()
 RECORD = "record"
-"""What was submitted (ControllerOrder, msgpack). The command that creates it has the job's name."""
+"""The submission (ControllerOrder, msgpack). The command that creates it has the job's name."""
 ENDED = "ended"
 """JSON {view, refusal}: how the job ended. Without it there is, or was, a controller."""
 NODES = "nodes"
@@ -80,7 +80,7 @@ def _kv() -> Any:
 
 
 class RayNodeRegistry(msgspec.Struct):
-    """What a new controller must know of the nodes of an earlier one."""
+    """The nodes of an earlier controller, for a new one."""
 
     ENDED_KEPT: ClassVar[int] = 64
     """Ended nodes whose Ray node is remembered."""

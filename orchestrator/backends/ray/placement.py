@@ -51,7 +51,8 @@ class PlacementTiming:
 
 
 def bundle_of(job: TrainingJob) -> dict[str, float]:
-    """What one node takes of a Ray node. Without spec.resources.cpu: a core per worker."""
+    """Resources of a Ray node that one node takes. Without spec.resources.cpu: a core per worker.
+    """
     workers, each = job.spec.workers_per_node, job.spec.resources
     bundle = {"CPU": float(each.cpu if each.cpu is not None else 1) * workers}
     if each.num_gpus:
@@ -99,7 +100,7 @@ Bundle = tuple[PlacementGroupHandle, int]
 
 
 class GroupState(NamedTuple):
-    """What Ray reports of a group."""
+    """Ray's report of a group."""
 
     created: bool
     ray_nodes: dict[int, str]

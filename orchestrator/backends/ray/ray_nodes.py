@@ -113,8 +113,8 @@ def suits(bundle: dict[str, float], selector: Mapping[str, str], ray_node: dict[
 
 
 def gpus_found(job: TrainingJob) -> GpusFound:
-    """What `gpu: auto` of a job on this cluster is decided from: Ray nodes with the labels and
-    custom resources that it asks for."""
+    """GPUs of this cluster, from which `gpu: auto` of a job is decided: those of Ray nodes with the
+    labels and custom resources that the job requests."""
     ray = job.spec.ray
     if ray.accelerator_type is not None:
         return GpusFound(0, f"spec.ray.acceleratorType is {ray.accelerator_type}", wanted=True)

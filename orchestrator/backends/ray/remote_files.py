@@ -71,7 +71,7 @@ def append(parts: Iterable[FilePart], offsets: dict[str, int], target: Path) -> 
 
 
 def _on_ray_nodes(nodes: Iterable[str], function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `function` returns on each of these Ray nodes, of those that answer."""
+    """Results of `function` on those of these Ray nodes that answer."""
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -107,7 +107,7 @@ def _read(job: str, job_id: str, wanted: LogFilter, offsets: dict[str, int]) -> 
 
 
 def _read_log(path: Path, name: str, wanted: bool, offsets: dict[str, int]) -> list[FilePart]:
-    """What is new in one log. The agent moves the content of a large one to `NAME.1` and truncates
+    """The new part of one log. The agent moves the content of a large one to `NAME.1` and truncates
     it: the unread rest of that comes first, so that the copy is whole."""
     parts: list[FilePart] = []
     with path.open("rb") as file:

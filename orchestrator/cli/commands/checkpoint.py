@@ -264,7 +264,7 @@ SHOWN_PARTS = 20
 
 
 def _show_repair(body: dict[str, Any]) -> None:
-    """What would be replaced by what, or why it cannot be repaired."""
+    """Show what would be replaced, or why the checkpoint cannot be repaired."""
     for problem in body["problems"]:
         typer.echo(f"cannot be repaired: {problem}")
     if body["problems"]:

@@ -1,4 +1,4 @@
-"""What the commands need from a target: where jobs live.
+"""Targets, where jobs live, as the commands use them.
 
 Every method raises HoldfastError, and UserError for what a target cannot do at all.
 """
@@ -35,7 +35,7 @@ class Launch(NamedTuple):
     directory: Path
     """The spec's, which is uploaded to a cluster."""
     script: ScriptRun | None = None
-    """What the spec was made from, where the user has written none."""
+    """Script from which the spec was made; None: the user has written one."""
     runtime_env: Path | None = None
     """Ray's, in YAML."""
     show: Callable[[], None] = lambda: None
@@ -69,7 +69,7 @@ class Target(Protocol):
         ...
 
     def empty_message(self) -> str:
-        """What `status` prints when there are no jobs."""
+        """Output of `status` when there are no jobs."""
         ...
 
     def command(self, *words: str) -> str:

@@ -80,7 +80,7 @@ class Transport(Protocol):
         ...
 
     def remark(self, view: JobView) -> str:
-        """What a reader of a view should know that no controller updates."""
+        """Remark on a view that no controller updates; empty: one does."""
         ...
 
     def check_code(self) -> bool:
@@ -105,7 +105,7 @@ class Transport(Protocol):
         ...
 
     def describe_deletion(self, keep: Path | None) -> str:
-        """What `delete` would delete, for a confirmation. Raises UserError if it must not."""
+        """Sentence that asks for a confirmation of `delete`. Raises UserError if it must not."""
         ...
 
     def delete(self, keep: Path | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""What is known of the ranks of a generation, and what each of them does. Pure.
+"""Facts of the ranks of a generation, and the activity of each. Pure.
 
 Heartbeats show progress, CPU use and the pulse of each rank. Stacks, which the agents send while a
 hang is suspected, show what the main threads are in. The rows of the table read both.
@@ -76,7 +76,7 @@ class RankProgress:
 
 @dataclass(slots=True)
 class WatchedGeneration:
-    """What the heartbeats and inspections of one generation have shown."""
+    """Heartbeats and inspections of one generation."""
 
     number: int = 0
     ranks: dict[int, RankProgress] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class WatchedGeneration:
 
 
 def doing(now_ns: int, beat: WorkerBeat, known: InspectedStack | None) -> Doing:
-    """What a rank does now. Its stack holds for as long as the process has been idle since."""
+    """A rank's present activity. Its stack holds for as long as the process has been idle since."""
     if known is None:
         return "unknown"
     activity, idle = known.stack.activity, (beat.idle_s > 0) + (beat.idle_s >= limits.IDLE_S)
@@ -129,7 +129,7 @@ def condition(every: Collection[Doing]) -> Literal["busy", "unknown", "idle"]:
 
 
 class HangFacts:
-    """What the rows of the table ask, at one moment."""
+    """Facts that the rows of the table read, at one moment."""
 
     def __init__(
         self,

@@ -36,9 +36,9 @@ class Suspects:
 
     ranks: tuple[int, ...]
     why: str
-    """What is known of the first one."""
+    """Facts about the first one."""
     basis: SuspectBasis
-    """What distinguishes the first one."""
+    """Difference between the first one and the others."""
 
 
 def find(

@@ -1,5 +1,5 @@
-"""What `resources.gpu: auto` means for a job of this cluster: whether Kubernetes nodes that its
-pods may use have GPUs. Nodes are listed once a while for all jobs of an operator.
+"""Value of `resources.gpu: auto` for a job of this cluster: whether Kubernetes nodes that its pods
+may use have GPUs. Nodes are listed once a while for all jobs of an operator.
 
 The right to list nodes is cluster-wide, and an operator of one namespace may lack it: then no GPUs
 are taken, and the job's Event names the right and the field.

@@ -1,5 +1,5 @@
-"""What is known of a job before its controller runs: from the object's status and from the journal,
-when another operator has run the job."""
+"""Facts about a job before its controller runs: from the object's status, and from the journal when
+another operator has run the job."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ for a job without a controller."""
 
 
 class PriorStatus:
-    """What is known of a job before its controller runs. A job that was started once stays so: its
-    pods may be training although no controller could be started and the status shows another
-    phase."""
+    """Facts about a job before its controller runs. A job that was started once stays so: its pods
+    may be training although no controller could be started and the status shows another phase."""
 
     def __init__(self, document: Document) -> None:
         """`document`: the object as this operator first sees it."""
@@ -32,7 +31,7 @@ class PriorStatus:
         self.checkpoint_path = ""
         """Directory or URL of the job's checkpoints; empty: none yet."""
         self.fields: Document = {}
-        """What the last controller wrote, as fields of the status."""
+        """Fields of the status that the last controller wrote."""
         self.machines: dict[str, str] = {}
         """Pod -> Kubernetes node, of the incidents of earlier operators."""
         status = document.get("status") or {}

@@ -88,7 +88,7 @@ class ReconcilerTiming:
 
 @dataclass
 class ReconcilerContext:
-    """What all reconcilers of an operator share."""
+    """Objects that all reconcilers of an operator share."""
 
     shared: OperatorContext
     agent_server: AgentServer

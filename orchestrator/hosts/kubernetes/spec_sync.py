@@ -153,7 +153,7 @@ def suspended_before_start(document: Document) -> ConditionState:
 
 
 def _adjustable(job: TrainingJob) -> Document:
-    """What a running job follows besides its size; the CRD refuses changes of anything else."""
+    """Fields that a running job follows besides its size; the CRD rejects changes of others."""
     recovery = job.spec.recovery.model_dump(mode="json", by_alias=True)
     nodes, elasticity = job.spec.nodes, job.spec.elasticity
     return {

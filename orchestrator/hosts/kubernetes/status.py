@@ -64,7 +64,7 @@ ACCEPTED = ConditionState("pending", "Accepted", "the operator is starting the j
 
 
 class StatusContext(NamedTuple):
-    """What a status holds besides the view."""
+    """Parts of a status besides the view."""
 
     name: str
     generation: int
@@ -279,7 +279,7 @@ def _rounded(value: float | None, digits: int = 4) -> float | None:
 
 # -- back to a view ---------------------------------------------------------------------------
 def view_of(document: Document, now_ns: int) -> JobView:
-    """What the command line can show of a job, from the object alone."""
+    """View of a job from the object alone, for the command line."""
     metadata = document["metadata"]
     # A newer operator may write fields that this version does not have.
     status = TrainingJobStatus.model_validate(document.get("status") or {}, extra="ignore")

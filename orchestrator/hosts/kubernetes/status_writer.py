@@ -198,8 +198,8 @@ class EventDraft(NamedTuple):
 
 
 def new_events(before: JobView | None, after: JobView) -> list[EventDraft]:
-    """What happened between two views of a job. Pure. `before` None: this operator has just taken
-    the job over, and earlier Events were recorded by the operator before it."""
+    """Events between two views of a job. Pure. `before` None: this operator has just taken the job
+    over, and earlier Events were recorded by the operator before it."""
     if before is None:
         return []
     events: list[EventDraft] = []
@@ -227,7 +227,7 @@ def new_events(before: JobView | None, after: JobView) -> list[EventDraft]:
 
 
 def _is_decided(one: Incident, view: JobView) -> bool:
-    """What is done about the incident is known, or that nothing can be done for now."""
+    """True if the action on the incident is known, or that nothing can be done for now."""
     waits = view.state in ("pending", "suspended", "failed", "cancelled")
     return bool(one.title) and (bool(one.decision) or waits)
 

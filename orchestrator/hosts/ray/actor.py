@@ -26,7 +26,7 @@ log = logging.getLogger("holdfast.ray")
 
 
 class ControllerOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What a controller needs at its start, and at every restart again."""
+    """Arguments of a controller at its start, and at every restart again."""
 
     document: dict[str, Any]
     """The job, valid."""

@@ -195,7 +195,7 @@ class Draft:
         return settings
 
     def _recipe_settings(self) -> dict[str, Any]:
-        """What the recipe's config would get, by name."""
+        """Settings of the recipe's config, by name."""
         batch = {"microBatch": self.micro_batch, "globalBatch": self.global_batch,
                  "sequenceLength": self.sequence_length}  # fmt: skip
         named = {**batch, **self.config, **self.optimizer}

@@ -89,7 +89,7 @@ class ConfigKeys:
         return value
 
     def choice(self, field: str, choices: Mapping[str, Any]) -> Any:
-        """What the text of a field, without regard to case, stands for; None if absent. Raises
+        """Choice for the text of a field, without regard to case; None if absent. Raises
         UserError."""
         value = self.take(field)
         if value is None or value == AUTO:

@@ -49,7 +49,7 @@ class Integration(Protocol):
     """The kind of object that it needs, in each supported version, newest first. The first one that
     the cluster serves is used."""
     remedy: str
-    """What to do if the cluster serves none of them."""
+    """Fix for a cluster that serves none of them."""
 
     def pod(self, pod: Document, gang: PodGang, *, member: bool) -> Document:
         """The pod with the fields that the system reads. `member`: it belongs to the gang, which

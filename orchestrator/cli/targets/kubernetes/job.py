@@ -305,8 +305,8 @@ def _annotated(value: str | None) -> Document:
 async def ask(
     cluster: KubeClient, document: Document, verb: str, arguments: dict[str, Any]
 ) -> Reply:
-    """What the controller answers when it is asked from a pod of the job. Raises
-    Forbidden where the user may not run commands in pods, HoldfastError without an answer."""
+    """Answer of the controller to a question from a pod of the job. Raises Forbidden where the user
+    may not run commands in pods, HoldfastError without an answer."""
     metadata = document["metadata"]
     namespace, name = metadata["namespace"], metadata["name"]
     pods, _version = await cluster.list_all(PODS, namespace, names.selector(name))

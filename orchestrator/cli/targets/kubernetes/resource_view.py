@@ -1,5 +1,5 @@
-"""What the command line shows of a TrainingJob object: the JobView of its status, the nodes of its
-pods, and whether an operator handles it. Pure."""
+"""A TrainingJob object for the command line: the JobView of its status, the nodes of its pods, and
+whether an operator handles it. Pure."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class DashboardTarget(Target):
 
 
 class DashboardTransport:
-    """What the controller of a running job has published."""
+    """A running job by the view that its controller has published."""
 
     def __init__(self, api: StateApi, view: JobView, inside: Callable[..., NoReturn]) -> None:
         self._api, self._view, self._inside = api, view, inside

@@ -117,7 +117,7 @@ def _name_in(own: Any, file: Path) -> str:
 
 
 def metadata(job: TrainingJob) -> dict[str, str]:
-    """What the dashboard's Jobs page shows; `job_name` is the key that it has a column for."""
+    """Texts for the dashboard's Jobs page, which has a column for `job_name`."""
     return {"job_name": job.name, OWNER: job.name}
 
 
