@@ -1,1 +1,1 @@
-"""What runs beside the GPUs. Imports only protocol, api, errors and limits of the control plane."""
+"""The side of the GPUs. Imports only protocol, api, errors and limits of the control plane."""

@@ -50,7 +50,7 @@ agent."""
 
 
 class _Inherited(msgspec.Struct):
-    """What a program in the place of a worker needs to be attached."""
+    """State with which a program in the place of a worker is attached."""
 
     assign: Assign
     job: dict[str, Any]

@@ -1,1 +1,1 @@
-"""What workers and control plane share: spec, mesh, messages, environment, manifest, limits."""
+"""Shared by workers and control plane: spec, mesh, messages, environment, manifest, limits."""

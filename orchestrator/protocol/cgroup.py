@@ -84,8 +84,8 @@ def memory_limit_bytes(group: CgroupDirectory | None) -> int | None:
 
 
 def memory_available_bytes(group: CgroupDirectory | None) -> int | None:
-    """What the limits leave; None: no limit. Pages of files count as free: the kernel takes them
-    back before it kills. Memory files (memfd) do not."""
+    """Memory that the limits leave; None: no limit. Pages of files count as free: the kernel takes
+    them back before it kills. Memory files (memfd) do not."""
     if group is None:
         return None
     v2 = group.version == 2

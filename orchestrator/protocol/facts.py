@@ -12,7 +12,7 @@ import msgspec
 from .mesh import Mesh
 
 WorkerPhase = Literal["start", "build", "restore", "compile", "train", "evaluate", "save", "finish"]
-"""What a worker reports that it is doing. The measured hang timeout applies to `train` only."""
+"""A worker's present activity. The measured hang timeout applies to `train` only."""
 
 PREPARING: tuple[WorkerPhase, ...] = ("build", "restore", "compile", "finish")
 """Phases that explain why no step was counted."""
@@ -26,7 +26,7 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class Processor(msgspec.Struct, frozen=True):
-    """What a machine reports of its processors."""
+    """A machine's processors."""
 
     name: str = "CPU"
     flags: tuple[str, ...] = ("avx2", "fma")
@@ -105,7 +105,7 @@ class ShardFile(msgspec.Struct, frozen=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker measures in a step. A worker's message, a heartbeat, the event of a finished
+    """Measurements of a worker in a step. A worker's message, a heartbeat, the event of a finished
     step and the view of a job all inherit it, so that a new number is declared here only."""
 
     loss: float | None = None
@@ -242,9 +242,9 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 StackActivity = Literal["peers", "device", "staging", "engine", "reads", "compiles", "nothing", ""]
-"""What the main thread of a worker is in, by its innermost frames: a collective with its peers, a
-wait for its device, a wait for its copy or its agent, the autograd engine (which computes, and
-waits for collectives, in native code), a read, a compiler, or none of these. Empty: unknown."""
+"""Activity of a worker's main thread, by its innermost frames: a collective with its peers, a wait
+for its device, a wait for its copy or its agent, the autograd engine (which computes, and waits for
+collectives, in native code), a read, a compiler, or none of these. Empty: unknown."""
 
 
 class GroupProgress(msgspec.Struct, frozen=True):
@@ -277,12 +277,12 @@ class Stack(msgspec.Struct, frozen=True):
 
 
 SuspectBasis = Literal["stopped", "no-pulse", "unreported", "behind", "none", ""]
-"""What heartbeats show of the first suspect of a hang: its process is stopped, its interpreter is
+"""The first suspect of a hang by its heartbeats: its process is stopped, its interpreter is
 blocked, it has never reported, it is behind the others, or nothing. Empty: not recorded."""
 
 
 class WorkerSeat(msgspec.Struct, frozen=True):
-    """What one worker of a launch is given."""
+    """Place of one worker in a launch."""
 
     rank: int
     local_rank: int
@@ -301,8 +301,8 @@ class ShardLocation(msgspec.Struct, frozen=True):
 
 
 class Restore(msgspec.Struct, frozen=True, kw_only=True):
-    """What a generation restores: the state after `step`, from memory (sources) or storage
-    (directory)."""
+    """State that a generation restores, after `step`: from memory (sources) or storage (directory).
+    """
 
     step: int
     generation: int
@@ -378,7 +378,7 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why this generation was launched, oldest first, for what the script logs to. The
     runtime adds them to the message; no decision depends on them."""
     own_checkpoints: tuple[OwnCheckpoint, ...] = ()
-    """What the script is known to have written, the last one last. As `incidents`."""
+    """Checkpoints that the script is known to have written, the last one last. As `incidents`."""
 
     @property
     def world_size(self) -> int:

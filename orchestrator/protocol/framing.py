@@ -10,8 +10,8 @@ from .. import limits
 
 HEADER_BYTES = 4
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What a decoder of msgspec raises for bytes that are not a message: also for a text that is not
-UTF-8 and for values that are nested too deeply."""
+"""Errors of msgspec's decoders for bytes that are not a message: also for a text that is not UTF-8
+and for values that are nested too deeply."""
 
 
 class BadFrame(Exception):

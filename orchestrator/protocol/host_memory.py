@@ -46,7 +46,7 @@ to storage are staged; checkpoints: not even one buffer fits."""
 
 
 class HostRoom(msgspec.Struct, frozen=True):
-    """What one node may use for staged state, in bytes."""
+    """Memory that one node may use for staged state, in bytes."""
 
     limit_bytes: int
     """Memory of the node: the smallest limit of its cgroups, or what the machine has."""
@@ -58,7 +58,7 @@ class HostRoom(msgspec.Struct, frozen=True):
 
 
 class HostGrant(msgspec.Struct, frozen=True):
-    """What a node holds."""
+    """Buffers that a node holds."""
 
     buffers: int
     """Staging buffers per worker, at most."""
@@ -93,7 +93,7 @@ class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reserve_bytes(room: HostRoom, *, shard_bytes: int, workers: int) -> int:
-    """What is left to the workers."""
+    """Bytes that stay free for the workers."""
     kept = max(int(RESERVE * room.limit_bytes), MIN_RESERVE_BYTES * workers)
     return kept + room.on_cpu * TRANSIENT_SHARDS * shard_bytes * workers
 
@@ -107,7 +107,7 @@ def plan_host_memory(
     buddy: bool,
     shards: int = 0,
 ) -> HostMemory:
-    """What the node holds. `buddy`: copies for another node are wanted. `shards`: see
+    """Staged state that the node holds. `buddy`: copies for another node are wanted. `shards`: see
     HostMemory."""
     usable = room.available_bytes - reserve_bytes(room, shard_bytes=shard_bytes, workers=workers)
     unit = shard_bytes * (shards or workers)
@@ -161,7 +161,7 @@ def _size(num_bytes: int) -> str:
 
 
 def describe(memory: HostMemory, node: str = "") -> str:
-    """What is held, what is given up, and why, in one line."""
+    """One line about what is held, what is given up, and why."""
     grant, unit = memory.grant, memory.unit_bytes
     each = f"{grant.buffers} buffer{'s' * (grant.buffers != 1)} per worker"
     what = {

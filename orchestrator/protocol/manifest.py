@@ -28,7 +28,7 @@ from .mesh import Mesh
 MANIFEST_NAME = "manifest.json"
 FORMAT = "holdfast.dev/checkpoint/v1"
 MAX_NAMED, MAX_NAME_CHARACTERS = 8, 80
-"""What of a wrong manifest is quoted."""
+"""Bounds of what is quoted of a wrong manifest."""
 MAX_NUMBER = 2**63 - 1
 """Steps, generations and bytes: the journal's format has no larger signed number."""
 

@@ -193,8 +193,8 @@ class AgentEvent(Message, frozen=True, kw_only=True, tag="agent-event"):
 
 
 class NodeRemarked(Message, frozen=True, kw_only=True, tag="node-remarked"):
-    """What people shall find in the job's events, such as a checkpoint that was set aside. No
-    decision depends on it."""
+    """A remark for the job's events, such as a checkpoint that was renamed. No decision depends on
+    it."""
 
     text: str
     shown: bool = False
@@ -247,8 +247,9 @@ class FetchCode(Message, frozen=True, kw_only=True, tag="fetch-code"):
 
 
 class ImportsLearned(Message, frozen=True, kw_only=True, tag="imports"):
-    """What rank 0 of a script had imported when it trained, for the standbys of nodes that join
-    later. The agent of rank 0 sends it, again after every Welcome. No decision depends on it."""
+    """Modules that rank 0 of a script had imported when it trained, for standbys of nodes that join
+    later. The agent of rank 0 sends them, again after every Welcome. No decision depends on them.
+    """
 
     modules: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""What ranks do, for people who ask: ranks with an equal stack share one entry.
+"""Stacks of ranks, for people who ask: ranks with an equal stack share one entry.
 
 Agents fold the ranks of their node, the controller those of the job, with the same function.
 """

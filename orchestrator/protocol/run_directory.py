@@ -59,7 +59,7 @@ class TrainCheckpoint:
         raise _not_local("Checkpoint.filesystem", "a use")
 
     def get_metadata(self) -> dict[str, Any]:
-        """What `set_metadata` has stored; {}: nothing."""
+        """The values that `set_metadata` has stored."""
         try:
             metadata: dict[str, Any] = json.loads(Path(self.path, _METADATA).read_text("utf-8"))
         except FileNotFoundError:
@@ -127,7 +127,7 @@ def kept(run: Path) -> list[tuple[TrainCheckpoint, dict[str, Any]]]:
 
 
 def write_returned(run: Path, value: object) -> None:
-    """What the function returned, as source: that keeps tuples, and keys that are no text."""
+    """Write a function's result as source: that keeps tuples, and keys that are not text."""
     text = repr(value)
     try:
         is_plain = ast.literal_eval(text) == value

@@ -47,7 +47,7 @@ class AgentGateway:
         self._answered = answered
         self._evidence = EvidenceBudget()
         self.imports: tuple[str, ...] = ()
-        """What the script imports, for nodes that join."""
+        """Modules that the script imports, for nodes that join."""
         self._gone: set[str] = set()
         self._unchecked: set[str] = set()
         """Nodes whose connections closed since the backend was last asked."""

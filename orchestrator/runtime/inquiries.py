@@ -1,4 +1,4 @@
-"""What users ask about running workers: each question goes to an agent, which answers once.
+"""Questions of users about running workers: each goes to an agent, which answers once.
 
 Questions are not events: no decision depends on an answer, and none is in the journal.
 """

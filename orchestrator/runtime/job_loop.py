@@ -42,7 +42,7 @@ second each."""
 
 
 class Ready(NamedTuple):
-    """What has to be done now, in this order: append the records and make them durable, call
+    """Work to do now, in this order: append the records and make them durable, call
     JobLoop.advance, carry out the actions."""
 
     records: tuple[Record, ...]
@@ -178,7 +178,7 @@ class JobLoop:
         self._advanced = True
 
     def snapshot(self) -> bytes:
-        """What a journal may keep in place of all records so far."""
+        """State that a journal may keep in place of all records so far."""
         return snapshot.encode(self.controller.state, self.projection.memory)
 
     def view(self, now_ns: int, *, live: bool = True) -> JobView:

@@ -1,4 +1,4 @@
-"""What the page reads of jobs: the target's own views, requests, and commands.
+"""Sources of the page: the target's own views, requests, and commands.
 
 However many people look, a job is read once a second at most, and never for more than an eighth of
 the time: a slow cluster is asked less often.
@@ -35,7 +35,7 @@ PROGRAM = "holdfast.orchestrator.cli.main"
 READ_S, REST, ENDED_S = 1.0, 8.0, 15.0
 """Pause between two reads: least seconds, in units of a read, and seconds after a job's end."""
 RIGHTS_S = 60.0
-"""What a user may do is asked this often."""
+"""Interval at which a user's rights are asked."""
 OF_A_JOB = re.compile(r"[-a-z0-9/]+: \S")
 """A line about a job that cannot be read; libraries print other ones."""
 MAX_LINES = 2000
@@ -46,7 +46,7 @@ COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 @dataclass
 class Reading:
-    """What one page shows, as it was read last."""
+    """Content of one page, as it was read last."""
 
     sections: dict[str, str] = field(default_factory=dict)
     view: JobView | None = None
@@ -122,7 +122,7 @@ class Source:
         return await asyncio.get_running_loop().run_in_executor(thread, guarded)
 
     async def lines(self, *words: str, follow: bool = False) -> AsyncIterator[list[str]]:
-        """What a command prints, in batches; without `follow` the last lines, when it has ended."""
+        """Output of a command, in batches; without `follow` the last lines, when it has ended."""
         line = shlex.split(self._target.command(*words))
         rest = line[line.index("holdfast") + 1 :] + ["--kubernetes"] * (line[0] == "kubectl")
         environment = dict(os.environ)

@@ -1,5 +1,5 @@
-"""What staging needs of a device with memory of its own, in one small interface: CudaDevice is
-torch's CUDA, tests have one that records its calls and their threads.
+"""A device with memory of its own, as far as staging needs one: CudaDevice is torch's CUDA, tests
+have one that records its calls and their threads.
 
 Every call that queues work returns at once; the device carries out the work in order.
 """
@@ -50,8 +50,8 @@ class CopyDevice(Protocol):
         """An event after the queued copies."""
 
     def delay_training(self, event: Event) -> None:
-        """What is queued on the training stream from now on waits for `event`; the host does
-        not."""
+        """Have work that is queued on the training stream from now on wait for `event`; the host
+        does not."""
 
     def wait(self, event: Event) -> None:
         """The host waits, without using its core."""

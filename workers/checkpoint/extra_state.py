@@ -30,7 +30,7 @@ Extra = MutableMapping[str, Any] | Stateful | None
 
 _USER, _OBJECTS, _IN_SCRIPT, _SCHEDULES = "user", "objects", "in_script", "schedules"
 _POSITION = ("last_epoch", "_step_count", "_last_lr")
-"""What a schedule has that is not a setting."""
+"""Attributes of a schedule that are not settings."""
 _FIX = (
     "give a module with tensors, such as an averaged model, with the model: "
     's.restore(nn.ModuleDict({"model": model, "ema": ema}), optimizer); register other tensors as '
@@ -69,7 +69,8 @@ def _schedules(extra: Extra) -> dict[str, LRScheduler]:
 
 
 def changed_settings(in_script: Mapping[str, Any], header: Mapping[str, Any]) -> Iterator[str]:
-    """What the script sets otherwise than the one that wrote a header with this extra state."""
+    """Settings in which the script differs from the one that wrote a header with this extra state.
+    """
     for name, now in in_script.items():
         before = header.get(_IN_SCRIPT, {}).get(name, {})
         stored = header.get(_USER, {})

@@ -1,5 +1,5 @@
-"""What a script gives to `restore` as its optimizer: one, several, or a wrapper of others. Finds
-the optimizers that hold the state, and refuses what would leave state behind."""
+"""The optimizers that a script gives to `restore`: one, several, or a wrapper of others. Finds
+those that hold the state, and rejects what would leave state behind."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def _intact(entry: Entry, data: Bytes) -> bool:
 
 
 def _gap(shape: tuple[int, ...], boxes: Iterable[BoxKey]) -> str:
-    """What the boxes lack of a tensor; empty: nothing."""
+    """Part of a tensor that the boxes lack; empty: none."""
     try:
         missing = uncovered(shape, boxes)
     except ValueError as error:

@@ -1,5 +1,5 @@
-"""What modules return from `get_extra_state`, such as the scales of float8 layers: kept in the
-header of each shard, where it has the name that torch's state_dict gives it. No pickle."""
+"""Results of modules' `get_extra_state`, such as the scales of float8 layers: kept in the header of
+each shard, under the name that torch's state_dict gives them. No pickle."""
 
 from __future__ import annotations
 

@@ -269,7 +269,7 @@ class OptimizerState:
 
     # -- numbers and groups ---------------------------------------------------------------------
     def export(self, *, in_full: bool = False) -> dict[str, Any]:
-        """What is not a tensor, as JSON values. Raises UserError for an unsupported value.
+        """The state that is not a tensor, as JSON values. Raises UserError for an unsupported one.
 
         `in_full` also counts the parameters of `entries_to_come`, to know the final size.
         """
@@ -320,7 +320,7 @@ class OptimizerState:
         return [self._export_group(index, group) for index, group in enumerate(self._in_script)]
 
     def changed_settings(self, saved: Mapping[str, Any]) -> Iterator[str]:
-        """What the script sets otherwise than the one that wrote `saved`, a result of `export`."""
+        """Settings in which the script differs from the one whose `export` gave `saved`."""
         groups = zip(saved.get("in_script", ()), saved.get("groups", ()), strict=False)
         for index, (before, stored) in enumerate(groups):
             where = f"{self._label}.param_groups[{index}]"
@@ -441,7 +441,7 @@ class OptimizerState:
 
 
 def prefix_of(name: str) -> str:
-    """What the names of an optimizer's entries begin with; that of a single one has no name."""
+    """Beginning of the names of an optimizer's entries; empty for a single optimizer."""
     return f"{OPTIMIZER}{name}{SEPARATOR}" if name else OPTIMIZER
 
 

@@ -41,7 +41,7 @@ class MissingCheckpoint(HoldfastError):
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """No such file; or a file or a directory in the place of the other."""
 NOT_A_FILE = (errno.ENXIO, errno.ELOOP)
-"""What opening a socket and a link to itself gives."""
+"""Errors of opening a socket, and a link to itself."""
 
 TICK_BYTES = 256 * 2**20
 """Progress is reported after so many bytes from memory: a fraction of a second."""

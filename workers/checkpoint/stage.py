@@ -69,7 +69,7 @@ class BufferSource(Protocol):
 
 
 class _StagedPart:
-    """What one rank stages of the file of a layout: its entries, in the order of the layout."""
+    """One rank's part of the file of a layout: its entries, in the order of the layout."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ def say_once(what: str) -> None:
 
 
 class StagePart(NamedTuple):
-    """What the ranks of a pipeline tell each other of their stages before a restore."""
+    """One stage, as the ranks of a pipeline exchange it before a restore."""
 
     names: list[str]
     """Names of parameters, buffers and modules with state."""

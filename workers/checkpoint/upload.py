@@ -27,7 +27,7 @@ Event = Any
 
 
 class UploadDevice(Protocol):
-    """What a restore needs of a device; CudaUpload is torch's CUDA, tests have one that counts."""
+    """A device as far as a restore needs one; CudaUpload is torch's CUDA, tests have a counter."""
 
     def holds(self, tensor: Tensor) -> bool:
         """True if the tensor is in the memory of the device."""

@@ -135,8 +135,7 @@ class InMemoryLightning(LightningCallback):
 
 
 class _KeptOfLightning:
-    """What a checkpoint has beside tensors: schedules, and the progress of the loops and
-    callbacks."""
+    """State of a checkpoint beside tensors: schedules, and the progress of loops and callbacks."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer

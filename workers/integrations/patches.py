@@ -1,5 +1,5 @@
-"""What patches of other people's frameworks share. Each framework has one file beside this one,
-with the versions that it was tried with; framework_hooks.py says which module each file patches.
+"""Common part of the patches of other people's frameworks. Each framework has one file beside this
+one, with the versions that it was tried with; framework_hooks.py names the modules to patch.
 
 Patches are for what a resume needs only; the steps of transformers are counted from the first
 start, so that a resume knows which ones it repeats. A trainer started again resumes from the newest
@@ -106,7 +106,7 @@ def resume_own(
 
 
 def written_since(folder: Path, since_ns: int) -> dict[str, int]:
-    """What this job has written into it, with the times."""
+    """Names that this job has written into a folder -> times."""
     try:
         times = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     except OSError:

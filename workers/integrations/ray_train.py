@@ -1,6 +1,6 @@
-"""What a function of `holdfast.ray.Trainer` calls in its workers, with the names of Ray Train:
-report, get_checkpoint, get_context, prepare_model, prepare_data_loader. The directory of a run is
-described in protocol/run_directory.py."""
+"""Functions for the workers of a `holdfast.ray.Trainer`, with the names of Ray Train: report,
+get_checkpoint, get_context, prepare_model, prepare_data_loader. The directory of a run is described
+in protocol/run_directory.py."""
 
 from __future__ import annotations
 

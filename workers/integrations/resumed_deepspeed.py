@@ -87,7 +87,7 @@ def _newest(engine: Any, arguments: dict[str, Any]) -> Path | None:
 
 
 def _from_first(engine: Any, value: Any) -> Any:
-    """What rank 0 gives. Collective."""
+    """The value of rank 0. Collective."""
     box = [value]
     dist.broadcast_object_list(box, src=0, device=engine.device)
     return box[0]

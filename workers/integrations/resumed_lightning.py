@@ -110,7 +110,7 @@ class _Notes:
         self.drawn.append((num + 1, crc32(repr(batch).encode(), checksum)))
 
     def kept(self, num: int, states: bool) -> dict[str, Any]:
-        """What a checkpoint has. The batch that ends may be counted or not."""
+        """State for a checkpoint. The batch that ends may be counted or not."""
         drawn = {at: checksum for at, checksum in self.drawn if num - 1 <= at <= num}
         return {"states": self.states if states else [], "drawn": drawn}
 

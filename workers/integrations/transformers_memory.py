@@ -33,7 +33,7 @@ _HOOKS = (
     "_init_training_state", "_prepare_for_training", "_run_epoch", "_maybe_log_save_evaluate",
     "_finalize_training", "_load_rng_state", "_save_checkpoint", "get_batch_samples",
 )  # fmt: skip
-"""What this module extends; transformers 5 has them."""
+"""Methods that this module extends; transformers 5 has them."""
 
 _IN_MEMORY = "memory of the nodes"
 """Text in place of a checkpoint's path: the trainer skips the batches that it has trained."""
@@ -163,7 +163,7 @@ def in_memory(trainer: Any) -> Any:
 
 
 class _KeptOfTrainer:
-    """What a checkpoint has beside tensors: the schedule, the scaler of mixed precision, and the
+    """State of a checkpoint beside tensors: the schedule, the scaler of mixed precision, and the
     trainer's own state."""
 
     def __init__(self, trainer: Any) -> None:

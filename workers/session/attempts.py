@@ -109,7 +109,7 @@ class Attempts:
     # -- of the loop ----------------------------------------------------------------------------
     @contextlib.contextmanager
     def shielded(self) -> Iterator[None]:
-        """What is not interrupted within an attempt. Raises AttemptHalted after it."""
+        """Context that is not interrupted within an attempt. Raises AttemptHalted after it."""
         self._shields += 1
         try:
             yield

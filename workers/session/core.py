@@ -68,7 +68,7 @@ class Session:
         self._attempts = Attempts(None, "")
         self._loops = False
         self._read_within, self._read_outside = set[str](), set[str]()
-        """What is read of the sizes and of this rank's place, in attempts and outside them."""
+        """Sizes and places of this rank that were read, in attempts and outside them."""
         self._num_compared = CHECKED_STEPS
         """Steps since processes were kept whose parameters were compared between replicas."""
         self._shards_given: list[Shards] = []
@@ -100,7 +100,7 @@ class Session:
     def _take_seat(
         self, at: RankEnv, shape: Mesh, attached: worker_transport.Attached | None
     ) -> None:
-        """What changes when a kept process goes on in the next generation."""
+        """Take a kept process's seat in the next generation."""
         self.rank, self.local_rank = at.rank, at.local_rank
         self.restart_count = at.restart_count
         self.shape = shape
@@ -581,7 +581,7 @@ class Session:
             self._channel.stop_pulse()
 
     def _begin_step(self, at_s: float | None = None) -> None:
-        """What was done since the last step, such as staging, is not work of the next one."""
+        """Begin a step: what was done since the last one, such as staging, is not its work."""
         self._step_began = time.perf_counter() if at_s is None else at_s
         self._sent.begin()
         if self._work is not None:
@@ -600,7 +600,7 @@ class Session:
             )
 
     def _stage_parts(self, part: StagePart) -> list[StagePart]:
-        """What each stage of this rank's pipeline gives. Collective."""
+        """Parts of all stages of this rank's pipeline. Collective."""
         parts: list[Any] = [None] * self.shape.pipeline
         dist.all_gather_object(parts, part, group=self.meshes.axis("pipeline").get_group())
         return parts

@@ -36,7 +36,7 @@ _KEPT = (
 
 
 class Ranks(Protocol):
-    """What is needed of a Session."""
+    """A Session as far as data needs one."""
 
     @property
     def data_parallel_rank(self) -> int: ...
@@ -70,7 +70,7 @@ class Pieces:
 
 
 class _Batch(NamedTuple):
-    """What a loader of a stream yields."""
+    """An item of a stream's loader."""
 
     value: Any
     taken: int
@@ -249,7 +249,7 @@ class _MapPlan(Sampler[Any]):
         return [order[place] for place in places]
 
     def _order(self, epoch: int) -> list[Any]:
-        """What the script's sampler draws for this epoch, the same on all ranks."""
+        """Samples that the script's sampler draws for this epoch, the same on all ranks."""
         if self._drawn[0] != epoch:
             if hasattr(self._source, "set_epoch"):
                 self._source.set_epoch(epoch)

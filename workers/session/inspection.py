@@ -1,5 +1,5 @@
-"""What a worker's pulse thread reports when the agent asks why there is no progress: the stack of
-the main thread, and the newest collective of each process group.
+"""Reports of a worker's pulse thread when the agent asks why there is no progress: the stack of the
+main thread, and the newest collective of each process group.
 
 The thread answers while the main thread waits in native code. It cannot while the process is
 stopped or native code holds the interpreter lock; the missing answer shows that.

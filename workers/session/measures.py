@@ -1,5 +1,5 @@
-"""What a worker measures of itself beside the clock: the peak of its memory, and the bytes that it
-sends in a step. `holdfast spec plan` predicts both."""
+"""Measurements of a worker beside the clock: the peak of its memory, and the bytes that it sends in
+a step. `holdfast spec plan` predicts both."""
 
 from __future__ import annotations
 

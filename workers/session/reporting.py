@@ -1,5 +1,5 @@
-"""What a script reports that keeps its own checkpoints: the steps that it has finished, and when it
-does something that takes longer than a step. Works without `session.init()`."""
+"""Reports of a script that keeps its own checkpoints: the steps that it has finished, and the work
+that takes longer than a step. Works without `session.init()`."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class TwinGroup:
         )
 
     def agreed(self) -> tuple[bool, bool]:
-        """What any of them has said, as (due, hold). Waits for the answers."""
+        """Answers of the twins together, as (due, hold). Waits for them."""
         self._pending.wait()
         due, hold = self._said.tolist()
         return bool(due), bool(hold)

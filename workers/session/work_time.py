@@ -1,5 +1,5 @@
-"""What the ranks of a job differ in while they wait for each other: the CPU time of the training
-thread in a step, and on GPUs, for which the host waits actively, the speed of the GPU."""
+"""Differences of ranks that wait for each other: the CPU time of the training thread in a step, and
+on GPUs, for which the host waits actively, the speed of the GPU."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Settings(NamedTuple):
-    """What each process is given."""
+    """Arguments of each process."""
 
     file: str
     steps: int
@@ -219,7 +219,7 @@ def measure(job: TrainingJob, settings: Settings, device: torch.device) -> dict[
 
 
 def _inputs_of_blocks(model: Transformer, tokens_bt: Tensor) -> tuple[Tensor, ...]:
-    """What the model gives its first block: (B, T, D), and the rotations."""
+    """Inputs of the model's first block: (B, T, D), and the rotations."""
     seen: list[tuple[Tensor, ...]] = []
     first: Block = model.blocks[0]  # type: ignore[assignment]
     handle = first.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))

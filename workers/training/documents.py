@@ -104,7 +104,7 @@ class Packed:
         return len(self._samples)
 
     def losses(self) -> str:
-        """What was left out, for the first line of the log."""
+        """Text about what was left out, for the first line of the log."""
         cut = f", {self.num_cut} documents cut" if self.num_cut else ""
         silent = f"{self.num_silent} answers without a loss: the chat template changes them"
         return f"{cut}, {silent}" if self.num_silent else cut

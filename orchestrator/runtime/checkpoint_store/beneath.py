@@ -27,7 +27,7 @@ MOST_READ_BYTES = 1 << 28
 
 
 class FilesBeneath(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """What a checkpoint store needs of a file system. Paths are absolute."""
+    """A file system as far as a checkpoint store needs one. Paths are absolute."""
 
     protocol = "file"
     cachable = False

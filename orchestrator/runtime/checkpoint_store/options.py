@@ -157,7 +157,7 @@ def own_options(job: TrainingJob, path: str) -> dict[str, Any] | None:
 
 
 def answer_of(error: Exception) -> str:
-    """What a server answered, by known codes and numbers only; empty if the error is not about an
+    """A server's answer, by known codes and numbers only; empty if the error is not about an
     answer. The text of an answer may be secret: a job can make the operator ask a server that the
     job itself cannot reach."""
     response = getattr(error.__cause__ or error, "response", None)

@@ -70,7 +70,7 @@ def _boxes(text: bytes) -> dict[str, HeldBox]:
 
 
 def gaps(shards: Sequence[dict[str, HeldBox]], mesh: Mesh) -> str:
-    """What no shard holds, and what to change; empty: nothing is missing. Raises BadHeader."""
+    """Tensors that no shard holds, and the fix; empty: none is missing. Raises BadHeader."""
     boxes: dict[tuple[str, tuple[int, ...]], list[HeldBox]] = {}
     for shard in shards:
         for name, box in shard.items():

@@ -1,1 +1,1 @@
-"""What is known about a job: view, incidents, goodput, Prometheus metrics."""
+"""Observation of a job: view, incidents, goodput, Prometheus metrics."""

@@ -56,7 +56,7 @@ class TimeTotals:
     unassigned_before_ns: int = 0
     """The same of earlier generations."""
     silent_ns: int = 0
-    """What was counted as productive of an interrupted generation that reported no step."""
+    """Time counted as productive of an interrupted generation that reported no step."""
     launched: bool = False
     step: int = -1
     high: int = -1

@@ -132,8 +132,8 @@ def incident(record: IncidentRecord, *, no_steps: bool) -> Incident:
 
 
 def launch_incidents(state: JobState, generation: int) -> tuple[LaunchIncident, ...]:
-    """What the workers of this generation receive: the incident that led to its launch, and those
-    right before that were not over when the next one began. Oldest first."""
+    """Incidents for the workers of this generation: the one that led to its launch, and those right
+    before that were not over when the next one began. Oldest first."""
     if not state.incidents or state.incidents[-1].generation_after != generation:
         return ()
     incidents = [state.incidents[-1]]

@@ -84,7 +84,7 @@ class JobMessage:
 
 
 class Notifications:
-    """What one job has to tell."""
+    """Notifications of one job."""
 
     def __init__(
         self,

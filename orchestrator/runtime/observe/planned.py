@@ -1,4 +1,4 @@
-"""What the planner predicted of the running mesh, for the view: it stands beside what is measured.
+"""The planner's predictions for the running mesh: the view has them beside the measurements.
 
 The figures are those that `spec plan JOB` shows on such nodes, with the user's measurements of
 `plan --calibrate` where the controller's host has them.

@@ -63,7 +63,7 @@ class NodeBeat(NamedTuple):
 
 @dataclass(slots=True)
 class ProjectionState:
-    """What the projection keeps beside the controller's state. Snapshots hold it by field name."""
+    """The projection's state beside the controller's. Snapshots hold it by field name."""
 
     now_ns: int = 0
     """Time of the newest event."""

@@ -43,7 +43,7 @@ PHASES = ("detect", "stop", "place", "launch", "first-step", "total")
 
 
 Seen = TypeVar("Seen")
-"""What a metric is read from: a JobView, or what an operator knows of itself."""
+"""Source of a metric: a JobView, or an operator's knowledge of itself."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ def _first_step(view: JobView) -> list[Sample]:
 
 
 def _age(view: JobView) -> list[Sample]:
-    """What is not in storage is at stake, also before the first commit; before the first step
-    there is nothing."""
+    """Age of the newest state in storage, also before the first commit; no sample before the first
+    step."""
     since = [checkpoint.committed_ns for checkpoint in view.checkpoints]
     if not since and view.first_step_s is not None:
         since = [view.submitted_ns + round(view.first_step_s * NS)]

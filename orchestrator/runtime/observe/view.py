@@ -56,7 +56,7 @@ class Incident(msgspec.Struct, kw_only=True):
     culprit_rank: int | None = None
     evidence: str = ""
     decision: str = ""
-    """What was done and why, with the numbers."""
+    """The decision and its reason, with the numbers."""
     rehearsal: bool = False
     """The fault was injected with `holdfast debug`."""
     generation_before: int = 0
@@ -87,7 +87,7 @@ class IncidentCount(msgspec.Struct, kw_only=True):
 
     failure_class: str
     scope: str
-    """What was lost: worker, node, or job (planned ones)."""
+    """Extent of the loss: worker, node, or job (planned ones)."""
     count: int
 
 
@@ -130,11 +130,11 @@ class RefusedCheckpoint(msgspec.Struct, kw_only=True):
     refusal: str = ""
     """damaged or missing."""
     problem: str = ""
-    """What a reader found."""
+    """Text of the reader."""
 
 
 class PlannedView(msgspec.Struct, kw_only=True):
-    """What the planner predicts of the running mesh."""
+    """Predictions of the planner for the running mesh."""
 
     device_memory_bytes: int
     """Peak of torch's tensors on one worker's device."""
@@ -221,8 +221,8 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     """Committed to storage, oldest first."""
     refused_checkpoints: list[RefusedCheckpoint] = []
     own_checkpoint: str | None = None
-    """What a script that keeps its own checkpoints wrote last; empty: none was seen. None: Holdfast
-    has the state."""
+    """Newest checkpoint of a script that keeps its own; empty: none was seen. None: Holdfast has
+    the state."""
     hold: str = ""
     """Reason why the job does not go on without a user's decision; empty: it does."""
     checkpoint_path: str = ""

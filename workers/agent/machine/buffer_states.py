@@ -1,5 +1,4 @@
-"""What is known of the staging buffers of a node, and the changes that follow from it. Data
-types."""
+"""States of a node's staging buffers, and the changes that follow from them. Data types."""
 
 from __future__ import annotations
 

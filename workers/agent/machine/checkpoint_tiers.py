@@ -118,7 +118,7 @@ class CheckpointTiers:
         return self._carry_out(group, changes)
 
     def _plan_memory(self, group: Generation, num_bytes: int) -> list[Command]:
-        """What this node can hold, before it holds more."""
+        """Plan what this node can hold, before it holds more."""
         memory = self.memory.plan(group, num_bytes, len(self.buffers.slots))
         if memory is None:
             return []
@@ -135,7 +135,7 @@ class CheckpointTiers:
         return out
 
     def _release_copies(self, group: Generation) -> list[Command]:
-        """What the generation began with stays until it has staged a step itself."""
+        """Release older copies; those that the generation began with stay until it has staged."""
         restore = group.membership.restore
         kept = (restore.generation, restore.step) if restore else None
         newest = next(iter(self.buffers.complete()), None)

@@ -399,7 +399,7 @@ def inspect(group: Generation | None) -> list[Command]:
 def inspected(
     group: Generation | None, generation: int, stacks: tuple[Stack, ...]
 ) -> list[Command]:
-    """What inspected workers do: for the controller, or for a stop that waits for their saves.
+    """Commands for inspected workers: for the controller, or for a stop that waits for their saves.
     Texts of ranks that wait for their peers show the same collective, so they stay here."""
     if group is not None and group.generation == generation and group.stop is not None:
         return group.no_longer_saves(stack.rank for stack in stacks if stack.in_collective)

@@ -1,4 +1,4 @@
-"""What this node's memory can hold, from what is measured when its workers ask for buffers."""
+"""Plan of this node's memory, from what is measured when its workers ask for buffers."""
 
 from __future__ import annotations
 

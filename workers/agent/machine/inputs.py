@@ -69,7 +69,7 @@ class WorkerEnded(InputBase, frozen=True):
     out_of_memory: bool = False
     wall_ns: int = 0
     crash: Failed | None = None
-    """What its output shows of a crash in native code."""
+    """Crash in native code, by its output."""
     before_ours: bool = False
     """True if the process was ending when our first signal was sent."""
 
@@ -99,7 +99,7 @@ class StoppedRanks(InputBase, frozen=True):
 
 
 class ActivityMeasured(InputBase, frozen=True):
-    """What the workers' processes do, twice a second."""
+    """Activity of the workers' processes, twice a second."""
 
     idle_s: dict[int, float]
     """Rank -> seconds without CPU use and I/O."""
@@ -111,7 +111,7 @@ class MemoryMeasured(InputBase, frozen=True):
 
     limit_bytes: int
     available_bytes: int
-    """What is free, this node's own buffers apart."""
+    """Free memory, this node's own buffers apart."""
     held_bytes: int
     """Bytes in those buffers."""
     on_cpu: bool = False

@@ -486,7 +486,7 @@ class StagingBuffers:
         return self.buffers[change.buffer], [*done, change]
 
     def _void_and_separate(self, number: int) -> Change:
-        """What the twins are writing now does not become complete."""
+        """Drop what the twins are writing now, which does not become complete."""
         for buffer in self.of_slot(number):
             if buffer.filling is not None:
                 buffer.filling.void = True

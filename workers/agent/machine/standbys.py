@@ -25,7 +25,7 @@ class Standbys:
     """True if the standbys are ready, as last reported; None: not known yet."""
 
     modules: tuple[str, ...] = ()
-    """What rank 0 had imported, if it ran here."""
+    """Modules that rank 0 had imported, if it ran here."""
     leaving: bool = False
     """The node will be taken away, and gets no other launch."""
 

@@ -1,4 +1,4 @@
-"""What an exception of a training script means: a cause, or the consequence of a lost peer.
+"""Meaning of a training script's exception: a cause, or the consequence of a lost peer.
 
 Only the standard library is imported: other_python.py loads this file in the interpreter of a user.
 """

@@ -35,7 +35,7 @@ def install() -> None:
 
 
 def _when_imported(name: str, adapt: Callable[[ModuleType], None]) -> None:
-    """What cannot be adapted works as before, so it is no reason to fail."""
+    """Adapt a module when it is imported. One that cannot be adapted works as before."""
 
     def try_to_adapt(module: ModuleType) -> None:
         try:

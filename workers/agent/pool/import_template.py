@@ -34,7 +34,7 @@ FORK_TIME_S = 10.0
 """A template that does not answer for so long is ended."""
 
 RunWorker = Callable[[fork_protocol.ForkWorker, Sequence[int]], NoReturn]
-"""What a new worker does with its request and its descriptors."""
+"""Function of a new worker, for its request and its descriptors."""
 
 
 class ImportTemplate:

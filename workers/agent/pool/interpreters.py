@@ -62,7 +62,7 @@ def _missing(written: str, why: str) -> UserError:
 
 
 def of_prefix(prefix: Path) -> dict[str, str]:
-    """What the activation of an environment sets: programs in it come first."""
+    """Variables that the activation of an environment sets: programs in it come first."""
     environment = {}
     if (prefix / "pyvenv.cfg").is_file():
         environment["VIRTUAL_ENV"] = str(prefix)

@@ -1,4 +1,4 @@
-"""What a worker printed before its own native code ended it: the stack that faulthandler wrote, the
+"""Last output of a worker that its own native code ended: the stack that faulthandler wrote, the
 message before it, and whether the watchdog of NCCL in torch ended it for a lost peer."""
 
 from __future__ import annotations

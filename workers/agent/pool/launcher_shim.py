@@ -38,7 +38,7 @@ _OF_THE_JOB = {
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What makes a rank's launchers reach this program."""
+    """Variables by which a rank's launchers reach this program."""
     return {
         HOLDFAST_PYTHON: sys.executable,
         "PATH": _with_shims(environment.get("PATH", os.defpath)),

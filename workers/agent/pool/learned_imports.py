@@ -54,7 +54,7 @@ class LearnedImports:
         return self._left_out
 
     def learned(self, modules: tuple[str, ...]) -> None:
-        """What a worker has imported until it trained. One rank may import more than others."""
+        """Add modules that a worker had imported when it trained: ranks may differ in them."""
         new = tuple(name for name in modules if name not in set(self.known()))
         if new and sum(map(len, self._modules + new)) <= MAX_NAMES_BYTES:
             self._modules += new

@@ -86,7 +86,7 @@ def tell_if_it_lingers(tell: Callable[[str], None]) -> None:
 
 
 def waits_for() -> str:
-    """What the end of this process waits for: threads, or else what the main thread does."""
+    """Reason why this process does not end: its threads, or else its main thread's activity."""
     frames = sys._current_frames()
     threads = _threads()
     if not threads:

@@ -47,7 +47,7 @@ async def run(*arguments: str, timeout_s: float) -> bytes:
 
 
 def explained(errors: str) -> str:
-    """What a failure of py-spy means, with the fix where the kernel refuses ptrace."""
+    """Explanation of py-spy's failure, with the fix where the kernel rejects ptrace."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     if not any(word in errors.lower() for word in REFUSED):
         return f"py-spy: {lines[-1] if lines else 'it failed without a message'}"

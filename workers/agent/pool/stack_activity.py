@@ -1,4 +1,4 @@
-"""What the stack of a worker's main thread shows: a collective, a wait for the device, a read, a
+"""Activity of a worker's main thread by its stack: a collective, a wait for the device, a read, a
 compiler, or the user's own code.
 
 The innermost frames decide. Native code has no frames: `loss.item()` is recognised by its source
@@ -52,14 +52,14 @@ _TOP: tuple[tuple[re.Pattern[str], StackActivity], ...] = (
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a worker's pulse thread reported. An empty text: it did not answer."""
+    """Report of a worker's pulse thread. An empty text: it did not answer."""
 
     text: str = ""
     groups: tuple[GroupProgress, ...] = ()
 
 
 def activity(text: str, line_of: Callable[[str, int], str] = linecache.getline) -> StackActivity:
-    """What the main thread is in; empty if the text has no frame of it."""
+    """Activity of the main thread; empty if the text has no frame of it."""
     frames = main_frames(text)[:TOP_FRAMES]
     if not frames:
         return ""

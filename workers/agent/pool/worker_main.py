@@ -135,7 +135,7 @@ def _set_up(
 
 
 def _take_seat(assign: worker_protocol.Assign, output: int | None) -> None:
-    """What changes when a kept process goes on in another generation."""
+    """Give a kept process its seat in another generation."""
     processes.name_process(f"rank-{assign.seat.rank}")
     _open_streams(assign.log_file, output)
     process_env.adopt(assign.environment)

@@ -38,7 +38,7 @@ OOM_KILLS_S = 2.0
 """Wait for the exits of other workers that the kernel killed for the same lack of memory."""
 
 _CHILD_KILLED = re.compile("killed by signal: Killed|terminated abruptly")
-"""What torch's DataLoader and concurrent.futures raise about a process of theirs."""
+"""Errors of torch's DataLoader and concurrent.futures about a killed process of theirs."""
 
 Seat = tuple[int, int]
 """(generation, rank)."""

@@ -152,7 +152,7 @@ def _describe(path: Path, written_ns: int) -> str:
 
 
 def _earlier(fork: commands.Fork, job: TrainingJob) -> str:
-    """What file_audit.py gets of earlier generations, as JSON."""
+    """Checkpoints of earlier generations for file_audit.py, as JSON."""
     files = [(c.path, c.times) for c in fork.membership.own_checkpoints]
     hold = job.spec.recovery.on_ignored_checkpoint == "hold"
     return json.dumps({"known": files, "hold": hold}) if files else ""

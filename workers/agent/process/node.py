@@ -70,7 +70,7 @@ that many threads, since all workers stage and restore at the same moment."""
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """What an agent needs at its start; the rest comes with Welcome."""
+    """Options of an agent at its start; the rest comes with Welcome."""
 
     job: str
     node: str

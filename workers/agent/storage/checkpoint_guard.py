@@ -75,7 +75,7 @@ _NUMBERED = re.compile(r"(.*?)(\d+)")
 
 @dataclass
 class Findings:
-    """What one look has found."""
+    """Results of one look."""
 
     set_aside: list[str] = field(default_factory=list)
     """A sentence each."""
@@ -90,7 +90,7 @@ class Findings:
     divided: tuple[Path, int] | None = None
     """(where, by how many ranks) of a newest complete checkpoint that ZeRO of DeepSpeed divided."""
     failed: frozenset[Path] = frozenset()
-    """What a start read that failed before it trained: not the newest while there is another."""
+    """Checkpoints that failed starts read: none of them is the newest while there is another."""
     passed_over: list[tuple[int, Path]] = field(default_factory=list)
     """(when it was written, where) of those."""
     num_entries: int = 0
@@ -178,7 +178,7 @@ class _Look:
         self._seen: set[Path] = set()
         self._links: list[Path] = []
         self._foreign = False
-        """What is looked at may belong to another job."""
+        """True if the checkpoint that is looked at may belong to another job."""
         self._reported = False
         """Ranks report what they write, so that what is looked at probably does."""
         self.findings = Findings(failed=frozenset(failed))

@@ -1,5 +1,5 @@
-"""What the ranks of this node report of the checkpoints that their script writes by itself, and how
-much of it the controller receives. Pure: time is an argument."""
+"""Reports of this node's ranks about checkpoints that their script writes by itself, and how many
+of them the controller receives. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OwnCheckpoints:
     def wrote(
         self, now_s: float, seat: tuple[int, int], report: CheckpointWritten
     ) -> OwnCheckpointSeen | None:
-        """What to send about this; None: nothing (now). `seat`: (generation, rank)."""
+        """Message about this report; None: none (now). `seat`: (generation, rank)."""
         path, generation = report.path, seat[0]
         before = self._known.pop(path, None)
         if before is None or before.generation != generation:

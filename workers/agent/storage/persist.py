@@ -56,7 +56,7 @@ def write_shard(
 
 
 def note_of(staged: StagedShard, file: str, done: Written, mesh: Mesh) -> bytes:
-    """What the next controller has to know of a file that no controller gets a report of."""
+    """Note for the next controller about a file that no controller gets a report of."""
     return encode_note(ShardNote(file=staged.written(file, *done), mesh=mesh))
 
 

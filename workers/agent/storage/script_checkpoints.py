@@ -99,7 +99,7 @@ def names_in(directory: Path) -> set[str]:
 def problem(
     kind: Kind, directory: Path, siblings: Collection[Path] = (), share: Share = ALL
 ) -> str:
-    """What an incomplete checkpoint lacks; empty: it is complete as far as can be seen.
+    """Part that an incomplete checkpoint lacks; empty: it is complete as far as can be seen.
 
     `siblings`: complete checkpoints of the same series. Raises OSError.
     """
@@ -135,8 +135,8 @@ def unfinished(kind: Kind, directory: Path) -> str:
 
 
 def torn(path: Path) -> str:
-    """What is wrong with a file of torch.save or safetensors; empty: nothing, or its format is not
-    known. Raises OSError."""
+    """Problem of a file of torch.save or safetensors; empty: none, or its format is not known.
+    Raises OSError."""
     size = path.stat().st_size
     if not size:
         return f"{path.name} is empty"
@@ -235,7 +235,7 @@ def _is_tag(directory: Path) -> bool:
 
 
 def tag_of_latest(directory: Path) -> Path | None:
-    """What `latest` names; None: there is no such folder."""
+    """Folder that `latest` names; None: there is no such folder."""
     latest = directory / "latest"
     if not latest.is_file():
         return None
@@ -267,8 +267,8 @@ def deepspeed_problem(directory: Path, share: Share = ALL) -> str:
 
 
 def tag_problem(tag: Path, share: Share = ALL) -> str:
-    """What an incomplete tag lacks; empty: nothing that can be seen. How many ranks wrote it is
-    known only from the files themselves: a missing last one is not seen."""
+    """Part that an incomplete tag lacks; empty: none that can be seen. The number of ranks that
+    wrote it is known only from the files themselves: a missing last one is not seen."""
     names = names_in(tag)
     if not any(name.endswith("_model_states.pt") for name in names):
         return "it has no model states"

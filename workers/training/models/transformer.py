@@ -121,7 +121,7 @@ class Transformer(nn.Module):
         """Ranks that divide the sequence between two blocks: those of a tensor axis."""
 
     def edges(self) -> list[list[nn.Module]]:
-        """What this rank has beside blocks, as FSDP groups."""
+        """This rank's modules beside blocks, as FSDP groups."""
         groups: list[list[nn.Module | None]] = [[self.embedding], [self.norm, self.head]]
         groups_left = [[part for part in group if part is not None] for group in groups]
         return [group for group in groups_left if group]

@@ -26,7 +26,7 @@ _OPERATIONS = {
         "_scaled_dot_product_cudnn_attention",
     ),
 }
-"""What each name of `keep` stands for, on all devices."""
+"""Operators behind each name of `keep`, on all devices."""
 
 
 def checkpoint_blocks(

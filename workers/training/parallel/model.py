@@ -54,7 +54,7 @@ class Parallel:
         self.scalars: ScalarReader | None = CudaScalars() if on_gpu else None
         """Reads the loss and the norm of a step."""
         self.arguments: Callable[[MicroBatch], dict[str, Any]] = lambda batch: {}
-        """What the model gets beside the inputs."""
+        """Arguments of the model beside the inputs."""
         self.call: Callable[[nn.Module, MicroBatch], Tensor] = lambda module, batch: module(
             batch.inputs_bt, batch.positions_t, **self.arguments(batch)
         )
@@ -173,8 +173,8 @@ class Parallel:
 
     @property
     def _factor(self) -> float:
-        """What a loss is multiplied by for its backward. The reduction averages over ranks; this
-        makes it the sum. A loss scale takes its place: both would overflow sooner."""
+        """Factor of a loss for its backward. The reduction averages over ranks; this makes it the
+        sum. A loss scale takes its place: both would overflow sooner."""
         return self._num_averaged if self.loss_scale is None else self.loss_scale.value
 
     @property

@@ -40,7 +40,7 @@ _SCHEDULES = {
 
 Loss = Callable[[Tensor, MicroBatch], Tensor]
 Arguments = Callable[[MicroBatch], dict[str, Any]]
-"""What the head gets beside activations."""
+"""Arguments of the head beside activations."""
 
 
 class StageModule(Transformer):
@@ -180,7 +180,7 @@ class Pipeline:
         return loss
 
     def _give(self, batches: Sequence[MicroBatch], loss_of: Loss, scale: float) -> None:
-        """What the stages compute next."""
+        """Give the stages what they compute next."""
         self._batches, self._loss_of, self._scale = iter(batches), loss_of, scale
         for part in self._parts.values():
             part.positions_t = batches[0].positions_t
