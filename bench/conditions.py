@@ -13,7 +13,7 @@ import psutil
 
 
 def describe() -> dict[str, str]:
-    """What a reader needs to judge the figures."""
+    """Conditions by which a reader judges the figures."""
     model = next(
         (
             line.split(":", 1)[1].strip()

@@ -56,7 +56,7 @@ Files = dict[int, bytes]
 
 @dataclass(frozen=True)
 class Layout:
-    """What is written."""
+    """Layout of what is written."""
 
     shards: int
     width: int
@@ -114,7 +114,7 @@ def _state(width: int) -> TrainingState:
 def restored(
     layout: Layout, step: int, open_shard: Callable[[int], ShardSource]
 ) -> dict[str, torch.Tensor]:
-    """What that rank has afterwards; valid until the next call."""
+    """Tensors of that rank afterwards; valid until the next call."""
     state = _state(layout.width)
     held = {one.name: one.local for one in state.tensors()}
     for value in held.values():

@@ -38,7 +38,7 @@ class Result:
     """Time from the loss of power to the first step of the next generation."""
     steps_lost: int = 0
     node_readiness: str = ""
-    """What Kubernetes thought of the node then."""
+    """Readiness of the node for Kubernetes then."""
     decision: str = ""
     incident: Document = field(default_factory=dict)
 

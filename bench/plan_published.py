@@ -269,7 +269,7 @@ def check() -> list[Checked]:
 
 # -- fitting ------------------------------------------------------------------------------------
 class Constants(NamedTuple):
-    """What is fitted: shares of peaks, factors, and what the H100's power limit leaves."""
+    """Fitted constants: shares of peaks, factors, and what the H100's power limit leaves."""
 
     matmul: float
     float8: float

@@ -122,7 +122,7 @@ FLOORS = {
     "launch": "5 ms: a fork of a process that has imported torch",
     "first-step": "4 ms gloo + 8 ms first all-reduce + a copy of the state + one step",
 }
-"""What each phase cannot be faster than, measured on such a machine."""
+"""Lower bound of each phase, measured on such a machine."""
 
 
 def phase_table(results: list[Result]) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""What a job with thousands of nodes costs its controller, in CPU time of the controller's process.
+"""CPU time of the controller's process for a job with thousands of nodes.
 
     python -m bench.scale                       # 64, 512, 4,096 and 16,384 nodes
     python -m bench.scale --nodes 400 --profile # one size, with a profile of each phase

@@ -63,7 +63,7 @@ class Reading:
 
 @dataclass
 class Scale:
-    """What is measured on."""
+    """Size of the job that is measured."""
 
     plane: ControlPlane
     replica: Replica

@@ -161,7 +161,7 @@ class Dcp:
 
     @staticmethod
     def saved(directory: Path) -> list[Path]:
-        """What marks each checkpoint that is complete, oldest first."""
+        """Marks of complete checkpoints, oldest first."""
         return sorted(directory.glob("step-*/.metadata"))
 
     def load(self) -> int:

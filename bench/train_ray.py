@@ -18,7 +18,7 @@ MANY = 1_000_000
 
 
 def train(config: dict[str, Any]) -> None:
-    """What every rank runs. Imports are inside: they belong to the cost of a restart."""
+    """Program of every rank. Imports are inside: they belong to the cost of a restart."""
     import ray.train
     import torch
 

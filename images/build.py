@@ -60,7 +60,7 @@ Content = bytes | Callable[[], bytes | None]
 
 
 class BuildError(Exception):
-    """What is missing, and what to do."""
+    """Something is missing; the text has the fix."""
 
 
 def run(*words: str | Path, wanted: str, package: str = "", cwd: Path = ROOT) -> bytes:

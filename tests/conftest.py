@@ -1,6 +1,6 @@
-"""What all tests share: signals of the processes that they start, settings that they do not take
-from the user's home, the end of a test that hangs, and which tests may run beside each other
-(`pytest -n`)."""
+"""Common to all tests: signals of the processes that they start, settings that they do not take from
+the user's home, the end of a test that hangs, and which tests may run beside each other (`pytest -n`).
+"""
 
 from __future__ import annotations
 

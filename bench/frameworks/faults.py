@@ -102,7 +102,7 @@ class Measured(msgspec.Struct, kw_only=True):
     results: list[Result]
     accounts: list[Account]
     remark: str = ""
-    """What a reader must know of this run."""
+    """Remark on this run for readers."""
 
 
 @dataclass
@@ -205,7 +205,7 @@ def let_go_on(run: Run) -> None:
 
 
 def suspend(run: Run, _: list[Line]) -> float:
-    """What counts is the time after `resume`."""
+    """Suspend and resume the job; the time after `resume` counts."""
     run.side.suspend()
     asked = time.time()
     run.side.resume()
@@ -368,7 +368,7 @@ def _named(run: Run, result: Result, fault: float) -> None:
 
 
 def _claims(run: Run, result: Result, fault: float) -> None:
-    """What Holdfast reports of the incident that followed, when it has closed it."""
+    """Add Holdfast's report of the incident that followed, once it is closed."""
     side = run.side
     if not isinstance(side, UnderHoldfast):
         return

@@ -1,4 +1,4 @@
-"""What runs a script: Holdfast, torchrun with the settings that recover fastest, and its defaults.
+"""Sides that run a script: Holdfast, torchrun with the settings that recover fastest, its defaults.
 
 All have 2 nodes on this machine, may go on with one, and get the same script, arguments and
 environment.

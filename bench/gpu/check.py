@@ -1,4 +1,4 @@
-"""What the machine is, the tests that need a GPU, and NCCL with several ranks on one GPU."""
+"""The machine, the tests that need a GPU, and NCCL with several ranks on one GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def measurements() -> list[Measurement]:
 
 
 def machine(kit: Kit) -> Figures:
-    """What a reader needs to judge the other figures."""
+    """Figures of the machine, by which a reader judges the others."""
     limit = subprocess.run(["bash", "-c", "ulimit -l"], capture_output=True, text=True, check=True)
     figures: Figures = {"cores": os.cpu_count(), "locked memory": limit.stdout.strip()}
     if kit.rehearse:
@@ -103,7 +103,7 @@ def several_ranks(kit: Kit) -> Figures:
 
 
 def shared_backend(kit: Kit) -> str:
-    """What the ranks on one GPU talk with. Raises Skip if neither nccl nor gloo works."""
+    """Backend of ranks on one GPU. Raises Skip if neither nccl nor gloo works."""
     record = Folder(kit.folder).records().get(("check", SEVERAL))
     figures = record.figures if record is not None else several_ranks(kit)
     if "backend" not in figures:

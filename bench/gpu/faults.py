@@ -17,7 +17,7 @@ BOUND_S = 30.0
 
 
 def order(kind: str) -> Callable[[Contestant, timeline.Incarnation], float]:
-    """What provokes a fault of this kind in the last rank; it returns when the fault happened."""
+    """Function that provokes a fault of this kind in the last rank, and returns its time."""
 
     def provoke(contestant: Contestant, job: timeline.Incarnation) -> float:
         directory = contestant.workload.directory

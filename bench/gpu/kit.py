@@ -40,7 +40,7 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides which measurements are possible."""
+    """Properties that decide which measurements are possible."""
 
     torch: str
     cuda: str = ""
@@ -56,7 +56,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Kit:
-    """What a measurement is given."""
+    """Arguments of a measurement."""
 
     rehearse: bool
     """Rehearsal on CPUs, with gloo and tiny sizes."""
@@ -96,7 +96,7 @@ class Measurement:
 
 @dataclass
 class Record:
-    """What became of a measurement."""
+    """Result of a measurement."""
 
     part: str
     name: str
@@ -235,7 +235,7 @@ def run(
 def in_order(
     chosen: Iterable[Measurement], known: dict[tuple[str, str], Record], rehearse: bool
 ) -> list[Measurement]:
-    """What is to be measured still."""
+    """Measurements that are still to do."""
 
     def attempts(one: Measurement) -> int:
         record = known.get((one.part, one.name))
@@ -249,7 +249,7 @@ def in_order(
 
 
 def facts_of(machine: Machine) -> dict[str, str]:
-    """What the page shows of the machine beside each figure."""
+    """Facts about the machine that the page shows beside each figure."""
     memory = f"{machine.memory_bytes / GB:.0f} GB" if machine.memory_bytes else ""
     facts = {"gpu": machine.gpu, "memory": memory, "driver": machine.driver}
     return {**facts, "torch": machine.torch, "date": time.strftime("%Y-%m-%d", time.gmtime())}

@@ -32,7 +32,7 @@ MIB = 2**20
 
 
 def in_a_process(program: str, **environment: str) -> Any:
-    """What a new Python prints last, as JSON."""
+    """The last line that a new Python prints, read as JSON."""
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=200,
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **environment},

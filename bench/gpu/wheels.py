@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "requirements.txt"
 WHEELS = HERE.parents[1] / "build/wheels"
 MOST_BYTES = 64 * 2**20
-"""What may travel to the machine."""
+"""Size of what may travel to the machine."""
 PLATFORMS = ("manylinux1", "manylinux2014", "manylinux_2_5", "manylinux_2_12", "manylinux_2_17",
              "manylinux_2_24", "manylinux_2_27", "manylinux_2_28")  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What CUDA's kernels keep and allocate, on fake tensors of the CPU.
+"""Memory that CUDA's kernels keep and allocate, on fake tensors of the CPU.
 
 A machine without a GPU cannot dispatch to CUDA's kernels, not even with fake tensors: backward asks
 for the device. Where CUDA keeps other tensors than the CPU does, the operator of CUDA takes the

@@ -1,4 +1,4 @@
-"""What the planner predicts, in the terms of a measurement. Only this file knows the planner."""
+"""Predictions of the planner in the terms of a measurement. Only this file knows the planner."""
 
 from __future__ import annotations
 

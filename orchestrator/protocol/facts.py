@@ -301,8 +301,7 @@ class ShardLocation(msgspec.Struct, frozen=True):
 
 
 class Restore(msgspec.Struct, frozen=True, kw_only=True):
-    """State that a generation restores, after `step`: from memory (sources) or storage (directory).
-    """
+    """State that a generation restores, after `step`: from memory (sources) or storage (directory)."""
 
     step: int
     generation: int

@@ -107,7 +107,7 @@ def plan_host_memory(
     buddy: bool,
     shards: int = 0,
 ) -> HostMemory:
-    """Staged state that the node holds. `buddy`: copies for another node are wanted. `shards`: see
+    """Plan the staged state of a node. `buddy`: copies for another node are wanted. `shards`: see
     HostMemory."""
     usable = room.available_bytes - reserve_bytes(room, shard_bytes=shard_bytes, workers=workers)
     unit = shard_bytes * (shards or workers)

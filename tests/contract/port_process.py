@@ -32,7 +32,7 @@ SHARD = StagedShard(step=4, generation=2, shard=0, num_shards=1, num_bytes=len(D
 JOB = "space/one"
 
 Served = dict[str, Any]
-"""What a client needs; `keep` is for the process."""
+"""Arguments of a client; `keep` is for the process."""
 
 
 def data(directory: Path | None) -> Served:

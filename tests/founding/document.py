@@ -37,7 +37,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     line: str
     verdict: Verdict
     says: str
-    """What is right; names in braces are numbers of `computed`."""
+    """The right text; names in braces are numbers of `computed`."""
     computed: str = ""
     """Name of a function of figures.py."""
     where: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     it."""
 
     def text(self) -> str:
-        """What is right, with the numbers."""
+        """The right text with the numbers."""
         if not self.computed:
             return self.says
         return self.says.format_map(FIGURES[self.computed]())
@@ -92,8 +92,8 @@ def short_names() -> dict[str, str]:
 
 # -- evidence -----------------------------------------------------------------------------------
 def resolve(text: str) -> Evidence:
-    """What a word of `where` points to: a short name, a rule of preflight, a field of the job, or
-    PATH, PATH#HEADING, PATH:SYMBOL, PATH::TEST. Raises LookupError for what does not exist."""
+    """Target of a word of `where`: a short name, a rule of preflight, a field of the job, or PATH,
+    PATH#HEADING, PATH:SYMBOL, PATH::TEST. Raises LookupError for what does not exist."""
     if text in RULES:
         return Evidence(text, "docs/user/preflight.md", symbol=text)
     if re.fullmatch(r"\w+(\.\w+)+", text) and not (ROOT / text).exists():

@@ -365,7 +365,7 @@ def overheads() -> Numbers:
 
 @figure
 def ddp_against_fsdp() -> Numbers:
-    """What DDP can hold on eight A100: five layers of Llama 3 8B."""
+    """Largest model of DDP on eight A100: five layers of Llama 3 8B."""
     eight = work("llama3-8b", 2048, 32)
     model = msgspec.structs.replace(eight.model, num_layers=5)
     counts = msgspec.structs.replace(eight.counts, num_layers=5)

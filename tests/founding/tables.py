@@ -39,7 +39,7 @@ class Zero(NamedTuple):
     float32: list[float]
     """The same with 4 + 4 + 8 bytes."""
     own: list[float]
-    """What Holdfast's spelling keeps: float32 shards, and bfloat16 copies where they stay whole."""
+    """Memory of Holdfast's spelling: float32 shards, and bfloat16 copies where they stay whole."""
 
 
 def zero_table() -> list[Zero]:
@@ -152,7 +152,7 @@ SCENARIOS = (
 
 
 class Answer(NamedTuple):
-    """What the planner says to a scenario."""
+    """The planner's answer to a scenario."""
 
     scenario: Scenario
     needs: float

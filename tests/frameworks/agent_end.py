@@ -22,7 +22,7 @@ class AgentEnd:
     channel: AgentChannel
     received: list[Any] = field(default_factory=list)
     seen: list[tuple[str, str]] = field(default_factory=list)
-    """What the trainer did, and the phase that the agent knew meanwhile."""
+    """The trainer's action, and the phase that the agent knew meanwhile."""
 
     def read(self) -> None:
         while (message := worker_transport.receive(self.link)[0]) is not None:

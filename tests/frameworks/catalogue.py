@@ -21,10 +21,10 @@ class Framework:
     title: str
     script: str
     package: str
-    """What must be installed; its version is shown beside the title."""
+    """Package that must be installed; its version is shown beside the title."""
     args: tuple[str, ...] = ()
     example: str = ""
-    """What `logged.py` runs."""
+    """Program that `logged.py` runs."""
     options: tuple[str, str, str] = ("--out", "--steps", "--save-every")
     checkpoints: str = "."
     """Folder below `--out` in which a save begins with a new or changed entry."""
@@ -91,7 +91,7 @@ def by_name(name: str) -> Framework:
 
 
 def environment(place: Path, pace_s: float) -> dict[str, str]:
-    """What both a worker of Holdfast and one of torchrun get."""
+    """Variables of both a worker of Holdfast and one of torchrun."""
     return {
         "STEP_LOG": str(place / LOG),
         "STEP_SECONDS": str(pace_s),

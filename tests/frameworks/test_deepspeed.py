@@ -1,5 +1,4 @@
-"""What engines of the real DeepSpeed report: one rank, with the agent's end of its channel in the
-test."""
+"""Reports of the real DeepSpeed's engines: one rank, with the agent's end of its channel here."""
 
 from __future__ import annotations
 

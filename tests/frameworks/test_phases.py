@@ -1,4 +1,4 @@
-"""What the callbacks send while the real trainers evaluate, save and end: one process, with the
+"""Messages of the callbacks while the real trainers evaluate, save and end: one process, with the
 agent's end of its channel in the test."""
 
 from __future__ import annotations

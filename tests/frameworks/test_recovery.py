@@ -154,7 +154,7 @@ TORN = {
     "fsdp2": ("step-000999/__0_0.distcp", b""),
     "ddp": ("snapshot.pt", b"PK\x03\x04 the beginning of a file of torch.save"),
 }
-"""What a kill in the middle of a save leaves as the newest checkpoint."""
+"""Newest checkpoint that a kill in the middle of a save leaves."""
 
 
 @pytest.mark.parametrize("name", list(TORN))

@@ -1,5 +1,5 @@
-"""What torchtitan makes of `--override.imports holdfast.torchtitan...`, and what its checkpoint
-manager reports then."""
+"""torchtitan with `--override.imports holdfast.torchtitan...`, and the reports of its checkpoint
+manager then."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Agent:
 
 @dataclass
 class SmallTrainer:
-    """What a checkpoint manager sees of torchtitan's Trainer."""
+    """torchtitan's Trainer as a checkpoint manager sees it."""
 
     model: torch.nn.Module
     optimizers: Any

@@ -1,4 +1,4 @@
-"""What can notice a mutant: the tests of the core and seeds of the simulation.
+"""Checks that can notice a mutant: the tests of the core and seeds of the simulation.
 
 `measured` runs each once and records which lines of the core it executes and for how long: a mutant
 is given only to the checks that execute its lines, quick ones first.

@@ -30,7 +30,7 @@ JOBS = tuple(
 
 
 def figures(measured: trace.Measured) -> dict[str, Any]:
-    """What real and traced ranks have alike."""
+    """Figures that real and traced ranks share."""
     return {
         "peak": measured.peak.num_bytes,
         "states": measured.states,

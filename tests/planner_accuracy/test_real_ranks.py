@@ -22,7 +22,7 @@ PATIENCE_S = 800
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks measured, by job."""
+    """Measurements of each of two ranks, by job."""
     folder = tmp_path_factory.mktemp("ranks")
     files = [folder / f"{rank}.json" for rank in range(2)]
     program = [sys.executable, "-m", "tests.planner_accuracy.real_ranks"]

@@ -1,4 +1,4 @@
-"""What bench/plan_accuracy counts: storages and collectives, on cases whose figures are known."""
+"""Counts of bench/plan_accuracy: storages and collectives, on cases whose figures are known."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class WatchedController(Controller):
 
 
 class SimJournal:
-    """What is durable. In every other world the records after the last commit die with their
+    """The durable records. In every other world those after the last commit die with their
     controller, as with a journal behind a network."""
 
     def __init__(self, loses_uncommitted: bool, compact_at: int | None) -> None:
@@ -215,7 +215,7 @@ class Host:
             self._turn()
 
     def _turn(self) -> None:
-        """What driver.py does."""
+        """Do one turn as driver.py does."""
         if self._committing:
             return
         ready = self.loop.ready(self.now)
@@ -409,7 +409,7 @@ class Host:
 
 
 def _known(loop: JobLoop) -> Any:
-    """What a restored loop must agree on; the monitor starts again from heartbeats."""
+    """State that a restored loop must have too; the monitor starts again from heartbeats."""
     projection = loop.projection
     view = projection.view(projection.now_ns + 1_234_567, live=False)
     return loop.state, projection.memory, view, loop.controller.next_deadline_ns()

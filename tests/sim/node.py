@@ -202,7 +202,7 @@ class SimNode:
         self.feed(inputs.StacksTaken(out.generation, tuple(stacks), out.by_signal))
 
     def measure(self) -> None:
-        """What the kernel shows of the workers, as long as one of the job is delayed."""
+        """Report the kernel's figures of the workers as long as one of the job is delayed."""
         group = self.machine.group
         if not self.alive or group is None:
             return

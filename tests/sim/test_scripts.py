@@ -101,7 +101,7 @@ class ScriptWorker(SimWorker):
         self._next()
 
     def _writes(self) -> None:
-        """What file_audit.py does: a rank that has opened no known checkpoint waits for its end
+        """Write as under file_audit.py: a rank that has opened no known checkpoint waits for its end
         before it writes over one."""
         unread = self.ignores and bool(self.membership.own_checkpoints)
         recovery = self.world.document["spec"]["recovery"]

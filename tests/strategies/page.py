@@ -27,7 +27,7 @@ COLUMNS = {
 }
 NOT_SHOWN = "-"
 KEPT = Path(__file__).parents[2] / ".pytest_cache/strategies.json"
-"""What a run with failures has shown, and its commit."""
+"""Results of a run with failures, and its commit."""
 
 BEGINNING = """# Strategies
 

@@ -78,7 +78,7 @@ def document(
 
 
 def settings_of(strategy: str) -> dict[str, Any]:
-    """What a strategy needs in the recipe: `ZeRO-1`, or `Muon, ...` of an optimizer."""
+    """Settings of a strategy in the recipe: `ZeRO-1`, or `Muon, ...` of an optimizer."""
     return ({"ZeRO-1": TWO_PASSES} | OPTIMIZERS).get(strategy.split(", ")[0], {})
 
 
@@ -123,7 +123,7 @@ def compare(
 def output_of(
     place: Path, jobs: list[dict[str, Any]], world_size: int, on_gpus: bool = GPUS
 ) -> str:
-    """What rank 0 prints."""
+    """Output of rank 0."""
     words = [sys.executable, "-m", "tests.strategies.several"]
     for number, job in enumerate(jobs):
         file = place / f"job-{number}.yaml"
@@ -133,7 +133,7 @@ def output_of(
 
 
 def of_ranks(place: Path, words: Sequence[str], world_size: int, **variables: str) -> str:
-    """What rank 0 of a program prints, as under torchrun."""
+    """Output of rank 0 of a program that runs as under torchrun."""
     port, ranks = free_port(), []
     for rank in range(world_size):
         environment = os.environ | {

@@ -1,4 +1,4 @@
-"""What needs GPUs: strategies that exist only there, and the recipe's options on one GPU."""
+"""Tests that need GPUs: strategies that exist only there, and the recipe's options on one GPU."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _validation_losses(
 
 
 def test_the_axes_train_in_16_bits_as_in_32(tmp_path: Path) -> None:
-    """What a stage passes on, and what ranks of an axis exchange, has the format too: on GPUs it is
+    """Activations between stages, and messages within an axis, have the format too: on GPUs it is
     the default."""
     axes: dict[str, dict[str, Any]] = {
         "TP 2": {"tensor": 2},

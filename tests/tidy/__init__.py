@@ -1,1 +1,1 @@
-"""What is checked about the house itself."""
+"""Checks of the house itself."""

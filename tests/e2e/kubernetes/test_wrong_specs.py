@@ -1,4 +1,4 @@
-"""What `kubectl apply` rejects: the CRD and the chart's policy, with a checkpoint volume.
+"""Rejections of `kubectl apply`: by the CRD and the chart's policy, with a checkpoint volume.
 
 Specs that users wrote. The policy holds for the whole cluster, and is deleted at the end.
 """
@@ -165,7 +165,7 @@ BY_POLICY = (
     "path-other-tenant", "queue-without-gang", "template-quantity", "template-limit",
     "template-volume", "shared-memory", "working-directory",
 )  # fmt: skip
-"""What a rule of the policy rejects; test_chart.py tries its other rules."""
+"""Specs that a rule of the policy rejects; test_chart.py tries its other rules."""
 
 
 @pytest.fixture(scope="module")

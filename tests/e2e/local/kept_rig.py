@@ -122,7 +122,7 @@ def scripted(place: Path, kind: str, steps: int, **changes: Any) -> Job:
 
 
 class Steps:
-    """What the ranks of a job have written after each step, read as it comes."""
+    """Lines that the ranks of a job have written after each step, read as they come."""
 
     def __init__(self, place: Path) -> None:
         self._file, self._read = place / "steps.txt", 0

@@ -1,4 +1,4 @@
-"""What a worker runs: the line of a launcher, another interpreter, a program of the user."""
+"""Programs of a worker: the line of a launcher, another interpreter, a program of the user."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def cmdline(process: psutil.Process) -> list[str]:
 
 
 def config(address: str, most: int) -> dict[str, Any]:
-    """What `ray up` would read from a file."""
+    """Configuration that `ray up` would read from a file."""
     from ray.autoscaler._private.fake_multi_node.node_provider import (
         FAKE_HEAD_NODE_ID,
         FakeMultiNodeProvider,

@@ -1,4 +1,4 @@
-"""What a user sees of a job in Ray's dashboard, in a real browser."""
+"""A job in Ray's dashboard as a user sees it, in a real browser."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ VOCABULARY, LENGTH, BATCH = 256, 64, 4
 
 
 class AppState(Stateful):
-    """What a checkpoint has: model, optimizer, step."""
+    """State of a checkpoint: model, optimizer, step."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer, self.step = model, optimizer, 0

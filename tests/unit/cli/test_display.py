@@ -1,4 +1,4 @@
-"""What is shown of a job: the live display, plain lines, status and report."""
+"""Output about a job: the live display, plain lines, status and report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank 0 prints, beside the display of `holdfast run`; and the stacks of ranks as text."""
+"""Lines of rank 0 beside the display of `holdfast run`, and the stacks of ranks as text."""
 
 from __future__ import annotations
 

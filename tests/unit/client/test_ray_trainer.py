@@ -1,4 +1,4 @@
-"""What a Trainer makes of its parameters, and what it refuses by name."""
+"""Jobs that a Trainer makes of its parameters, and parameters that it rejects by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all nodes agree on when the memory of one is short, and that it survives the controller."""
+"""Agreement of all nodes when the memory of one is short; it survives the controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an interruption leaves: its steps, its stacks, the reason of the next launch, and doubt."""
+"""Traces of an interruption: its steps, its stacks, the reason of the next launch, and doubt."""
 
 from __future__ import annotations
 

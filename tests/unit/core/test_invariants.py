@@ -1,4 +1,4 @@
-"""What must hold after every step: a state that contradicts itself is refused with the reason."""
+"""Invariants after every step: a state that contradicts itself is rejected with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script writes by itself is known to the next generation, on any node."""
+"""Checkpoints that a script writes by itself are known to the next generation, on any node."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class Script(Watch):
         super().__init__(script=True, **document)
 
     def beats(self, *of_ranks: dict[str, Any], generation: int = 1) -> list[AnyEvent]:
-        """What each rank's heartbeat says."""
+        """Events of a heartbeat of each rank."""
         found = []
         for node, ranks in (("a", (0, 1)), ("b", (2, 3))):
             workers = tuple(

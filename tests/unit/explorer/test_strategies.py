@@ -1,5 +1,5 @@
-"""What else the devices of a job could run: each strategy is one that the job can be changed to,
-and has the figures of the changed job."""
+"""Other strategies for the devices of a job: each is one that the job can be changed to, and has
+the figures of the changed job."""
 
 from __future__ import annotations
 

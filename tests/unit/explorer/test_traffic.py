@@ -1,4 +1,4 @@
-"""What one rank sends in a step, against numbers by hand."""
+"""Bytes that one rank sends in a step, against numbers by hand."""
 
 from __future__ import annotations
 

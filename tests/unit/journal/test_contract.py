@@ -1,4 +1,4 @@
-"""What a journal promises, in each of the three stores."""
+"""Promises of a journal, in each of the three stores."""
 
 from __future__ import annotations
 

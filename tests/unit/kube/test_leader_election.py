@@ -1,4 +1,4 @@
-"""What a standby replica reports about its lease. Takeovers are tested at a real API server
+"""Reports of a standby replica about its lease. Takeovers are tested at a real API server
 (tests/e2e/kubernetes/test_replicas.py)."""
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ ANNOTATION_BYTES = 256 * 1024
 
 
 def unknown(schema: dict[str, Any], value: Any, path: str = "") -> Iterator[str]:
-    """What strict field validation refuses."""
+    """Fields that strict validation rejects."""
     if value is None or "type" not in schema:
         return
     if schema["type"] == "array":

@@ -37,7 +37,7 @@ FACTS = NodeFacts(hostname="a", address="127.0.0.1", data_port=1, slots=8, cpus=
 
 
 def planned(job: TrainingJob, mesh: Mesh) -> tuple[Workload, ParallelLayout]:
-    """What the estimates of a recipe's job take."""
+    """Arguments of the estimates for a recipe's job."""
     work = workload_of(job)
     assert work is not None
     return work, layout_of(job, mesh)

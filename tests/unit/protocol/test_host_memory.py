@@ -1,4 +1,4 @@
-"""What a node's memory can hold, and what is given up, in order."""
+"""Capacity of a node's memory, and what is given up, in order."""
 
 from __future__ import annotations
 

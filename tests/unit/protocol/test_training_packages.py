@@ -1,4 +1,4 @@
-"""What a node of a job needs, and what a person without it reads."""
+"""Packages of a node, and the message for a person without them."""
 
 from __future__ import annotations
 

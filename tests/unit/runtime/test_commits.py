@@ -94,7 +94,7 @@ class MemoryJournal:
             raise self.failure
 
     def reopened(self) -> MemoryJournal:
-        """What the next controller reads."""
+        """The journal as the next controller reads it."""
         return MemoryJournal(snapshot=self.snapshot, records=list(self.kept))
 
 

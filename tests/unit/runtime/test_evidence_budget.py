@@ -1,4 +1,4 @@
-"""What a thousand ranks report of one failure fits into a journal."""
+"""Reports of a thousand ranks about one failure fit into a journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one event costs does not grow with the number of nodes. Work is counted in bytecodes."""
+"""The cost of an event does not grow with the number of nodes. Work is counted in bytecodes."""
 
 from __future__ import annotations
 

@@ -399,8 +399,8 @@ def inspect(group: Generation | None) -> list[Command]:
 def inspected(
     group: Generation | None, generation: int, stacks: tuple[Stack, ...]
 ) -> list[Command]:
-    """Commands for inspected workers: for the controller, or for a stop that waits for their saves.
-    Texts of ranks that wait for their peers show the same collective, so they stay here."""
+    """Report inspected stacks to the controller, or to a stop that waits for saves. Texts of ranks
+    that wait for their peers show the same collective, so they stay here."""
     if group is not None and group.generation == generation and group.stop is not None:
         return group.no_longer_saves(stack.rank for stack in stacks if stack.in_collective)
     short = tuple(

@@ -86,7 +86,7 @@ def tell_if_it_lingers(tell: Callable[[str], None]) -> None:
 
 
 def waits_for() -> str:
-    """Reason why this process does not end: its threads, or else its main thread's activity."""
+    """Threads that keep this process from ending, or else the exit function that does."""
     frames = sys._current_frames()
     threads = _threads()
     if not threads:

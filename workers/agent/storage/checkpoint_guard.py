@@ -90,7 +90,8 @@ class Findings:
     divided: tuple[Path, int] | None = None
     """(where, by how many ranks) of a newest complete checkpoint that ZeRO of DeepSpeed divided."""
     failed: frozenset[Path] = frozenset()
-    """Checkpoints that failed starts read: none of them is the newest while there is another."""
+    """Checkpoints read by starts that failed before they trained: not the newest while there is
+    another."""
     passed_over: list[tuple[int, Path]] = field(default_factory=list)
     """(when it was written, where) of those."""
     num_entries: int = 0

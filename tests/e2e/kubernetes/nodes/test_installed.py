@@ -46,8 +46,7 @@ class Installed:
     cluster: Cluster
     helm: Helm
     volumes: Path
-    """What this machine sees of `worker.cacheVolume`, and of the checkpoint volume of each
-    namespace."""
+    """Directory here of `worker.cacheVolume`, and of the checkpoint volume of each namespace."""
 
     @property
     def system(self) -> Kubectl:

@@ -173,7 +173,7 @@ def remove(name: str) -> None:
 
 
 def leftovers(name: str) -> list[str]:
-    """What is left of a run, for tests of the rig and for error messages."""
+    """Processes and files left of a run, for tests of the rig and for error messages."""
     directory = base() / name
     found = [f"process {pid}" for pid in recorded(directory)]
     found += [f"cgroup {path}" for path in cgroups.of_run(name)]

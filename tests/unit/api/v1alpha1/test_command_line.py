@@ -1,4 +1,4 @@
-"""What a worker starts for the line of another launcher, and which lines are refused."""
+"""Program of a worker for the line of another launcher, and the lines that are rejected."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ NAME = "0b1c.jobs.holdfast.dev"
 
 
 async def handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> bytes:
-    """What a client receives when it connects."""
+    """Bytes that a client receives when it connects."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"welcome")

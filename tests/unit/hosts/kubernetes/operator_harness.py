@@ -138,7 +138,7 @@ class FakeOperator:
         job.update(self.api.keep(path, {**old, "metadata": metadata}))
 
     def welcome(self, name: str, namespace: str = "team") -> wire.Welcome:
-        """What an agent of the job receives first."""
+        """First message to an agent of the job."""
         return self.context.agent_server._routes[f"{namespace}/{name}"].welcome()
 
     async def status_when(

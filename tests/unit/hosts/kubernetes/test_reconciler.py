@@ -234,7 +234,7 @@ async def test_a_job_keeps_its_checkpoint_path_when_the_operator_has_another_roo
 
 
 def remove_path_from_journal(api: StatefulFakeApi) -> None:
-    """What the status of the object has counts then."""
+    """Remove the path from the journal, so that the status of the object counts."""
     data = api.objects[CONFIG_MAPS.path("team", "llm-journal")]["binaryData"]
     for key, value in data.items():
         records = []

@@ -154,7 +154,7 @@ def order(tmp_path: Path) -> ControllerOrder:
 
 
 def refusal(order: ControllerOrder, store: MemoryStore) -> HoldfastError:
-    """What the command that waits for the job raises."""
+    """Error of the command that waits for the job."""
     job = RayTransport(order, lambda *words: " ".join(words), store=store)
     with pytest.raises(HoldfastError) as raised:
         job.watch(SilentDisplay(stderr()))

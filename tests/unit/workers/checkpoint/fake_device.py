@@ -95,7 +95,7 @@ class FakeDevice:
         return event
 
     def delay_training(self, event: FakeEvent) -> None:
-        """What is queued up to `event` is done before the test goes on, as before training does."""
+        """Do what is queued up to `event` before the test goes on, as before training does."""
         self._note("delay_training")
         self.delays.append(event)
         self.run()

@@ -181,7 +181,7 @@ def restored(
     files: dict[int, bytes], replicate: int, shard: int, rank: int, after_step: int = 1,
     width: int = 7, extra: Extra = None, upload: Uploader | None = None,
 ) -> tuple[dict[str, torch.Tensor], list[int]]:  # fmt: skip
-    """What one rank of this mesh has after restoring; and the shards that it opened."""
+    """Tensors of one rank of this mesh after restoring, and the shards that it opened."""
     opened = []
 
     def open_shard(index: int) -> ShardInBytes:

@@ -1,4 +1,4 @@
-"""What modules return from get_extra_state is kept, or rejected by name at restore."""
+"""Results of modules' get_extra_state are kept, or rejected by name at restore."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Together:
         owner = self
 
         class OfRank:
-            """What one rank sees of them."""
+            """One rank's view of them."""
 
             ranks = owner.ranks
 

@@ -15,7 +15,7 @@ UNEVEN = [(5000, 64), (8192,), (129, 16)]
 
 
 def part(shape: Sequence[int], index: int, rows: int, columns: int = 1) -> Box:
-    """What rank `index` of rows x columns has, columns varying fastest, as torch.chunk divides."""
+    """Part of rank `index` of rows x columns, columns varying fastest, as torch.chunk divides."""
     sizes = [rows, columns] if len(shape) > 1 else [rows]
     places = [index // columns, index % columns]
     offset, held = [0] * len(shape), list(shape)

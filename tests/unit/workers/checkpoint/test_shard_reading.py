@@ -75,7 +75,7 @@ def file() -> bytes:
 
 
 def load(store: Store) -> tuple[bytes, int]:
-    """What is staged after a restore from the store, and the number of ticks."""
+    """Bytes staged after a restore from the store, and the number of ticks."""
     made, optimizer = model(seed=2)
     source, ticks = RemoteShard(store, "path", "file", len(store.content)), []
     state = TrainingState(made, optimizer, None)

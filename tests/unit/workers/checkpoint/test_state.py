@@ -26,7 +26,7 @@ MESHES = [(1, 1), (1, 2), (2, 2), (1, 3), (1, 8)]
 
 
 def expected(replicate: int, shard: int, rank: int) -> dict[str, torch.Tensor]:
-    """What a rank holds that trained on this mesh from the start."""
+    """State of a rank that trained on this mesh from the start."""
     model, optimizer = build(replicate, shard, seed=1)
     for number in range(2):
         step(model, optimizer, seed=100 + number)

@@ -1,4 +1,4 @@
-"""What report_deepspeed refuses; tests/frameworks/test_deepspeed.py has real engines."""
+"""Rejections of report_deepspeed; tests/frameworks/test_deepspeed.py has real engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script receives of incidents."""
+"""Incidents as a script receives them."""
 
 from __future__ import annotations
 

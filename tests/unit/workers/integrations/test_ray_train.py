@@ -1,4 +1,4 @@
-"""What holdfast.ray has for functions of a Trainer, in process groups of one and of two."""
+"""holdfast.ray in functions of a Trainer, in process groups of one and of two."""
 
 from __future__ import annotations
 

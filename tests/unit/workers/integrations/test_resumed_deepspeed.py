@@ -1,5 +1,5 @@
-"""What ranks show while a checkpoint of DeepSpeed is converted; what is loaded then, is in
-tests/frameworks/test_zero_sizes.py."""
+"""Reports of ranks while a checkpoint of DeepSpeed is converted; tests/frameworks/test_zero_sizes.py
+loads the result."""
 
 from __future__ import annotations
 

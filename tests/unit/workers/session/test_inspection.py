@@ -1,4 +1,4 @@
-"""What a worker reports of a main thread without progress: real process groups and sockets."""
+"""Reports about a main thread without progress: real process groups and sockets."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What keeps no process, and what stops one that was kept: each case is a way to train on other
-numbers than a job whose workers all start again."""
+"""Cases in which no process is kept, or a kept one ends: each is a way to train on other numbers
+than a job whose workers all start again."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def same(*_: object) -> None:
 
 
 def compared(change: Callable[..., None], rank: int, *, kept: bool) -> str:
-    """What the comparison after a step says, of ranks that one `change` has made different."""
+    """Verdict of the comparison after a step on ranks that one `change` has made different."""
     s = session.init(shard=1)
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(requires_grad=False)

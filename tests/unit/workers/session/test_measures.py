@@ -1,4 +1,4 @@
-"""What a worker measures of itself: the peak of its memory, and the bytes that it sends."""
+"""Measurements of a worker: the peak of its memory, and the bytes that it sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the host waits for in a step of the recipe."""
+"""Waits of the host in a step of the recipe."""
 
 from __future__ import annotations
 

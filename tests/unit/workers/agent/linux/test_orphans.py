@@ -1,4 +1,4 @@
-"""What a killed process leaves behind is ended, after its shared memory was removed."""
+"""Processes that a killed one leaves behind are ended, after its shared memory was removed."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class Start:
         monkeypatch.setattr(self.audit, "_wait", ends)
 
     def write(self, path: str) -> str:
-        """What follows: "", a remark, or that it waits."""
+        """Consequence of a write: "", a remark, or that it waits."""
         return self.see("open", path, "wb", 0)
 
     def see(self, event: str, *arguments: object) -> str:

@@ -1,4 +1,4 @@
-"""What the end of a worker's output shows of a crash in native code."""
+"""A crash in native code as the end of a worker's output shows it."""
 
 from __future__ import annotations
 

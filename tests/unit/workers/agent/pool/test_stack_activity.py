@@ -1,4 +1,4 @@
-"""What a stack shows of a rank without progress: a collective, a wait, a read, its own code."""
+"""Activity of a rank without progress by its stack: a collective, a wait, a read, its own code."""
 
 from __future__ import annotations
 

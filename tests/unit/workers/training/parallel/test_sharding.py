@@ -1,4 +1,4 @@
-"""What each way of sharding sends, and when."""
+"""Messages of each way of sharding, and their times."""
 
 from __future__ import annotations
 
