@@ -1,6 +1,5 @@
-"""Common to all tests: signals of the processes that they start, settings that they do not take from
-the user's home, the end of a test that hangs, and which tests may run beside each other (`pytest -n`).
-"""
+"""Common to all tests: signals of processes that they start, settings that they do not take from
+the user's home, the end of a test that hangs, which tests may run at once (`pytest -n`)."""
 
 from __future__ import annotations
 

@@ -301,7 +301,7 @@ class ShardLocation(msgspec.Struct, frozen=True):
 
 
 class Restore(msgspec.Struct, frozen=True, kw_only=True):
-    """State that a generation restores, after `step`: from memory (sources) or storage (directory)."""
+    """State after `step` that a generation restores: from memory (sources), storage (directory)."""
 
     step: int
     generation: int

@@ -69,7 +69,7 @@ WRITERS = {
 # a noun phrase or a verb instead.
 NO_BEGINNING = (
     "After Also As At Before Between By For From How If In It Its Of On Once Only So That Then "
-    "There They Those Until When Where Whether Which While Who Why With Without"
+    "There They Those Until What When Where Whether Which While Who Why With Without"
 )
 
 # Names of variables that say how a thing came to be there, not what it is.

@@ -69,7 +69,7 @@ def _schedules(extra: Extra) -> dict[str, LRScheduler]:
 
 
 def changed_settings(in_script: Mapping[str, Any], header: Mapping[str, Any]) -> Iterator[str]:
-    """Settings in which the script differs from the one that wrote a header with this extra state."""
+    """Settings in which the script differs from the writer of a header with this extra state."""
     for name, now in in_script.items():
         before = header.get(_IN_SCRIPT, {}).get(name, {})
         stored = header.get(_USER, {})

@@ -51,7 +51,7 @@ class PlacementTiming:
 
 
 def bundle_of(job: TrainingJob) -> dict[str, float]:
-    """Resources of a Ray node that one node takes. Without spec.resources.cpu: a core per worker."""
+    """A node's share of a Ray node. Without spec.resources.cpu: a core per worker."""
     workers, each = job.spec.workers_per_node, job.spec.resources
     bundle = {"CPU": float(each.cpu if each.cpu is not None else 1) * workers}
     if each.num_gpus:

@@ -1,5 +1,5 @@
-"""Reports of ranks while a checkpoint of DeepSpeed is converted; tests/frameworks/test_zero_sizes.py
-loads the result."""
+"""Reports of ranks while a checkpoint of DeepSpeed is converted, which
+tests/frameworks/test_zero_sizes.py loads."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_two_buffers_instead_of_three_where_three_do_not_fit() -> None:
 
 
 def test_a_worker_gets_one_buffer_until_all_have_asked() -> None:
-    """The needs of the others are not known before: here the second one leaves room for two each."""
+    """The others' needs are not known before: here the second one leaves room for two each."""
     harness = harness_with(4)
     for _ in range(3):
         harness.from_worker(0, worker_protocol.BufferRequest(num_bytes=BUFFER))
