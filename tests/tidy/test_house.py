@@ -27,17 +27,17 @@ MAX_WORDS = 40000
 # Lines of Python. A budget only falls: a feature pays with something that goes. The goal is 66,000
 # for orchestrator and workers, 65,000 for tests.
 BUDGETS = {
-    "orchestrator": 53442,
-    "workers": 25857,
-    "tests": 88536,
+    "orchestrator": 53440,
+    "workers": 25856,
+    "tests": 88533,
     "orchestrator/api": 4494,
     "orchestrator/backends": 6324,
-    "orchestrator/catalogue": 990,
+    "orchestrator/catalogue": 989,
     "orchestrator/cli": 9332,
     "orchestrator/client": 1078,
     "orchestrator/core": 7359,
     "orchestrator/explorer": 2346,
-    "orchestrator/hosts": 3603,
+    "orchestrator/hosts": 3602,
     "orchestrator/journal": 852,
     "orchestrator/kube": 1625,
     "orchestrator/planner": 1510,
@@ -47,7 +47,7 @@ BUDGETS = {
     "orchestrator/ui": 951,
     "workers/agent": 10811,
     "workers/checkpoint": 5012,
-    "workers/integrations": 2185,
+    "workers/integrations": 2184,
     "workers/session": 3820,
     "workers/training": 3530,
 }
