@@ -100,7 +100,7 @@ class RankState:
         return self._slots is not None
 
     def describe(self) -> dict[str, Any]:
-        """Its part in the header of each file."""
+        """Description for the header of each file."""
         sizes = dict(zip(AXES, self._mesh.sizes, strict=True))
         return {"mesh": sizes, "names": list(self._objects)}
 
