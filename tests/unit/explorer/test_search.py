@@ -43,23 +43,23 @@ def test_every_strategy_that_is_ranked_fits(case: tuple[str, int, str]) -> None:
     work, answer = found(*case)
     assert answer.ranked
     memory = cluster(case[1], case[2]).memory_bytes
-    for one in answer.ranked:
-        assert one.num_bytes == device_bytes(work, one.layout) <= USABLE * memory
-        assert not one.layout.offload or main_memory_holds(work, one.layout.mesh)
+    for candidate in answer.ranked:
+        assert candidate.num_bytes == device_bytes(work, candidate.layout) <= USABLE * memory
+        assert not candidate.layout.offload or main_memory_holds(work, candidate.layout.mesh)
     for lost in answer.lost:
         assert lost.num_bytes > USABLE * memory
         assert f"{lost.num_bytes / 2**30:.1f} of {memory / 2**30:.1f} GiB" in lost.why
-    ranked = {one.strategy for one in answer.ranked}
+    ranked = {c.strategy for c in answer.ranked}
     assert len(ranked) == len(answer.ranked)
-    assert ranked.isdisjoint(one.strategy for one in answer.lost)
+    assert ranked.isdisjoint(c.strategy for c in answer.lost)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_layout_uses_all_devices_and_divides_the_model(case: tuple[str, int, str]) -> None:
     work, answer = found(*case)
     model = work.model
-    for one in answer.ranked:
-        mesh, layout = one.layout.mesh, one.layout
+    for candidate in answer.ranked:
+        mesh, layout = candidate.layout.mesh, candidate.layout
         assert mesh.world_size == case[1]
         assert model.num_heads % mesh.tensor == model.num_kv_heads % mesh.tensor == 0
         assert model.ffn_dim % mesh.tensor == model.vocab_size % mesh.tensor == 0
@@ -75,12 +75,12 @@ def test_every_layout_uses_all_devices_and_divides_the_model(case: tuple[str, in
 def test_the_figures_of_a_candidate_are_those_of_the_estimates(case: tuple[str, int, str]) -> None:
     work, answer = found(*case)
     on = hardware(case[2])
-    for one in answer.ranked:
-        seconds = step_time(work, one.layout, on).seconds
-        assert one.time.seconds == seconds
-        assert one.tokens_per_s == work.tokens_per_step / seconds
-        assert one.mfu == mfu(work, one.layout, on, seconds)
-        assert 0 < one.mfu < 1
+    for candidate in answer.ranked:
+        seconds = step_time(work, candidate.layout, on).seconds
+        assert candidate.time.seconds == seconds
+        assert candidate.tokens_per_s == work.tokens_per_step / seconds
+        assert candidate.mfu == mfu(work, candidate.layout, on, seconds)
+        assert 0 < candidate.mfu < 1
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -91,7 +91,7 @@ def test_the_best_first(case: tuple[str, int, str]) -> None:
     for other in others:
         assert best.worth >= other.worth
         assert best.tokens_per_s > 0.9 * other.tokens_per_s
-    assert list(answer.ranked) == sorted(answer.ranked, key=lambda one: -one.worth)
+    assert list(answer.ranked) == sorted(answer.ranked, key=lambda candidate: -candidate.worth)
 
 
 @pytest.mark.parametrize(
@@ -115,11 +115,11 @@ def test_no_layout_that_was_not_estimated_is_better(
             for size in (2**n for n in range(12)):
                 if size > max(1, share // mesh.pipeline):
                     break
-                one = replace(plain, micro_batch=size, num_micro_batches=-(-share // size))
-                if device_bytes(work, one) <= USABLE * on.memory_bytes:
-                    found = estimate(work, one, on.hardware).tokens_per_s
-                    best[mesh.strategy] = max(best.get(mesh.strategy, 0), found)
-    answer = {one.strategy: one.tokens_per_s for one in search(work, on).ranked}
+                tried = replace(plain, micro_batch=size, num_micro_batches=-(-share // size))
+                if device_bytes(work, tried) <= USABLE * on.memory_bytes:
+                    rate = estimate(work, tried, on.hardware).tokens_per_s
+                    best[mesh.strategy] = max(best.get(mesh.strategy, 0), rate)
+    answer = {candidate.strategy: candidate.tokens_per_s for candidate in search(work, on).ranked}
     assert answer.keys() == best.keys()
     for strategy, tokens in best.items():
         assert answer[strategy] == pytest.approx(tokens, rel=0.01), strategy
@@ -139,7 +139,7 @@ def test_no_neighbour_of_the_best_is_better(case: tuple[str, int, str]) -> None:
         if device_bytes(work, other) > room:
             continue
         assert estimate(work, other, hardware(case[2])).tokens_per_s <= best.tokens_per_s
-    for checkpointing in {one.layout.checkpointing.chosen: one for one in answer.ranked}.values():
+    for checkpointing in {c.layout.checkpointing.chosen: c for c in answer.ranked}.values():
         other = replace(best.layout, checkpointing=checkpointing.layout.checkpointing)
         if device_bytes(work, other) <= room:
             assert estimate(work, other, hardware(case[2])).tokens_per_s <= best.tokens_per_s
@@ -164,8 +164,9 @@ def test_a_search_over_a_thousand_devices_times_few_of_its_layouts(
 
 def test_optimizers_that_need_whole_rows_have_no_tensor_axis_and_no_offload() -> None:
     work = workload("llama3-8b", 64, optimizer="muon")
-    found = [one for mesh in meshes(work, cluster(8, "RTX-4090")) for one in layouts(work, mesh, 8)]
-    assert found and all(one.mesh.tensor == 1 and not one.offload for one in found)
+    on = cluster(8, "RTX-4090")
+    allowed = [way for mesh in meshes(work, on) for way in layouts(work, mesh, 8)]
+    assert allowed and all(way.mesh.tensor == 1 and not way.offload for way in allowed)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -173,8 +174,8 @@ def test_the_same_question_has_the_same_answer(case: tuple[str, int, str]) -> No
     work, answer = found(*case)
     if case[1] <= 64:
         again = search(workload(case[0], max(512, case[1])), cluster(case[1], case[2]))
-        assert [one.layout for one in again.ranked] == [one.layout for one in answer.ranked]
-        assert [one.num_bytes for one in again.lost] == [one.num_bytes for one in answer.lost]
+        assert [c.layout for c in again.ranked] == [c.layout for c in answer.ranked]
+        assert [c.num_bytes for c in again.lost] == [c.num_bytes for c in answer.lost]
     fields = {name: getattr(work, name) for name in reversed(work.__struct_fields__)}
     assert Workload(**fields) == work
     assert [*meshes(Workload(**fields), cluster(case[1]))] == [*meshes(work, cluster(case[1]))]
@@ -196,9 +197,9 @@ def test_why_a_strategy_lost_names_a_part_of_its_step() -> None:
         "tensor and context axes", "between stages", "pipeline bubble",
     }  # fmt: skip
     assert len(plan.alternatives) > 5
-    for one in plan.alternatives[1:]:
-        assert any(f"{part} +" in one.why for part in parts) or "an axis more" in one.why, one.why
-        assert "slower" in one.why or "no faster" in one.why
+    for way in plan.alternatives[1:]:
+        assert any(f"{part} +" in way.why for part in parts) or "an axis more" in way.why, way.why
+        assert "slower" in way.why or "no faster" in way.why
 
 
 def test_a_slower_network_moves_the_choice_away_from_it() -> None:
@@ -222,14 +223,14 @@ def test_a_sequence_is_divided_as_validation_accepts(length: int) -> None:
     """Length 4104 is 8 x 513: context 2 beside tensor 4 divides it, context 2 beside tensor 8 does
     not. No context axis and no tensor axis divide nothing, so an odd length has layouts too."""
     work, on = workload("llama3-8b", 64, sequence_length=length), cluster(8)
-    found = [*meshes(work, on)]
-    for mesh in found:
+    accepted = [*meshes(work, on)]
+    for mesh in accepted:
         layout = next(layouts(work, mesh, on.per_node), None)
         spec = spec_of(work, layout) if layout else None
         assert spec is None or job_from_mapping(spec)
-    assert {one.context for one in found if length % 2} <= {1}
-    assert {one.strategy for one in found} >= {"FSDP", "DDP", "HSDP", "FSDP + PP"}
-    assert any((one.context, one.tensor) == (2, 4) for one in found) == (length == 4104)
+    assert {mesh.context for mesh in accepted if length % 2} <= {1}
+    assert {mesh.strategy for mesh in accepted} >= {"FSDP", "DDP", "HSDP", "FSDP + PP"}
+    assert any((mesh.context, mesh.tensor) == (2, 4) for mesh in accepted) == (length == 4104)
     assert bool(search(work, on).ranked) == (length < 2**31 - 1)
 
 
@@ -244,14 +245,14 @@ def test_fewer_samples_than_the_smallest_batch_have_no_layout(devices: int) -> N
 def test_a_tensor_axis_has_no_chunks() -> None:
     """The recipe refuses them."""
     for case in CASES:
-        for one in found(*case)[1].ranked:
-            assert one.layout.mesh.tensor == 1 or one.layout.chunk_tokens == 0
+        for candidate in found(*case)[1].ranked:
+            assert candidate.layout.mesh.tensor == 1 or candidate.layout.chunk_tokens == 0
 
 
 def test_a_million_devices_are_searched_by_their_divisors() -> None:
     million = list(meshes(workload("llama3-8b", 4_000_000), cluster(1_000_000, "H100-80")))
-    assert {one.world_size for one in million} == {1_000_000}
+    assert {mesh.world_size for mesh in million} == {1_000_000}
     assert len(million) == len(set(million)) < 2_000
-    assert {one.shard for one in million if one.shard * one.replicate == 1_000_000} == {
+    assert {mesh.shard for mesh in million if mesh.shard * mesh.replicate == 1_000_000} == {
         2**two * 5**five for two in range(7) for five in range(7)
     }

@@ -107,16 +107,16 @@ def train(model: nn.Module, given: Any, steps: range) -> None:
 @pytest.mark.parametrize("make", GIVEN.values(), ids=GIVEN.keys())
 def test_all_optimizers_continue_unchanged(make: Callable[[nn.Sequential], Any]) -> None:
     model = net()
-    given = make(model)
-    train(model, given, range(3))
-    for one in TrainingState(model, given, None).optimizers:
-        one.optimizer.param_groups[0]["lr"] = 0.05
-    file = staged_alone(model, given)
+    optimizers = make(model)
+    train(model, optimizers, range(3))
+    for entry in TrainingState(model, optimizers, None).optimizers:
+        entry.optimizer.param_groups[0]["lr"] = 0.05
+    file = staged_alone(model, optimizers)
     again = net()
     restored = make(again)
     state = restore_alone(file, again, restored)
-    assert {one.optimizer.param_groups[0]["lr"] for one in state.optimizers} == {0.05}
-    train(model, given, range(3, 6))
+    assert {entry.optimizer.param_groups[0]["lr"] for entry in state.optimizers} == {0.05}
+    train(model, optimizers, range(3, 6))
     train(again, restored, range(3, 6))
     for got, want in zip(again.parameters(), model.parameters(), strict=True):
         assert torch.equal(got, want)
@@ -126,9 +126,9 @@ def test_a_single_optimizer_has_the_names_of_earlier_files_however_it_is_given()
     names = []
     for make in (AdamW, lambda p: [AdamW(p)], lambda p: Accelerated(AdamW(p))):
         model = net()
-        given: Any = make(model.parameters())
-        train(model, given, range(1))
-        header = parse_header(staged_alone(model, given), "file")
+        optimizers: Any = make(model.parameters())
+        train(model, optimizers, range(1))
+        header = parse_header(staged_alone(model, optimizers), "file")
         assert set(header.extra["optimizer"]) >= {"class", "groups", "scalars"}
         names.append(set(header.entries))
     assert "optim.0.weight.exp_avg" in names[0]
@@ -179,10 +179,10 @@ def test_an_optimizer_inside_one_that_is_no_known_wrapper_is_refused_at_its_step
             self.base.step()
 
     model = net()
-    given = Sharpness(AdamW(model.parameters()))
-    state = TrainingState(model, given, None)
+    wrapper = Sharpness(AdamW(model.parameters()))
+    state = TrainingState(model, wrapper, None)
     with pytest.raises(UserError, match="a step of AdamW over parameters of the model"):
-        train(model, given, range(1))
+        train(model, wrapper, range(1))
     del state
 
 
@@ -203,19 +203,19 @@ def test_an_optimizer_within_backward_is_refused_unless_it_is_given() -> None:
 
 def test_a_wrapper_with_state_of_its_own_is_refused() -> None:
     model = net()
-    given = Lookahead(AdamW(model.parameters()))
-    train(model, given, range(1))
+    wrapper = Lookahead(AdamW(model.parameters()))
+    train(model, wrapper, range(1))
     with pytest.raises(UserError, match="got a Lookahead with state of its own beside that of Ada"):
-        staged_alone(model, given)
+        staged_alone(model, wrapper)
 
 
 def test_an_optimizer_that_divides_its_state_by_parameter_is_refused_by_name() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = net()
-        given = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=AdamW)
+        divided = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=AdamW)
         with pytest.raises(UserError, match=r"got ZeroRedundancyOptimizer.*use fully_shard"):
-            TrainingState(model, given, None)
+            TrainingState(model, divided, None)
     finally:
         dist.destroy_process_group()
 
@@ -285,9 +285,9 @@ def test_state_of_no_parameter_is_refused() -> None:
 # -- at restore every optimizer is complete ---------------------------------------------------
 def stored(make: Callable[[nn.Sequential], Any]) -> bytes:
     model = net()
-    given = make(model)
-    train(model, given, range(2))
-    return staged_alone(model, given)
+    optimizers = make(model)
+    train(model, optimizers, range(2))
+    return staged_alone(model, optimizers)
 
 
 @pytest.mark.parametrize(
@@ -359,10 +359,10 @@ def test_a_tensor_as_hyperparameter_must_be_a_number() -> None:
 
 def test_steps_of_every_optimizer_wait_for_the_copy() -> None:
     model = net()
-    given = list(first_and_second(model))
-    state, calls = TrainingState(model, given, None), []
+    optimizers = list(first_and_second(model))
+    state, calls = TrainingState(model, optimizers, None), []
     state.before_each_step(lambda: calls.append(1))
-    train(model, given, range(2))
+    train(model, optimizers, range(2))
     assert len(calls) == 4
     memory = Memory()
     Stager(
@@ -377,11 +377,11 @@ def moments(optimizer: Optimizer) -> list[Tensor]:
 
 def test_a_parameter_that_two_optimizers_step_has_state_of_both() -> None:
     model = net()
-    given = {"a": AdamW(model.parameters()), "b": SGD(model.parameters(), lr=0.1, momentum=0.5)}
-    train(model, given, range(2))
+    both = {"a": AdamW(model.parameters()), "b": SGD(model.parameters(), lr=0.1, momentum=0.5)}
+    train(model, both, range(2))
     again = net()
     other = {"a": AdamW(again.parameters()), "b": SGD(again.parameters(), lr=0.1, momentum=0.5)}
-    restore_alone(staged_alone(model, given), again, other)
-    for name, optimizer in given.items():
+    restore_alone(staged_alone(model, both), again, other)
+    for name, optimizer in both.items():
         pairs = zip(moments(other[name]), moments(optimizer), strict=True)
         assert all(torch.equal(got, want) for got, want in pairs)

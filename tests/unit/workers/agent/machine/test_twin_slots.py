@@ -50,18 +50,18 @@ class TwinRun:
                     self.granted[change.slot] = change
                     self.expect_alone(change)
                 case Drop():
-                    assert all(one.buffer != change.buffer for one in self.granted.values())
+                    assert all(grant.buffer != change.buffer for grant in self.granted.values())
                 case Make() | Differ():
                     pass
 
-    def expect_alone(self, given: Give) -> None:
+    def expect_alone(self, own: Give) -> None:
         """No other twin writes these bytes, and none reads them."""
-        buffer = self.buffers.buffers[given.buffer]
+        buffer = self.buffers.buffers[own.buffer]
         assert buffer.content is None and not buffer.pins
-        others = [one for one in self.granted.values() if one is not given]
-        for other in (one for one in others if one.buffer == given.buffer):
-            assert given.parts == other.parts == len(TWINS) and given.part != other.part
-            assert self.step[other.slot] == self.step[given.slot]
+        others = [grant for grant in self.granted.values() if grant is not own]
+        for other in (grant for grant in others if grant.buffer == own.buffer):
+            assert own.parts == other.parts == len(TWINS) and own.part != other.part
+            assert self.step[other.slot] == self.step[own.slot]
 
     def ask(self, rank: int, layout: int = 1, skip: bool = False) -> None:
         if rank in self.granted or rank in self.asked or self.step[rank] > min(self.step.values()):
@@ -72,14 +72,14 @@ class TwinRun:
             self.take(self.buffers.request(rank, BYTES, Ask(self.step[rank], layout, BYTES)))
 
     def write(self, rank: int) -> None:
-        given = self.granted.pop(rank, None)
-        if given is None:
+        grant = self.granted.pop(rank, None)
+        if grant is None:
             return
         step = self.step[rank]
         self.staged.setdefault(step, set()).add(rank)
         content = StagedShard(step, 1, 0, 1, BYTES)
-        complete = self.buffers.staged(rank, given.buffer, content)
-        assert not complete or given.parts == 1 or self.staged[step] == set(TWINS)
+        complete = self.buffers.staged(rank, grant.buffer, content)
+        assert not complete or grant.parts == 1 or self.staged[step] == set(TWINS)
         self.take(self.buffers.settle())
 
     def whole(self) -> list[int]:
@@ -97,14 +97,14 @@ def test_all_twins_write_one_buffer_and_the_node_has_the_shard_when_all_have() -
     run = TwinRun()
     for rank in TWINS:
         run.ask(rank)
-    assert {one.buffer for one in run.granted.values()} == {1}
+    assert {grant.buffer for grant in run.granted.values()} == {1}
     assert [run.granted[rank].part for rank in TWINS] == [0, 1, 2]
     run.write(2)
     run.write(0)
     assert run.buffers.inventory() == () and run.buffers.complete() == []
     assert run.buffers.find(0, 1, 0) is None
     run.write(1)
-    assert [one.step for one in run.buffers.inventory()] == [0]
+    assert [shard.step for shard in run.buffers.inventory()] == [0]
     assert run.buffers.complete() == [(1, 0)]
 
 
@@ -112,7 +112,7 @@ def test_a_slot_of_twins_has_as_many_buffers_as_one_worker() -> None:
     run = TwinRun()
     for step in range(20):
         run.all_stage()
-        assert [one.step for one in run.buffers.inventory()] == [step - 1, step][-step - 1 :]
+        assert [shard.step for shard in run.buffers.inventory()] == [step - 1, step][-step - 1 :]
     assert len(run.buffers.buffers) == 3
 
 
@@ -125,7 +125,7 @@ def test_a_step_that_one_twin_skips_is_not_held_and_its_buffer_is_used_again() -
         for rank in TWINS:
             run.write(rank)
         run.all_stage()
-    assert [one.step for one in run.buffers.inventory()] == [14, 16]
+    assert [shard.step for shard in run.buffers.inventory()] == [14, 16]
     assert len(run.buffers.buffers) <= 4
 
 
@@ -136,7 +136,7 @@ def test_twins_with_different_layouts_stage_whole_shards() -> None:
     run.asked.add(1)
     run.step[1] += 1
     changes = run.buffers.request(1, BYTES, Ask(1, 2, BYTES))
-    assert [one for one in changes if isinstance(one, Differ)] == [Differ(TWINS)]
+    assert [change for change in changes if isinstance(change, Differ)] == [Differ(TWINS)]
     run.take(changes)
     assert run.granted[1].parts == 1 and run.granted[1].buffer != run.granted[0].buffer
     run.write(0)
@@ -146,7 +146,7 @@ def test_twins_with_different_layouts_stage_whole_shards() -> None:
     assert (1, 0) in run.buffers.complete() and (1, 1) not in run.buffers.complete()
     run.all_stage()
     assert run.buffers.complete()[0] == (1, 2)
-    assert {one.parts for one in run.granted.values()} <= {1}
+    assert {grant.parts for grant in run.granted.values()} <= {1}
 
 
 def test_a_worker_may_not_write_what_it_was_not_given() -> None:
@@ -191,7 +191,7 @@ def test_two_whole_steps_are_held_and_no_twin_waits_for_ever(moves: list[tuple[s
             case "unpin":
                 if run.pins:
                     run.take(run.buffers.unpin(run.pins.pop()))
-        held_steps = {one.step for one in run.buffers.inventory()}
+        held_steps = {shard.step for shard in run.buffers.inventory()}
         assert set(run.whole()[-2:]) <= held_steps
         assert len(run.buffers.buffers) <= 5
     for _ in range(4):  # a twin that waits gets a buffer as the others go on
@@ -248,16 +248,14 @@ def test_a_launch_names_the_twins_of_each_worker() -> None:
 def test_the_shard_is_sealed_and_written_to_storage_once_when_both_parts_are_there() -> None:
     harness = TwinHarness()
     harness.launch_twins(persist_every_steps=1)
-    given = [of(commands.ToRank, harness.ask(rank, 0))[0] for rank in range(2)]
-    assert [(one.buffer, one.message.part, one.message.parts) for one in given] == [
+    grants = [of(commands.ToRank, harness.ask(rank, 0))[0] for rank in range(2)]
+    assert [(grant.buffer, grant.message.part, grant.message.parts) for grant in grants] == [
         (1, 0, 2), (1, 1, 2),
     ]  # fmt: skip
     out = harness.write(1, 0, buffer=1)
     assert not of(commands.SealBuffer, out) and not of(commands.WriteStorage, out)
     out = harness.write(0, 0, buffer=1)
-    kinds = [
-        type(one) for one in out if isinstance(one, commands.SealBuffer | commands.WriteStorage)
-    ]
+    kinds = [type(c) for c in out if isinstance(c, commands.SealBuffer | commands.WriteStorage)]
     assert kinds == [commands.SealBuffer, commands.WriteStorage]
     assert harness.staged() == {(1, 0, 0)}
 
@@ -271,7 +269,7 @@ def test_the_last_step_is_written_when_all_twins_have_finished() -> None:
     assert not of(commands.WriteStorage, harness.from_worker(1, worker_protocol.Finished(step=0)))
     harness.write(0, 0, buffer=1)
     out = harness.from_worker(0, worker_protocol.Finished(step=0))
-    assert [one.staged.step for one in of(commands.WriteStorage, out)] == [0]
+    assert [c.staged.step for c in of(commands.WriteStorage, out)] == [0]
 
 
 def test_a_worker_that_will_stage_has_its_buffers_allocated_before() -> None:
@@ -283,11 +281,11 @@ def test_a_worker_that_will_stage_has_its_buffers_allocated_before() -> None:
             rank, worker_protocol.BufferRequest(num_bytes=BYTES, shared=True)
         )
     assert len(of(commands.MakeBuffer, out)) == 3
-    early = {(one.rank, one.buffer, one.message.parts) for one in of(commands.ToRank, out)}  # type: ignore[union-attr]
+    early = {(c.rank, c.buffer, c.message.parts) for c in of(commands.ToRank, out)}  # type: ignore[union-attr]
     assert early == {(rank, number, 0) for rank in range(2) for number in (1, 2, 3)}
     out = harness.ask(0, 0)
     assert not of(commands.MakeBuffer, out)
-    assert [one.message for one in of(commands.ToRank, out)] == [
+    assert [c.message for c in of(commands.ToRank, out)] == [
         worker_protocol.BufferFree(buffer=1, part=0, parts=2)
     ]
 
@@ -313,8 +311,8 @@ def test_different_state_of_twins_is_reported() -> None:
     out = harness.ask(1, 0, layout=2)
     (event,) = of(m.AgentEvent, out)
     assert "ranks 0, 1 have one shard index and different state" in event.text
-    (given,) = of(commands.ToRank, out)
-    assert given.rank == 1 and given.message.parts == 1  # type: ignore[union-attr]
+    (grant,) = of(commands.ToRank, out)
+    assert grant.rank == 1 and grant.message.parts == 1  # type: ignore[union-attr]
 
 
 def test_state_of_twins_that_was_not_the_same_is_not_held() -> None:
@@ -326,9 +324,9 @@ def test_state_of_twins_that_was_not_the_same_is_not_held() -> None:
     assert "different state" in of(m.AgentEvent, out)[0].text
     assert harness.staged() == set()
     for rank in range(2):
-        (given,) = of(commands.ToRank, harness.ask(rank, 1))
-        assert given.message.parts == 1  # type: ignore[union-attr]
-        harness.write(rank, 1, buffer=given.message.buffer, sample=rank)  # type: ignore[union-attr]
+        (grant,) = of(commands.ToRank, harness.ask(rank, 1))
+        assert grant.message.parts == 1  # type: ignore[union-attr]
+        harness.write(rank, 1, buffer=grant.message.buffer, sample=rank)  # type: ignore[union-attr]
     assert harness.staged() == {(1, 1, 0)}
 
 
@@ -340,8 +338,8 @@ def test_a_part_that_was_thrown_away_may_be_staged_again() -> None:
     harness.write(0, 0, buffer=1)
     harness.from_worker(1, worker_protocol.BufferReturned(buffer=1))
     assert harness.staged() == set()
-    (given,) = of(commands.ToRank, harness.ask(1, 0))
-    assert given.message == worker_protocol.BufferFree(buffer=1, part=1, parts=2)
+    (grant,) = of(commands.ToRank, harness.ask(1, 0))
+    assert grant.message == worker_protocol.BufferFree(buffer=1, part=1, parts=2)
     harness.write(1, 0, buffer=1)
     assert harness.staged() == {(1, 0, 0)}
 
@@ -382,5 +380,5 @@ def test_twins_train_on_where_memory_is_short(most: int) -> None:
     run.buffers.most = most
     for step in range(10):
         run.all_stage()
-        assert [one.step for one in run.buffers.inventory()][-1] == step
+        assert [shard.step for shard in run.buffers.inventory()][-1] == step
         assert len(run.buffers.buffers) <= most

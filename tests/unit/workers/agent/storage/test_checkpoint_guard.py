@@ -25,9 +25,9 @@ def seen(
     where: list[Path], since_ns: int, own: tuple[int, int, int] = (0, 1, 1)
 ) -> checkpoint_guard.Findings:
     """A look after ranks of the job wrote all that is there."""
-    every = (path for root in where for path in root.rglob("*") if ASIDE not in str(path))
-    found = (checkpoint_of(path, folder=path.is_dir()) for path in every)
-    return look([], since_ns, own, sorted({path for path in found if path is not None}))
+    paths = (path for root in where for path in root.rglob("*") if ASIDE not in str(path))
+    checkpoints = (checkpoint_of(path, folder=path.is_dir()) for path in paths)
+    return look([], since_ns, own, sorted({path for path in checkpoints if path is not None}))
 
 
 def torch_file(path: Path) -> None:
@@ -117,11 +117,11 @@ def test_the_newest_incomplete_directory_is_set_aside_and_the_one_before_is_foun
         make(out / f"{prefix}{number}")
     assert seen([tmp_path], 0).newest is not None
     broken(out / f"{prefix}100")
-    found = seen([tmp_path], 0)
+    findings = seen([tmp_path], 0)
     assert names(out) == sorted([f"{prefix}20", f"{prefix}5"])
     assert names(tmp_path / "out.incomplete") == [f"{prefix}100-1.incomplete"]
-    assert len(found.set_aside) == 1 and f"{prefix}100 is incomplete" in found.set_aside[0]
-    assert found.newest is not None and found.newest[1] == out / f"{prefix}20"
+    assert len(findings.set_aside) == 1 and f"{prefix}100 is incomplete" in findings.set_aside[0]
+    assert findings.newest is not None and findings.newest[1] == out / f"{prefix}20"
     assert not seen([tmp_path], 0).set_aside
 
 
@@ -132,17 +132,17 @@ def test_complete_checkpoints_stay_and_the_newest_is_named(
     for number in (5, 10):
         make(tmp_path / f"checkpoint-{number}")
     before = names(tmp_path)
-    found = seen([tmp_path], 0)
-    assert (names(tmp_path), found.set_aside) == (before, [])
-    assert found.newest is not None and found.newest[1] == tmp_path / "checkpoint-10"
+    findings = seen([tmp_path], 0)
+    assert (names(tmp_path), findings.set_aside) == (before, [])
+    assert findings.newest is not None and findings.newest[1] == tmp_path / "checkpoint-10"
 
 
 def test_one_folder_of_dcp_that_ranks_write_again_and_again_is_judged(tmp_path: Path) -> None:
     path = tmp_path / "dcp"
     dcp(path)
     os.utime(path / "__0_0.distcp", (5, 5))
-    found = look([], 0, written=[path])
-    assert found.newest is not None and found.newest[1] == path and not found.set_aside
+    findings = look([], 0, written=[path])
+    assert findings.newest is not None and findings.newest[1] == path and not findings.set_aside
     os.utime(path / ".metadata", (5, 5))
     (path / "__0_0.distcp").write_bytes(b"begun again")
     assert not look([tmp_path], 0).set_aside, "no rank has written it"
@@ -158,14 +158,14 @@ def test_a_checkpoint_with_which_a_start_failed_comes_after_an_older_one(
     paths = [tmp_path / f"checkpoint-{number}{end}" for number in (10, 20, 30)]
     for age, path in enumerate(reversed(paths)):
         make(path)
-        for one in (path, *path.glob("*")):
-            os.utime(one, (1000 - age, 1000 - age))
-    found = look([], 0, written=paths, failed=[paths[2]])
-    assert found.newest is not None and found.newest[1] == paths[1]
-    assert [path for _, path in found.passed_over] == [paths[2]]
-    found = look([], 0, written=paths, failed=paths)
-    assert found.newest is not None and found.newest[1] == paths[2], "there is no other"
-    assert not found.set_aside
+        for file in (path, *path.glob("*")):
+            os.utime(file, (1000 - age, 1000 - age))
+    findings = look([], 0, written=paths, failed=[paths[2]])
+    assert findings.newest is not None and findings.newest[1] == paths[1]
+    assert [path for _, path in findings.passed_over] == [paths[2]]
+    findings = look([], 0, written=paths, failed=paths)
+    assert findings.newest is not None and findings.newest[1] == paths[2], "there is no other"
+    assert not findings.set_aside
 
 
 def test_what_was_written_before_the_job_is_not_touched(tmp_path: Path) -> None:
@@ -173,8 +173,8 @@ def test_what_was_written_before_the_job_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-5" / "trainer_state.json").unlink()
     torch_file(tmp_path / "old.ckpt")
     cut(tmp_path / "old.ckpt")
-    found = seen([tmp_path], time.time_ns() + DAY_NS)
-    assert (names(tmp_path), found.set_aside, found.newest) == (
+    findings = seen([tmp_path], time.time_ns() + DAY_NS)
+    assert (names(tmp_path), findings.set_aside, findings.newest) == (
         ["checkpoint-5", "old.ckpt"],
         [],
         None,
@@ -185,10 +185,10 @@ def test_a_torn_file_of_torch_save_is_set_aside(tmp_path: Path) -> None:
     for name in ("epoch=1.ckpt", "last.ckpt"):
         torch_file(tmp_path / "lightning" / name)
     cut(tmp_path / "lightning" / "last.ckpt")
-    found = seen([tmp_path], 0)
+    findings = seen([tmp_path], 0)
     assert names(tmp_path / "lightning") == ["epoch=1.ckpt"]
-    assert "ends in the middle" in found.set_aside[0]
-    assert found.newest is not None and found.newest[1].name == "epoch=1.ckpt"
+    assert "ends in the middle" in findings.set_aside[0]
+    assert findings.newest is not None and findings.newest[1].name == "epoch=1.ckpt"
 
 
 def test_a_link_to_a_file_that_was_set_aside_is_set_aside_too(tmp_path: Path) -> None:
@@ -223,16 +223,16 @@ def test_a_file_that_may_be_a_cache_is_named_only_without_a_checkpoint(
 ) -> None:
     cache = tmp_path / "tokenized_cache.pt"
     torch_file(cache)
-    found = seen([tmp_path], 0)
-    assert found.newest is not None and found.newest[1] == cache
+    findings = seen([tmp_path], 0)
+    assert findings.newest is not None and findings.newest[1] == cache
     own = tmp_path / "out" / ("checkpoint-10" if make is not torch_file else "epoch=1.ckpt")
     make(own)
     if make is tag:
         (tmp_path / "out" / "latest").write_text(own.name)
     os.utime(cache, ns=(time.time_ns() + DAY_NS, time.time_ns() + DAY_NS))
-    found = seen([tmp_path], 0)
-    assert found.newest is not None
-    assert found.newest[1] == (own.parent if make is tag else own)
+    findings = seen([tmp_path], 0)
+    assert findings.newest is not None
+    assert findings.newest[1] == (own.parent if make is tag else own)
 
 
 @pytest.mark.parametrize(
@@ -289,9 +289,9 @@ def test_latest_of_deepspeed_names_the_newest_complete_tag(tmp_path: Path, damag
     else:
         latest.write_text("")
         cut(newest / "mp_rank_00_model_states.pt")
-    found = seen([tmp_path], 0)
+    findings = seen([tmp_path], 0)
     assert latest.read_text() == "global_step5"
-    assert "latest names global_step5 now" in found.set_aside[0]
+    assert "latest names global_step5 now" in findings.set_aside[0]
     assert newest.is_dir()
 
 
@@ -306,8 +306,8 @@ def test_it_is_known_how_many_ranks_wrote_the_newest_checkpoint_of_deepspeed(
     assert seen([tmp_path], 0).divided == (tmp_path / "global_step5", 4)
     torch_file(tmp_path / "whole" / "step" / "mp_rank_00_model_states.pt")
     (tmp_path / "whole" / "latest").write_text("step")
-    found = seen([tmp_path / "whole"], 0)
-    assert found.newest is not None and found.divided is None, "ZeRO did not divide it"
+    findings = seen([tmp_path / "whole"], 0)
+    assert findings.newest is not None and findings.divided is None, "ZeRO did not divide it"
 
 
 def test_without_a_complete_tag_latest_is_set_aside(tmp_path: Path) -> None:
@@ -346,9 +346,9 @@ def test_a_save_that_is_killed_anywhere_leaves_a_complete_newest_checkpoint(
             (torn / name).write_bytes((tmp_path / "whole" / name).read_bytes())
         last = torn / order[done]
         last.write_bytes(last.read_bytes()[: random.randrange(last.stat().st_size)])
-        found = seen([out], 0)
+        findings = seen([out], 0)
         assert names(out) == ["checkpoint-5"], (done, last.stat().st_size)
-        assert found.newest is not None and found.newest[1] == out / "checkpoint-5"
+        assert findings.newest is not None and findings.newest[1] == out / "checkpoint-5"
 
 
 def test_two_nodes_on_one_file_system_set_it_aside_once(tmp_path: Path) -> None:
@@ -361,8 +361,8 @@ def test_the_look_is_bounded(tmp_path: Path) -> None:
     for number in range(MAX_ENTRIES + 500):
         (tmp_path / f"file{number}.txt").touch()
     begin = time.monotonic()
-    found = look([tmp_path], 0)
-    assert found.num_entries == MAX_ENTRIES and "more than" in found.cut_short
+    findings = look([tmp_path], 0)
+    assert findings.num_entries == MAX_ENTRIES and "more than" in findings.cut_short
     assert time.monotonic() - begin < 1.0
 
 
@@ -420,9 +420,9 @@ def test_after_its_time_a_look_changes_nothing(
 
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(script_checkpoints, "torn", slowly)
-    found = seen([tmp_path], 0)
-    assert (names(tmp_path), found.set_aside) == (["checkpoint-5"], [])
-    assert "did not answer within 5 s" in found.cut_short
+    findings = seen([tmp_path], 0)
+    assert (names(tmp_path), findings.set_aside) == (["checkpoint-5"], [])
+    assert "did not answer within 5 s" in findings.cut_short
 
 
 def test_arguments_of_the_script_name_directories(tmp_path: Path) -> None:
@@ -456,10 +456,10 @@ def test_what_another_job_writes_below_the_same_directory_is_neither_touched_nor
     torch_file(tmp_path / "model.pth")
     cut(tmp_path / "model.pth")
     written = [own / "checkpoint-40", own / "checkpoint-80"]
-    found = look([own, tmp_path / "out"], 0, written=written)
+    findings = look([own, tmp_path / "out"], 0, written=written)
     assert names(other) == ["checkpoint-40", "checkpoint-80"] and names(own) == ["checkpoint-40"]
     assert names(tmp_path) == ["model.pth", "out"]
-    assert found.newest is not None and found.newest[1] == own / "checkpoint-40"
+    assert findings.newest is not None and findings.newest[1] == own / "checkpoint-40"
 
 
 def test_a_named_directory_in_which_no_rank_wrote_may_be_another_jobs(tmp_path: Path) -> None:
@@ -473,8 +473,8 @@ def test_a_file_that_a_process_writes_stays_as_it_is(tmp_path: Path) -> None:
     torch_file(path)
     cut(path)
     with path.open("ab"):
-        found = look([tmp_path], 0)
-    assert path.exists() and f"process {os.getpid()} has it open" in found.set_aside[0]
+        findings = look([tmp_path], 0)
+    assert path.exists() and f"process {os.getpid()} has it open" in findings.set_aside[0]
     look([tmp_path], 0)
     assert not path.exists()
 
@@ -486,8 +486,8 @@ def test_a_folder_that_still_grows_stays_as_it_is(
     (tmp_path / "checkpoint-5" / "trainer_state.json").unlink()
     later = tmp_path / "checkpoint-5" / "scheduler.pt"
     monkeypatch.setattr(time, "sleep", lambda _s: later.write_bytes(b"more"))
-    found = look([tmp_path], 0)
-    assert names(tmp_path) == ["checkpoint-5"] and "it still grows" in found.set_aside[0]
+    findings = look([tmp_path], 0)
+    assert names(tmp_path) == ["checkpoint-5"] and "it still grows" in findings.set_aside[0]
 
 
 @pytest.mark.parametrize("make", [torch_file, dcp])
