@@ -166,10 +166,11 @@ def logs(
     except LogMissing:
         if not failed:
             raise
-        worker = "all workers" if wanted.rank is None else f"rank {wanted.rank}"
-        got = f"{worker} of generation {wanted.generation}"
-        fix = f"`{target.command('logs', remote.name)}` prints those that are kept"
-        raise UserError(str(Problem("--failed", got, "a log that is kept", fix))) from None
+        worker = "workers" if wanted.rank is None else f"rank {wanted.rank}"
+        got = f"no line of {worker} in generation {wanted.generation}"
+        expected = "one, unless it printed none or its log is gone"
+        fix = f"`{target.command('logs', remote.name)}` prints what is kept"
+        raise UserError(str(Problem("--failed", got, expected, fix))) from None
 
 
 def _failure_selector(view: JobView) -> LogSelector:

@@ -85,14 +85,14 @@ def test_a_job_is_watched_disturbed_inspected_and_cancelled(
     shown = re.findall(r"\[rank 0\] step\s+(\d+)", again.read_text())
     assert int(shown[0]) >= before, "lines from before are not shown"
 
-    done = holdfast("debug", "kill-worker", "broken", "--rank", "3")
+    done = holdfast("debug", "kill-worker", "broken", "--rank", "0")
     assert done.code == 0, done.err
-    assert re.match(r"job broken: kill-worker: worker 3 on broken-\w{5}\n", done.out)
+    assert re.match(r"job broken: kill-worker: worker 0 on broken-\w{5}\n", done.out)
     status = seen(
         holdfast, "broken", "to recover",
         lambda v: v["incidents"] and "total" in v["incidents"][0]["seconds"],
     )  # fmt: skip
-    assert status["incidents"][0]["rehearsal"] and status["incidents"][0]["culprit_rank"] == 3
+    assert status["incidents"][0]["rehearsal"] and status["incidents"][0]["culprit_rank"] == 0
     written(tmp_path / "run", "incident 1 resolved: next step after ")
     assert "incident 1" in holdfast("debug", "events", "broken").out
     asked = holdfast.json("debug", "stacks", "broken")

@@ -40,7 +40,7 @@ class Cluster:
         self._num_made = 0
         self.registry = registry.start(run, self.network.address) if pulls else ""
         """Host and port from which nodes pull; empty: nodes have all images but torch."""
-        self._unpacked = images.unpacked(run, binaries, holdfast=not pulls)
+        self.unpacked = images.unpacked(run, binaries, holdfast=not pulls)
         self._names = NameServer(self.network.address, self.control_plane.request)
         run.at_end(self._names.close)
 
@@ -57,7 +57,7 @@ class Cluster:
             self.control_plane,
             self.network,
             self._num_made,
-            self._unpacked,
+            self.unpacked,
             labels or {},
             self.registry,
         )

@@ -103,7 +103,7 @@ def unpacked(run: Run, binaries: Binaries, *, holdfast: bool) -> Path:
     with (CACHE / "lock").open("w") as one_at_a_time:
         fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
         write_holdfast(archives)
-        unpack(run, binaries, archives, CACHE / "unpacked")
+        unpack(run, binaries, archives, CACHE / "unpacked", mounted=image("operator"))
         shutil.copytree(CACHE / "unpacked", root, symlinks=True, copy_function=link)
     return root
 
@@ -119,7 +119,8 @@ def link(source: str, target: str) -> None:
     shutil.copy2(source, target)
 
 
-def unpack(run: Run, binaries: Binaries, archives: Path, root: Path) -> None:
+def unpack(run: Run, binaries: Binaries, archives: Path, root: Path, mounted: str = "") -> None:
+    """Fill `root` from archives, and note the layers of the image `mounted` in root/layers."""
     socket = archives / "socket"
     config = archives / "containerd.toml"
     config.write_text(UNPACKING.format(root=root, state=archives / "state", socket=socket))
@@ -132,7 +133,22 @@ def unpack(run: Run, binaries: Binaries, archives: Path, root: Path) -> None:
     )
     for archive in sorted(archives.glob("*.tar")):
         subprocess.run([*ctr, "images", "import", archive], check=True, capture_output=True)
+    if mounted:
+        view = archives / "view"
+        view.mkdir()
+        subprocess.run([*ctr, "images", "mount", mounted, view], check=True, capture_output=True)
+        lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        options = next(fields[-1] for fields in lines if fields[4] == str(view)).split(",")
+        lower = next(option for option in options if option.startswith("lowerdir="))
+        (root / "layers").write_text(lower.replace(f"{root}/", ""))
+        subprocess.run([*ctr, "images", "unmount", "--rm", view], check=True, capture_output=True)
     server.end()
+
+
+def lower_directories(root: Path) -> str:
+    """The overlay's option that names the layers of the operator's image below `root`."""
+    places = (root / "layers").read_text().removeprefix("lowerdir=").split(":")
+    return "lowerdir=" + ":".join(f"{root / place}" for place in places)
 
 
 def write_holdfast(directory: Path) -> None:

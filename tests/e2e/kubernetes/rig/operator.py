@@ -1,16 +1,21 @@
-"""Holdfast's operator as a process of this machine, which pods reach at the rig's bridge.
+"""Holdfast's operator from its image, as a process that pods reach at the rig's bridge.
 
-A host directory stands for shared storage. The chart is tested elsewhere.
+It sees the image's files, read-only, and has the image's user and environment. A directory of this
+machine stands for shared storage. The chart is tested elsewhere.
 """
 
 from __future__ import annotations
 
+import base64
 import json
-import sys
+import os
 import urllib.error
 import urllib.request
 from pathlib import Path
 
+import yaml
+
+from images import build
 from tests.e2e.kubernetes.rig import images
 from tests.e2e.kubernetes.rig.cluster import Cluster
 from tests.e2e.kubernetes.rig.process import Server
@@ -20,6 +25,19 @@ CRD = REPOSITORY / "helm" / "holdfast" / "files" / "crd.yaml"
 AGENTS_PORT = 7077
 METRICS_PORT = 8080
 READY_TIMEOUT_S = 60
+ENTER = """\
+mount -t tmpfs -o mode=755 room "$ROOM/files"
+cd "$ROOM/files"
+mkdir upper work root
+mount -t overlay -o "$LAYERS,upperdir=$PWD/upper,workdir=$PWD/work" image root
+cd root
+mount -t proc proc proc
+mount --rbind /dev dev
+mount -t tmpfs tmp tmp
+for place in "$STORAGE" "$ROOM/kube"; do mkdir -p ".$place"; mount --bind "$place" ".$place"; done
+mount -o remount,bind,ro .
+exec /usr/sbin/chroot --userspec="$OWNER:$OWNER" . "$@"
+"""
 
 
 class Operator:
@@ -30,14 +48,17 @@ class Operator:
         self.storage = cluster.run.directory / "checkpoints"
         self.storage.mkdir(exist_ok=True)
         self.storage.chmod(0o777)
+        room = cluster.run.directory / "operator"
+        (room / "files").mkdir(parents=True)
+        config = build.config("operator")
         address = cluster.network.address
         volume = {"hostPath": {"path": str(self.storage)}}
         self.server = Server(
             cluster.run,
             "operator",
             [
-                Path(sys.prefix) / "bin" / "holdfast",
-                "operator",
+                *("unshare", "--mount", "sh", "-e", "-c", ENTER, "enter"),
+                *(*config["Entrypoint"], "operator"),
                 f"--agent-endpoint={address}:{AGENTS_PORT}",
                 f"--listen={address}:{AGENTS_PORT}",
                 f"--metrics-address={address}",
@@ -50,11 +71,32 @@ class Operator:
                 "--status-interval-seconds=0.5",  # tests wait for steps in the status
                 *options,
             ],
-            environment={"KUBECONFIG": str(cluster.control_plane.kubeconfig)},
-            # The operator runs as root here and workers do not, and both write to the same
-            # directory. In a cluster both are the same user.
-            umask=0,
+            environment={
+                "ROOM": str(room),
+                "STORAGE": str(self.storage),
+                "OWNER": config["User"],
+                "LAYERS": images.lower_directories(cluster.unpacked),
+                "KUBECONFIG": str(self._write_access(room / "kube", int(config["User"]))),
+                **dict(variable.split("=", 1) for variable in config["Env"]),
+            },
+            inherits=False,
         )
+
+    def _write_access(self, directory: Path, owner: int) -> Path:
+        """A kubeconfig that this user can read, with the authority in it."""
+        plane = self._cluster.control_plane
+        document = yaml.safe_load(plane.kubeconfig.read_text())
+        authority = plane.authority.file.read_bytes()
+        document["clusters"][0]["cluster"] = {
+            "server": plane.url,
+            "certificate-authority-data": base64.b64encode(authority).decode(),
+        }
+        directory.mkdir()
+        path = directory / "kubeconfig"
+        path.touch(mode=0o600)
+        path.write_text(yaml.safe_dump(document))
+        os.chown(path, owner, owner)
+        return path
 
     def install(self) -> None:
         kubectl = self._cluster.kubectl()

@@ -25,14 +25,13 @@ class Server:
         command: Sequence[str | Path],
         *,
         environment: Mapping[str, str] | None = None,
-        umask: int = -1,
+        inherits: bool = True,
     ) -> None:
         self.name = name
         self.log = run.directory / f"{name}.log"
         self._run = run
         self._command = [str(word) for word in command]
-        self._environment = {**os.environ, **(environment or {})}
-        self._umask = umask
+        self._environment = {**(os.environ if inherits else {}), **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -54,7 +53,6 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                umask=self._umask,
                 start_new_session=True,
             )
         self._run.record(self.name, self._process.pid)
