@@ -168,9 +168,8 @@ def logs(
             raise
         worker = "workers" if wanted.rank is None else f"rank {wanted.rank}"
         got = f"no line of {worker} in generation {wanted.generation}"
-        expected = "one, unless it printed none or its log is gone"
-        fix = f"`{target.command('logs', remote.name)}` prints what is kept"
-        raise UserError(str(Problem("--failed", got, expected, fix))) from None
+        fix = f"it printed none, or its log is gone; see `{target.command('logs', remote.name)}`"
+        raise UserError(str(Problem("--failed", got, "one", fix))) from None
 
 
 def _failure_selector(view: JobView) -> LogSelector:

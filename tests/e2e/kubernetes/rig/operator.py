@@ -6,14 +6,11 @@ machine stands for shared storage. The chart is tested elsewhere.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import urllib.error
 import urllib.request
 from pathlib import Path
-
-import yaml
 
 from images import build
 from tests.e2e.kubernetes.rig import images
@@ -84,17 +81,11 @@ class Operator:
 
     def _write_access(self, directory: Path, owner: int) -> Path:
         """A kubeconfig that this user can read, with the authority in it."""
-        plane = self._cluster.control_plane
-        document = yaml.safe_load(plane.kubeconfig.read_text())
-        authority = plane.authority.file.read_bytes()
-        document["clusters"][0]["cluster"] = {
-            "server": plane.url,
-            "certificate-authority-data": base64.b64encode(authority).decode(),
-        }
+        config = self._cluster.kubectl().run("config", "view", "--flatten", "--raw")
         directory.mkdir()
         path = directory / "kubeconfig"
         path.touch(mode=0o600)
-        path.write_text(yaml.safe_dump(document))
+        path.write_text(config)
         os.chown(path, owner, owner)
         return path
 

@@ -65,10 +65,6 @@ class Run:
         os.close(reads)
         return keeper, writes
 
-    @property
-    def keeper_pid(self) -> int:
-        return self._keeper.pid
-
     def record(self, name: str, pid: int) -> None:
         """Record a process with its start time, because process ids are reused."""
         document = {"pid": pid, "started": started(pid)}
