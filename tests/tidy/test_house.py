@@ -29,7 +29,7 @@ MAX_WORDS = 40000
 BUDGETS = {
     "orchestrator": 53440,
     "workers": 25856,
-    "tests": 88533,
+    "tests": 88529,
     "orchestrator/api": 4494,
     "orchestrator/backends": 6324,
     "orchestrator/catalogue": 989,
