@@ -11,8 +11,8 @@ from holdfast.orchestrator.protocol.facts import Exit
 
 from .harness import Transcript, spec
 
-AUTO = {"keepProcesses": "auto"}
-KEEPS = spec(recovery=AUTO)
+NEVER = {"keepProcesses": "never"}
+KEEPS = spec()
 
 
 def kept_after_a_kill(job: Transcript) -> None:
@@ -40,7 +40,7 @@ def test_the_next_generation_goes_on_with_what_was_kept() -> None:
     assert job.replayed().state.keeping == job.state.keeping
 
 
-@pytest.mark.parametrize("document", [spec(), spec(recovery=AUTO, resources={"gpu": 1})])
+@pytest.mark.parametrize("document", [spec(recovery=NEVER), spec(resources={"gpu": 1})])
 def test_nothing_is_kept_where_that_is_unwanted_or_unproved(document: dict[str, object]) -> None:
     job = Transcript(document).started(step=3)
     job.exits(0, signal=9, step=3)
@@ -87,7 +87,7 @@ def test_a_job_that_grows_keeps_processes_that_were_made_with_several_replicas(
     kept: tuple[int, ...],
 ) -> None:
     """Processes of a forked smaller world have no process groups over replicas."""
-    job = Transcript(spec(recovery=AUTO)).started(step=3)
+    job = Transcript(spec()).started(step=3)
     job.apply(ResizeRequested(nodes=1))
     job.wait(5)
     assert all(stop.keep for stop in job.all(StopGroup)[-2:])
@@ -189,7 +189,7 @@ def test_halves_of_two_replicas_make_no_replica_of_kept_processes(
 
 def test_an_error_in_the_first_step_of_kept_processes_is_charged_once_they_are_forked() -> None:
     """A step that cannot be attempted again looks like it, so all are forked once, uncharged."""
-    job = Transcript(spec(script=True, recovery=AUTO)).started(step=3)
+    job = Transcript(spec(script=True)).started(step=3)
     charged = []
     for generation in (1, 2, 3):
         if generation == 1:
