@@ -28,8 +28,8 @@ MAX_WORDS = 40000
 # for orchestrator and workers, 65,000 for tests.
 BUDGETS = {
     "orchestrator": 53440,
-    "workers": 25856,
-    "tests": 88529,
+    "workers": 26060,
+    "tests": 88770,
     "orchestrator/api": 4494,
     "orchestrator/backends": 6324,
     "orchestrator/catalogue": 989,
@@ -45,10 +45,10 @@ BUDGETS = {
     "orchestrator/protocol": 3287,
     "orchestrator/runtime": 5734,
     "orchestrator/ui": 951,
-    "workers/agent": 10811,
+    "workers/agent": 10821,
     "workers/checkpoint": 5012,
-    "workers/integrations": 2184,
-    "workers/session": 3820,
+    "workers/integrations": 2275,
+    "workers/session": 3923,
     "workers/training": 3530,
 }
 

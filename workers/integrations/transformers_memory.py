@@ -7,11 +7,17 @@ each step it stages it. The trainer's own checkpoints (`save_steps`) are written
 
 from __future__ import annotations
 
+import inspect
+import re
 from contextlib import AbstractContextManager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import IterableDataset
 from transformers import Trainer, set_seed
 from transformers.trainer_callback import ExportableState, TrainerState
 
@@ -47,6 +53,8 @@ class InMemoryTrainer(Trainer):  # type: ignore[misc]
     continue after a restore. Under torchrun it trains the same, and keeps nothing in memory.
     """
 
+    control: Any
+    _tr_loss: Any
     _session: session.Session | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **more: Any) -> Any:
@@ -59,6 +67,7 @@ class InMemoryTrainer(Trainer):  # type: ignore[misc]
         _expect_possible(self)
         self._session = s = session.init()
         self._stepped, self._held, self._loss = -1, -1, None
+        self._generation = s.generation
         resume = None if s.restoring else resume_from_checkpoint
         return super().train(resume, *args, **more)
 
@@ -67,14 +76,20 @@ class InMemoryTrainer(Trainer):  # type: ignore[misc]
         state = super()._init_training_state(max_steps, steps_per_epoch, *args)
         if not self._joined.restoring:
             return state
-        self.state.global_step = step = self._joined.next_step
-        in_epoch = step % steps_per_epoch * self.args.gradient_accumulation_steps
-        return step // steps_per_epoch, 0 if self.args.ignore_data_skip else in_epoch
+        self.state.global_step = self._joined.next_step
+        return self._place(steps_per_epoch)
+
+    def _place(self, steps_per_epoch: int) -> tuple[int, int]:
+        """The epoch of the next step, and its batches that are trained."""
+        epoch, steps = divmod(self.state.global_step, steps_per_epoch)
+        batches = steps * self.args.gradient_accumulation_steps
+        return epoch, 0 if self.args.ignore_data_skip else batches
 
     def _prepare_for_training(self, *args: Any) -> Any:
         model, loader = super()._prepare_for_training(*args)
         s, kept = self._joined, _KeptOfTrainer(self)
         self._stepped = s.restore(model, self.optimizer, kept, start=self.state.global_step) - 1
+        self._own_state = _state_of_parts(self) if s.may_keep else {}
         return model, loader
 
     def _load_rng_state(self, checkpoint: Any) -> None:
@@ -82,6 +97,43 @@ class InMemoryTrainer(Trainer):  # type: ignore[misc]
 
     # -- the loop -------------------------------------------------------------------------------
     def _run_epoch(self, **given: Any) -> None:
+        """An epoch, and earlier ones again if a kept process goes on in one of them."""
+        first = last = given["epoch"]
+        for _ in self._joined.loops(partial(self._why_not_again, given["train_dataloader"])):
+            with self._joined.attempt():
+                if self._joined.generation != self._generation:
+                    first, batches = self._begin_again(given["num_update_steps_per_epoch"])
+                    given.update(epochs_trained=first, steps_trained_in_current_epoch=batches)
+                for epoch in range(first, last + 1):
+                    if epoch > first:
+                        self.control = self.callback_handler.on_epoch_begin(
+                            self.args, self.state, self.control
+                        )
+                    self._run_whole_epoch(**given | {"epoch": epoch})
+                    if self.control.should_training_stop:
+                        break
+
+    def _begin_again(self, steps_per_epoch: int) -> tuple[int, int]:
+        """Set what the trainer sets before its loop; return where it goes on."""
+        self._generation, step = self._joined.generation, self.state.global_step
+        self._stepped, self._held = step - 1, -1
+        self._tr_loss, self._total_loss_scalar = torch.zeros_like(self._tr_loss), 0.0
+        self._globalstep_last_logged = self._initial_global_step = step
+        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
+        self.current_flos = 0
+        for flag in vars(self.control):
+            setattr(self.control, flag, False)
+        self.accelerator.gradient_state.dataloader_references = [None]
+        return self._place(steps_per_epoch)
+
+    def _why_not_again(self, loader: Any) -> str:
+        """Reason why the loop cannot begin again in this process; empty: it can."""
+        for name, value in _state_of_parts(self).items():
+            if value != self._own_state.get(name):
+                return f"{name} of the trainer or a callback changes: checkpoints do not have it"
+        return _why_other_order(loader)
+
+    def _run_whole_epoch(self, **given: Any) -> None:
         if self._joined.restoring:
             if self.state.global_step >= self.state.max_steps:  # it was stopped after its last step
                 self.control.should_training_stop = True
@@ -232,6 +284,45 @@ def _states_of_checkpoints(folder: Path) -> list[Path]:
 def _stateful(trainer: Any) -> list[Any]:
     callbacks = trainer.callback_handler.callbacks
     return [callback for callback in callbacks if isinstance(callback, ExportableState)]
+
+
+@cache
+def _names_of_trainer() -> frozenset[str]:
+    """Attributes that transformers' Trainer and this module set."""
+    text = Path(inspect.getfile(Trainer)).read_text() + Path(__file__).read_text()
+    return frozenset(re.findall(r"\bself\.(\w+)", text))
+
+
+def _state_of_parts(trainer: Any) -> dict[str, str]:
+    """Plain attributes that a subclass or a callback has, which no checkpoint has."""
+    names = vars(trainer).keys() - _names_of_trainer()
+    parts = {type(trainer).__name__: {name: vars(trainer)[name] for name in names}}
+    for callback in trainer.callback_handler.callbacks:
+        if not isinstance(callback, ExportableState) and _is_foreign(callback):
+            parts[type(callback).__name__] = vars(callback)
+    return {
+        f"{part}.{name}": repr(getattr(value, "__dict__", value))
+        for part, attributes in parts.items()
+        for name, value in attributes.items()
+        if _is_foreign(value)
+    }
+
+
+def _is_foreign(part: object) -> bool:
+    """True for an object of a user's class, or of another library's."""
+    return type(part).__module__.partition(".")[0] not in ("torch", "accelerate", "transformers")
+
+
+def _why_other_order(loader: Any) -> str:
+    """Reason why a loader would give other samples when it is begun again; empty: it would not."""
+    part = loader
+    while part is not None:
+        drawn = isinstance(getattr(part, "generator", None), torch.Generator)
+        drawn &= not isinstance(part, SeedableRandomSampler)  # it seeds in each epoch
+        if drawn or _is_foreign(part) or isinstance(loader.dataset, IterableDataset):
+            return f"{type(part).__name__} has the order of samples"
+        part = getattr(part, "batch_sampler", getattr(part, "sampler", None))
+    return ""
 
 
 def _expect_possible(trainer: Any) -> None:

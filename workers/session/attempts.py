@@ -63,7 +63,7 @@ class Attempts:
         self._acting = threading.Lock()
         self._halting, self._over = threading.Event(), threading.Event()
         self._open = self._stepped = False
-        self._shields = 0
+        self._shields = self._outside = 0
         if groups is not None and threading.current_thread() is threading.main_thread():
             signal.signal(SIGNAL, self._on_signal)
 
@@ -71,6 +71,11 @@ class Attempts:
     def halting(self) -> bool:
         """The generation is over."""
         return self._halting.is_set()
+
+    @property
+    def over(self) -> bool:
+        """The last attempt was halted, or the generation is over."""
+        return self.failed or self.halting
 
     @property
     def is_open(self) -> bool:
@@ -118,6 +123,18 @@ class Attempts:
         if self.halting and self._open and not self._shields:
             self._open = False
             raise AttemptHalted
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """A part of the loop that belongs to no attempt; its error does not halt the attempt."""
+        opened, self._open = self._open, False
+        try:
+            yield
+        except BaseException as error:
+            self._outside = id(error)  # the error itself would keep frames alive
+            raise
+        finally:
+            self._open = opened
 
     def expect_open(self, step: int) -> None:
         if self.halting and self.wanted:
@@ -172,7 +189,7 @@ class Attempts:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> bool:
         self._open = False
-        if error is None or not self.wanted:
+        if error is None or not self.wanted or self._outside == id(error):
             return False
         # The connection to a dead peer breaks before the agent knows of its end.
         lost = not isinstance(error, AttemptHalted) and is_secondary(error)

@@ -6,6 +6,7 @@ reports to the agent.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import time
@@ -67,6 +68,8 @@ class Session:
         self._channel = agent_channel.of_process()
         self._attempts = Attempts(None, "")
         self._loops = False
+        self._why_no_loop: Callable[[], str] | None = None
+        """Reason why the loop of a framework cannot begin again; None: the script's own loop."""
         self._read_within, self._read_outside = set[str](), set[str]()
         """Sizes and places of this rank that were read, in attempts and outside them."""
         self._num_compared = CHECKED_STEPS
@@ -150,6 +153,11 @@ class Session:
     def restoring(self) -> bool:
         """True if restore() will fill the model; if so, initial values need not be computed."""
         return self._restore is not None
+
+    @property
+    def may_keep(self) -> bool:
+        """Survivors of a failure may keep their process, as far as is known."""
+        return self._attempts.groups is not None and not self._attempts.why_not
 
     @property
     def next_step(self) -> int:
@@ -352,25 +360,55 @@ class Session:
             raise UserError(
                 "session.steps: got a call before restore; expected s.restore(model, optimizer)"
             )
-        self._loops, first_step = True, self._last_step + 1
+        first_step = self._last_step + 1
+        for step in self._rounds(self._state):
+            if step < first_step:
+                raise NotKept("the restored step is before the first one of this loop")
+            if step >= total_steps:
+                return
+            self._begin_attempt(self._state, step)
+            yield step
+            if not self._attempts.over:
+                self._attempts.expect_stepped(step)
+
+    def loops(self, why_not: Callable[[], str]) -> Iterator[int]:
+        """A framework's own loop, which is begun again in a process that is kept:
+
+            for step in s.loops(why_not):
+                with s.attempt():
+                    ...  # the framework's loop from `step` on; it calls s.step
+
+        Each s.step begins the next attempt; phases belong to none, and end with the process. The
+        framework seeds all generators in each step. `why_not`: reason why its loop cannot begin
+        again.
+        """
+        assert self._state is not None
+        self._why_no_loop = why_not
+        for step in self._rounds(self._state):
+            self._begin_attempt(self._state, step)
+            yield step
+            if not self._attempts.over:
+                return
+
+    def _rounds(self, state: TrainingState) -> Iterator[int]:
+        """The step with which a loop goes on: after each attempt, and restored after a halted
+        one."""
+        self._loops = True
         try:
             while True:
-                if self._attempts.failed or self._attempts.halting:
-                    self._resume(self._state)
-                    if self._last_step + 1 < first_step:
-                        raise NotKept("the restored step is before the first one of this loop")
-                if self._last_step + 1 >= total_steps:
-                    return
-                self._want_keeping(self._state)
-                step = self._last_step + 1
-                if self._attempts.groups is not None:
-                    self._modes = [module.training for module in self._state.model.modules()]
-                self._attempts.begin(first=step == self._first_step, kept=self._kept)
-                yield step
-                if not (self._attempts.failed or self._attempts.halting):
-                    self._attempts.expect_stepped(step)
+                if self._attempts.over:
+                    self._resume(state)
+                yield self._last_step + 1
         finally:
             self._loops = False
+
+    def _begin_attempt(self, state: TrainingState, step: int) -> None:
+        self._want_keeping(state)
+        if self._attempts.groups is not None:
+            self._modes = [module.training for module in state.model.modules()]
+        seeds = self._why_no_loop is not None
+        first, kept = step == self._first_step and not seeds, self._kept and not seeds
+        self._attempts.begin(first=first, kept=kept)
 
     def attempt(self) -> Attempts:
         """`with s.attempt():` around the body of a loop over s.steps. Whatever needs the peers of
@@ -405,6 +443,8 @@ class Session:
             return "the model is a pipeline"
         if self._data or state.rank_state is not None:
             return "loaders or single ranks have state"
+        if self._why_no_loop is not None and (why := self._why_no_loop()):
+            return why
         return why_not(state.model, self._volatile)
 
     def _resume(self, state: TrainingState) -> None:
@@ -437,6 +477,8 @@ class Session:
     def _why_fixed_size(self) -> str:
         """Reason why the script would go on with what it has computed from another size; empty: it
         reads the size in each step, and nowhere else."""
+        if self._why_no_loop is not None:
+            return "the framework divides its data when it starts"
         if "size" in self._read_outside:
             return "the script reads data_parallel_size or world_size outside its attempts"
         if not self._read_within >= {"rank", "size"}:
@@ -511,6 +553,8 @@ class Session:
             if self._kept and self._attempts.why_not:
                 raise ReplicasDiverged(self._attempts.why_not)
             self._end_step(step, loss, tokens, flops, total_steps)
+            if self._why_no_loop is not None:
+                self._begin_attempt(self._state, step + 1)
 
     def _end_step(
         self, step: int, loss: float | Tensor | None, tokens: int, flops: float, total_steps: int
@@ -556,7 +600,9 @@ class Session:
         `name` is build, compile, train, evaluate or save. Raises UserError for another one.
         """
         began = time.perf_counter()
-        with reporting.phase(name):
+        of_framework = self._why_no_loop is not None
+        outside = self._attempts.suspended() if of_framework else contextlib.nullcontext()
+        with reporting.phase(name), outside:
             yield
         self._begin_step(self._step_began + time.perf_counter() - began)
         self._sent.skip()  # what is sent in a phase is not of the step

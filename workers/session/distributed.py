@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from urllib.parse import parse_qsl, urlparse
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import _rendezvous_handlers
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import HoldfastError, UserError
@@ -19,8 +22,12 @@ from holdfast.orchestrator.protocol.environment import VISIBLE_DEVICES, is_mig
 from holdfast.orchestrator.protocol.facts import Membership
 from holdfast.orchestrator.protocol.mesh import AXES, Mesh
 
-from .groups import Groups, SwitchStore
+from .groups import Groups, SwitchStore, of_script, why_not_formed
 from .store import TIMEOUT, open_store
+
+BEFORE_SESSION = "holdfast.workers.integrations.transformers_memory"
+"""Module of a trainer whose framework makes its groups before the session. Without it a script's
+groups are left as they are."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,7 @@ def join(
     again, and return them.
     """
     if dist.is_initialized():
-        return None
+        return of_script.pop() if keeps and of_script else None
     groups = None
     backend = "nccl" if device.type == "cuda" else "gloo"
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
@@ -137,16 +144,43 @@ def join(
     if at.world_size == 1:
         store = HashStore()
     elif membership is not None:
-        store = own_store(at, one_machine=membership.num_nodes == 1)
         if keeps:
-            store, connected = SwitchStore(store), not membership.kept_from
-            at_now = (at.rank, at.world_size, membership.generation)
-            replicas = membership.mesh.replicate
-            groups = Groups(store, *at_now, connected=connected, replicas=replicas)
+            store, groups = _kept(at, membership)
+        else:
+            store = own_store(at, one_machine=membership.num_nodes == 1)
     if store is not None:
         options |= {"store": store, "rank": at.rank, "world_size": at.world_size}
     dist.init_process_group(backend, timeout=TIMEOUT, **options)
     return groups
+
+
+def _kept(at: RankEnv, membership: Membership) -> tuple[SwitchStore, Groups]:
+    store = SwitchStore(own_store(at, one_machine=membership.num_nodes == 1))
+    at_now = (at.rank, at.world_size, membership.generation)
+    replicas, connected = membership.mesh.replicate, not membership.kept_from
+    return store, Groups(store, *at_now, connected=connected, replicas=replicas)
+
+
+def keep_groups_of_script(membership: Membership) -> None:
+    """Have the groups of a script or framework, which makes them by the environment before
+    session.init, be ones that can be formed again."""
+    usual = _rendezvous_handlers["env"]
+
+    def meet(url: str, *given: Any, **named: Any) -> Iterator[tuple[Store, int, int]]:
+        at = rank_env()
+        own = {("rank", str(at.rank)), ("world_size", str(at.world_size))}
+        if (
+            BEFORE_SESSION not in sys.modules
+            or why_not_formed()
+            or not own.issuperset(parse_qsl(urlparse(url).query))
+        ):
+            yield from usual(url, *given, **named)
+            return
+        store, groups = _kept(at, membership)
+        of_script.append(groups)
+        yield store, at.rank, at.world_size
+
+    _rendezvous_handlers["env"] = meet
 
 
 def own_store(at: RankEnv, *, one_machine: bool) -> Store:

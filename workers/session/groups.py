@@ -39,6 +39,10 @@ FORM_TIMEOUT_S = 10.0
 FIRST_POLL_S, LONGEST_POLL_S = 0.0005, 0.02
 
 
+of_script: list[Groups] = []
+"""Groups that the script has made before session.init, which takes them."""
+
+
 class NotKept(HoldfastError):
     """A kept process cannot go on in this generation; all ranks are forked again."""
 
@@ -62,7 +66,7 @@ def why_not_formed() -> str:
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         return "TORCH_DISTRIBUTED_DEBUG is DETAIL"
     if hasattr(c10d._new_process_group_helper, "__wrapped__"):
-        return "session.init was called before in this process"
+        return "" if of_script else "session.init was called before in this process"
     if threading.current_thread() is not threading.main_thread():
         return "session.init was not called in the main thread"
     lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in ("1", "true")
@@ -264,6 +268,8 @@ class Groups:
             names = module._build_debug_param_to_name_mapping(parameters)
             module._ddp_init_helper(parameters, sparse, names, module.static_graph)
             module._has_rebuilt_buckets = False
+            # False after a forward without gradients: others would broadcast buffers, this not.
+            module.require_forward_param_sync = module.require_backward_grad_sync = True
 
 
 def ranks_now(

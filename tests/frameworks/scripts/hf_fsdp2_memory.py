@@ -9,15 +9,15 @@ from hf_trainer import main
 
 from holdfast.integrations import in_memory
 
+FSDP2 = {
+    "fsdp": True,
+    "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+}
+
 
 def take_cpus_for_gpus() -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 if __name__ == "__main__":
-    main(
-        prepare=in_memory,
-        begin=take_cpus_for_gpus,
-        fsdp=True,
-        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-    )
+    main(prepare=in_memory, begin=take_cpus_for_gpus, **FSDP2)

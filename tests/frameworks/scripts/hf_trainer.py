@@ -9,7 +9,7 @@ from typing import Any
 
 import steplog
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -77,8 +77,13 @@ def main(
         **settings,
     )
     begin()
+    data = Tokens()
     trainer = Trainer(
-        model=model, args=arguments, train_dataset=Tokens(), callbacks=[StepLog(), *more]
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=Subset(data, range(64)),
+        callbacks=[StepLog(), *more],
     )
     trainer = prepare(trainer)
     newest = get_last_checkpoint(str(options.out)) if options.out.is_dir() else None

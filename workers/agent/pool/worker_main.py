@@ -74,6 +74,7 @@ def run(
         program = entrypoint.prepare(job, descriptors)
         if job.spec.entrypoint.recipe is None:
             _start_pulse(job, inherited)
+            _keep_groups(assign, job)
         user_modules.expect_imported(job)
         _run_entrypoint(job, program)
         code = _leave(link, 0)
@@ -199,6 +200,15 @@ def _start_pulse(job: TrainingJob, inherited: frozenset[str]) -> None:
     assert channel is not None
     learn = partial(user_modules.installed_since, inherited) if job.spec.learn_preload else None
     channel.start_pulse(learn, of_script=True)
+
+
+def _keep_groups(assign: worker_protocol.Assign, job: TrainingJob) -> None:
+    """Frameworks make their process groups before they know of a session."""
+    keeps = job.spec.recovery.keep_processes == "auto" and not job.spec.resources.num_gpus
+    if keeps and assign.membership.world_size > 1:
+        from holdfast.workers.session import distributed  # with torch, as above
+
+        distributed.keep_groups_of_script(assign.membership)
 
 
 # -- the entrypoint ---------------------------------------------------------------------------

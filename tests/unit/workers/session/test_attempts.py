@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -94,6 +95,26 @@ def test_an_error_of_the_body_is_the_scripts(alone: Session, kept: Attempts) -> 
     kept._halting.clear()
     kept.wanted = False
     with pytest.raises(RuntimeError, match="by peer"), kept:
+        raise RuntimeError("[gloo/transport] Connection closed by peer")
+
+
+def test_a_frameworks_loop_is_an_attempt_at_each_step_but_not_at_its_phases(
+    alone: Session, kept: Attempts
+) -> None:
+    steps, is_open = [], lambda: alone._attempts.is_open
+    for start in restored(alone).loops(str):
+        with alone.attempt():
+            for step in range(start, 3):
+                with alone.phase("evaluate"), alone.phase("save"):
+                    assert not is_open()
+                with contextlib.suppress(ValueError), alone.phase("evaluate"):
+                    raise ValueError("mine")
+                assert is_open()
+                alone.step(step)
+                steps.append(step)
+    assert steps == [0, 1, 2] and not is_open()
+    kept._halting.set()  # a peer that dies in a phase ends this process too
+    with pytest.raises(RuntimeError, match="by peer"), kept, kept.suspended():
         raise RuntimeError("[gloo/transport] Connection closed by peer")
 
 

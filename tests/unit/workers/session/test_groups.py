@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -15,9 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
+from torch.nn.parallel import DistributedDataParallel
 
+from holdfast.orchestrator.protocol.facts import Membership
+from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.agent.pool.failures import is_secondary
-from holdfast.workers.session import groups
+from holdfast.workers.session import distributed, groups
+from holdfast.workers.session.distributed import rank_env
 from holdfast.workers.session.groups import Groups, NotKept, SwitchStore
 
 pytestmark = pytest.mark.skipif(bool(groups.why_not_formed()), reason=groups.why_not_formed())
@@ -87,6 +92,45 @@ def test_a_collective_that_waits_is_cut_and_the_group_is_formed_again() -> None:
         made.connect(stores[1](), rank, 2, 2, lambda: False)
         assert total(rank) == 3 and group.size() == 2
         dist.barrier(group)
+
+    in_two_processes(work)
+
+
+def test_groups_that_a_framework_makes_before_the_session_are_formed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    membership = Membership(
+        generation=1, mesh=Mesh(2, 1), num_nodes=1, workers_per_node=2, master_address="127.0.0.1",
+        master_port=1, restart_count=0,
+    )  # fmt: skip
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setitem(sys.modules, distributed.BEFORE_SESSION, sys)
+
+    def work(rank: int, stores: list[Callable[[], Store]]) -> None:
+        torch.set_num_threads(1)
+        os.environ["RANK"] = str(rank)
+        distributed.own_store = lambda *_, **__: stores[0]()  # type: ignore[assignment]
+        distributed.keep_groups_of_script(membership)
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        assert total(rank) == 3 and not groups.why_not_formed()
+        join = partial(distributed.join, rank_env(), torch.device("cpu"), membership)
+        made = join(keeps=True)
+        assert made is not None and join(keeps=True) is None
+        made.connect(stores[1](), rank, 2, 2, lambda: False)
+        assert total(rank) == 3
+
+    in_two_processes(work)
+
+
+def test_new_reducers_broadcast_buffers_whatever_the_last_forward_was() -> None:
+    def work(rank: int, stores: list[Callable[[], Store]]) -> None:
+        made, _ = joined(rank, stores[0](), connected=True)
+        model = DistributedDataParallel(torch.nn.BatchNorm1d(2))
+        model.require_forward_param_sync = rank == 0  # rank 1 was in a micro-batch before the last
+        made.reset()
+        model.module.running_mean.fill_(rank)
+        model(torch.zeros(2, 2))
+        assert model.module.running_mean.tolist() == [0, 0]
 
     in_two_processes(work)
 
