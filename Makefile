@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 .PHONY: help install locks bytecode node-images run check test test-all test-ray-oldest frameworks test-frameworks mutants bench lint manifests docs kubernetes-binaries images release publish workflows clean
 
 help:  ## show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 install: $(STAMP)  ## make the virtual environment
 
@@ -54,7 +54,7 @@ node-images: $(STAMP)
 test: bytecode node-images  ## everything but the long tests, before a change lands
 	$(BIN)/python -m pytest -n 3 --max-worker-restart 2 --durations 100 --durations-min 5
 
-test-all: bytecode node-images  ## and the long tests, see tests/long_tests.py
+test-all: bytecode node-images  ## the whole suite, with the long tests (tests/long_tests.py)
 	$(BIN)/python -m pytest -n 3 --max-worker-restart 2 --all
 
 # `make mutants MUTANTS='--sample 200 --seed 7'` judges a sample, MUTANTS=--again only those that were
@@ -111,7 +111,7 @@ kubernetes-binaries:  ## build what the Kubernetes tests run: needs Go 1.26, fiv
 # Everything that an image installs, with hashes; `make locks LOCKS=--upgrade` takes newer versions.
 LOCK = $(BIN)/uv pip compile --quiet --python-version 3.11 --generate-hashes --no-annotate \
   --custom-compile-command 'make locks' --extra s3 pyproject.toml $(LOCKS)
-locks: $(STAMP)  ## the versions that both images install
+locks: $(STAMP)  ## choose the versions that both images install
 	$(LOCK) --extra kubernetes -o images/operator/requirements.txt
 	echo 'torch>=2.11' | $(LOCK) --extra train --extra torchao - -o images/worker/requirements.txt
 

@@ -144,6 +144,8 @@ def main() -> int:
             expected = "where its images are, as in `make release REGISTRY=registry.example.com/x`"
             raise BuildError(f"--registry: got nothing; expected {expected}")
         if words.push:
+            if not (words.out / "SHA256SUMS").exists():
+                raise BuildError(f"{words.out}: got no release; expected one of `make release`")
             push(words.out.resolve(), registry, plain_http=words.plain_http)
         else:
             build(words.out.resolve(), registry, skip_images=words.skip_images)

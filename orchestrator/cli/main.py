@@ -196,8 +196,8 @@ KUBECTL_OPTIONS = ("-n", "--namespace", "--context", "--kubeconfig")
 
 def kubectl_main(arguments: list[str] | None = None) -> NoReturn:
     """Entry point of `kubectl-holdfast`, which kubectl runs for `kubectl holdfast`."""
-    words = sys.argv[1:] if arguments is None else arguments
-    main(reordered(words), program="kubectl holdfast", default_target=PLUGIN)
+    app._add_completion = False  # kubectl completes its own words
+    main(reordered(arguments or sys.argv[1:]), program="kubectl holdfast", default_target=PLUGIN)
 
 
 def reordered(arguments: list[str]) -> list[str]:

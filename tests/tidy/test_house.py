@@ -29,7 +29,7 @@ MAX_WORDS = 40000
 BUDGETS = {
     "orchestrator": 53440,
     "workers": 26060,
-    "tests": 88770,
+    "tests": 88767,
     "orchestrator/api": 4494,
     "orchestrator/backends": 6324,
     "orchestrator/catalogue": 989,

@@ -48,10 +48,8 @@ def test_options_of_different_targets_are_refused(
 
 
 def test_json_has_every_character_whatever_the_encoding_of_the_output() -> None:
-    program = (
-        "from holdfast.orchestrator.cli.output import print_json\n"
-        "print_json(['caf\\u00e9 \\U0001f600'])"
-    )
+    output = "from holdfast.orchestrator.cli.output import print_json; print_json"
+    program = f"{output}(['caf\\u00e9 \\U0001f600'])"
     for encoding in ("ascii", "latin-1", "utf-8"):
         environment = {**os.environ, "PYTHONIOENCODING": encoding}
         done = subprocess.run(
@@ -73,3 +71,6 @@ def test_output_that_a_full_disk_does_not_take_is_reported(words: str) -> None:
 def test_the_plugin_is_installed_under_the_name_that_kubectl_expects() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert project["scripts"]["kubectl-holdfast"] == f"{reordered.__module__}:kubectl_main"
+    program = f"import {reordered.__module__} as m; m.kubectl_main()"
+    done = subprocess.run([sys.executable, "-c", program, "-h"], capture_output=True, check=True)
+    assert b"-completion" not in done.stdout, "kubectl completes its own words"

@@ -26,9 +26,7 @@ signal.pause()
 """
 
 
-def test_a_cluster_of_killed_tests_leaves_nothing(
-    node_binaries: programs.Binaries,
-) -> None:
+def test_a_cluster_of_killed_tests_leaves_nothing(node_binaries: programs.Binaries) -> None:
     tests = subprocess.Popen(
         [sys.executable, "-c", KILLED_LATER], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
     )
@@ -38,8 +36,6 @@ def test_a_cluster_of_killed_tests_leaves_nothing(
     tests.kill()
     tests.wait()
     until(
-        lambda: leftovers(name) == [],
-        "the keeper to remove everything",
-        timeout_s=60,
+        lambda: leftovers(name) == [], "the keeper to remove everything", timeout_s=60,
         last=lambda: leftovers(name),
-    )
+    )  # fmt: skip
