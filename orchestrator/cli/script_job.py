@@ -181,7 +181,7 @@ class ScriptRun:
             "metadata": {"name": name},
             "spec": spec,
         }
-        job_from_mapping(document, self.source)
+        job_from_mapping(document, str(self.file))
         return document
 
     def _counted(self, nodes: int) -> int | None:
@@ -200,11 +200,6 @@ class ScriptRun:
         variables = {**self.program.env, **self.env}
         return [name for name, value in variables.items() if redacted(name, value) != value]
 
-    @property
-    def source(self) -> str:
-        """File or words that problems of the spec are reported about."""
-        return str(self.file)
-
     def options(self, name: str) -> list[str]:
         """The words of a command line with which this run is made again, except for FILE."""
         options = {"--nodes": self.nodes, "--workers": self.workers, "--gpus": self.gpus,
@@ -220,9 +215,9 @@ def asked(
 ) -> ScriptRun | None:
     """The run without a spec that a command line asks for; None: FILE is a spec. Raises UserError
     for options that a spec has fields for."""
-    options_given = {name: value for name, value in options.items() if value}
-    if options.get("gpus") == 0:
-        options_given["gpus"] = 0
+    options_given = {name: value for name, value in options.items() if value or value == 0}
+    if file is not None and not words and file.is_dir():
+        raise UserError(str(Problem("FILE", f"{file}, a directory", "a TrainingJob, or a script")))
     if file is not None and not _is_spec(file, words):
         run = ScriptRun(_relative(file), tuple(words or ()))
         return _with(run, options_given)
@@ -306,7 +301,7 @@ def spec_file(
             file.write_text(text_of(document), encoding="utf-8")
             yield file, lambda: show(f"{shown}\n{hint}")
     except SpecError as error:
-        raise SpecError(error.problems, run.source) from None
+        raise SpecError(error.problems, str(run.file)) from None
 
 
 def text_of(document: dict[str, Any], suffix: str = ".yaml") -> str:

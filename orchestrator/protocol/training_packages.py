@@ -13,26 +13,25 @@ PARTS = ("numpy", "safetensors", "xxhash", "psutil")
 
 
 def problem(*more: str) -> str:
-    """Message that says how to install what is missing here; empty: nothing is. `more`: packages
-    that are needed beside those of every node."""
-    oldest, torch = ".".join(map(str, OLDEST_TORCH)), "torch" in more
+    """Message that says how to install what is missing or too old here; empty: nothing is. `more`:
+    packages that are needed beside those of every node."""
+    oldest, torch, texts = ".".join(map(str, OLDEST_TORCH)), "torch" in more, list[str]()
     needed = (*more, *PARTS)
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         own = [name for name in missing if name not in PARTS]
         fixes = [f"pip install {' '.join(own)}"] * bool(own)
         fixes += [installation("train")] * (own != missing)
-        return (
+        texts.append(
             f"this Python needs {', '.join(needed)}{f' (torch {oldest} or newer)' * torch}; "
             f"missing: {', '.join(missing)}; {', and '.join(fixes)}"
         )
     spec = importlib.util.find_spec("torch") if torch else None
-    if spec is None or not spec.submodule_search_locations:
-        return ""
-    text, numbers = _torch_version(Path(spec.submodule_search_locations[0]))
-    if numbers < OLDEST_TORCH:
-        fix = "pip install --upgrade torch, or a newer build of its vendor"
-        return f"torch: got {text}; expected {oldest} or newer; {fix}"
-    return ""
+    if spec is not None and spec.submodule_search_locations:
+        text, numbers = _torch_version(Path(spec.submodule_search_locations[0]))
+        if numbers < OLDEST_TORCH:
+            fix = "pip install --upgrade torch, or a newer build of its vendor"
+            texts.append(f"torch: got {text}; expected {oldest} or newer; {fix}")
+    return "; ".join(texts)
 
 
 def _torch_version(package: Path) -> tuple[str, tuple[int, int]]:

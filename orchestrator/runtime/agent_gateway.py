@@ -17,7 +17,7 @@ from ..backends.base import Backend, LocatesNodes, NodeGone
 from ..core.events import AnyEvent, FromNode, LossCause, NodeLost
 from ..protocol import messages as wire
 from . import translate
-from .agent_server import AgentConnection
+from .agent_server import AgentConnection, other_protocol
 from .evidence_budget import EvidenceBudget
 from .executor import Executor
 from .job_loop import JobLoop
@@ -67,6 +67,9 @@ class AgentGateway:
 
     # -- AgentSink -----------------------------------------------------------------------------
     def refusal(self, hello: wire.Hello) -> str:
+        if problem := other_protocol(hello):
+            self._lost(hello.node, "gone", problem)  # its agent exits
+            return problem
         return translate.refusal(self._loop.state, hello.node, self._gone)
 
     def joined(self, link: AgentConnection, hello: wire.Hello) -> None:

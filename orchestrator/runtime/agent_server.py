@@ -29,7 +29,8 @@ class AgentSink(Protocol):
     """Receives what the agents of one job send. Called from the event loop; must not block."""
 
     def refusal(self, hello: wire.Hello) -> str:
-        """Reason why this node may not join; empty: it may."""
+        """Reason why this node may not join; empty: it may. The node has shown the job's token;
+        the sink compares the protocol."""
 
     def joined(self, link: AgentConnection, hello: wire.Hello) -> None:
         """A node has sent Hello and been sent its Welcome."""
@@ -240,7 +241,7 @@ class AgentServer:
 
     def _request(self, connection: Connection, request: wire.Request) -> None:
         route = self._route(connection, request.job)
-        refusal = self._refusal(route, request)
+        refusal = self._refusal(route, request) or other_protocol(request)
         if route is None or refusal:
             connection.send(wire.Reply(ok=False, detail=refusal))
             connection.close()
@@ -268,13 +269,6 @@ class AgentServer:
         return route
 
     def _refusal(self, route: JobRoute | None, first: wire.Hello | wire.Request) -> str:
-        if first.version != limits.PROTOCOL_VERSION:
-            return (
-                f"Holdfast: got {first.release} (protocol {first.version}); expected "
-                f"{limits.RELEASE} (protocol {limits.PROTOCOL_VERSION}), which the controller has; "
-                f"on that node, run: {installation('train')} {limits.RELEASE}; a pod needs the "
-                "worker image of that release"
-            )
         if route is None:
             # The reply does not reveal which jobs are registered.
             return f"job: got {first.job or 'none'}; this is not its controller, or not yet"
@@ -355,6 +349,17 @@ class Connection(asyncio.Protocol):
             self.closed = True
             self._reader = FrameReader(limits.MAX_GREETING_BYTES)
             self._transport.abort()
+
+
+def other_protocol(first: wire.Hello | wire.Request) -> str:
+    """Reason to reject a message of another protocol; empty: the protocol is this one."""
+    if first.version == limits.PROTOCOL_VERSION:
+        return ""
+    return (
+        f"Holdfast: got {first.release} (protocol {first.version}); expected {limits.RELEASE} "
+        f"(protocol {limits.PROTOCOL_VERSION}), which the controller has; on that node, run: "
+        f"{installation('train')} {limits.RELEASE}; a pod needs the worker image of that release"
+    )
 
 
 def cannot_listen(field: str, address: str, port: int, error: OSError) -> UserError:

@@ -211,28 +211,18 @@ class JobRuntime:
         self.driver = Driver(loop, journal, self._clock, self._changed, self._journal_problem)
         submit = self.driver.submit
         self._executor = Executor(
-            self.backend,
-            self._storage,
-            self.links,
-            submit,
-            self._timing.storage_settle_s,
+            self.backend, self._storage, self.links, submit, self._timing.storage_settle_s,
             lambda generation: launch_incidents(loop.state, generation),
             lambda: tuple(loop.state.own.written.values()),
-        )
+        )  # fmt: skip
         inquiries, send_code = Inquiries(self.links), self._code_sender.requested
         self._gateway = AgentGateway(
             self.backend, self._executor, loop, submit, self.log, inquiries.answered, send_code
         )
         self.control = ControlApi(
-            self.driver,
-            self.backend,
-            self.links,
-            self.view,
-            self.changes,
-            self._welcome,
-            self._list_checkpoints,
-            inquiries,
-        )
+            self.driver, self.backend, self.links, self.view, self.changes, self._welcome,
+            self._list_checkpoints, inquiries,
+        )  # fmt: skip
         existing: tuple[str, ...] | None = None
         if not self._backend_open:
             await self._open_backend()

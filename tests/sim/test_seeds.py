@@ -34,14 +34,10 @@ def test_a_seed_has_the_same_history_under_any_hash_seed(seed: int) -> None:
     assert here == play(seed).digest
     for hash_seed in ("1", "4242"):
         result = subprocess.run(
-            [sys.executable, "-m", "tests.sim", "--seed", str(seed)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
+            [sys.executable, "-m", "tests.sim", "--seed", str(seed)], cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed}, capture_output=True, text=True,
+            timeout=60, check=True,
+        )  # fmt: skip
         assert here in result.stdout, result.stdout
 
 

@@ -217,12 +217,10 @@ class SimWorker:
     def _report(self) -> None:
         stall_s = self.stall_s
         progress = worker_protocol.Progress(
-            step=self.step,
-            loss=1.0 / (self.step + 1),
-            step_s=self.world.step_s + (stall_s if self.staged_before else 0.0),
-            stall_s=stall_s,
+            step=self.step, loss=1.0 / (self.step + 1),
+            step_s=self.world.step_s + (stall_s if self.staged_before else 0.0), stall_s=stall_s,
             staging_s=stall_s,
-        )
+        )  # fmt: skip
         self.send(progress)
         if self.world.keeps_any and not self.keepable:
             self.keepable = True

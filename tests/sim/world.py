@@ -30,15 +30,11 @@ one every step is staged."""
 
 # (nodes, workers per node, shard): FSDP over nodes, HSDP in and over nodes, DDP, one node.
 SHAPES = (
-    ({"min": 1, "max": 2}, 2, 2),
-    ({"min": 1, "max": 2, "spares": 1}, 2, 2),
-    ({"min": 2, "max": 4}, 2, 4),
-    ({"min": 2, "max": 4, "spares": 1}, 1, 2),
-    ({"min": 1, "max": 3}, 1, 1),
-    ({"min": 2, "max": 2, "spares": 1}, 2, 4),
-    ({"min": 2, "max": 6}, 1, 2),
-    ({"min": 1, "max": 3}, 2, "auto"),
-)
+    ({"min": 1, "max": 2}, 2, 2), ({"min": 1, "max": 2, "spares": 1}, 2, 2),
+    ({"min": 2, "max": 4}, 2, 4), ({"min": 2, "max": 4, "spares": 1}, 1, 2),
+    ({"min": 1, "max": 3}, 1, 1), ({"min": 2, "max": 2, "spares": 1}, 2, 4),
+    ({"min": 2, "max": 6}, 1, 2), ({"min": 1, "max": 3}, 2, "auto"),
+)  # fmt: skip
 
 
 class World(VirtualTime):

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 
-from ...parts import part
-from ..options import JobArgument, Target, with_target
+from ..options import JobArgument, Target, provided, with_target
 from ..output import ignoring_closed_output, print_json, stderr, stdout
 from ..script_job import (
     EnvOption,
@@ -124,7 +123,7 @@ def start(
     def begin(launch: Launch) -> int:
         if returns:
             return _submit(target, launch, as_json)
-        with _page_beside(target) if page else nullcontext():
+        with provided("ui beside a run", "ui", "--ui", target) if page else nullcontext():
             return _shown(target, as_json, lines, lambda display: target.run(launch, display))
 
     def show(text: str) -> None:
@@ -153,13 +152,6 @@ def start(
     with spec_file(script, save, target.free_name, show, uploads=not local) as (document, shown):
         directory = Path.cwd() if save is None else save.absolute().parent
         raise typer.Exit(begin(Launch(document, directory, script, runtime_env, shown)))
-
-
-def _page_beside(target: Target) -> Any:
-    """Raises UserError without the extra `ui`."""
-    if beside := part("ui beside a run"):
-        return beside(target)
-    raise UserError(str(Problem("--ui", "it", "an installation of Holdfast that has the page")))
 
 
 def _submit(target: Target, launch: Launch, as_json: bool) -> int:

@@ -47,6 +47,7 @@ PROGRAM = "holdfast.orchestrator.cli.main"
 OUTPUT = "command.log"
 """File among a job's logs: what the background process of `holdfast submit` prints."""
 GOES_ON = "Ctrl-C: job {0} goes on; `holdfast attach {0}` watches it, `holdfast cancel {0}` ends it"
+TAKEN_OVER = "job {0} had no controller: this command is it now; Ctrl-C cancels the job"
 START_POLL_S = 0.1
 REPLACEMENT_S = 10.0
 """A supervised controller that was killed has a successor by then."""
@@ -306,8 +307,9 @@ class LocalTarget(RunsEnded):
         if view_through(transport).controller_alive:
             with display, _lines(directory.job(), directory, display):
                 return _watched(name, transport, display)
+        notes = [TAKEN_OVER.format(name)] * directory.journal.exists()
         supervise("controller")
-        return self._controlled(directory, display)
+        return self._controlled(directory, display, notes)
 
     def _create(self, launch: Launch, job_id: str = "") -> tuple[JobDirectory, list[str]]:
         from holdfast.orchestrator.hosts.local.job_records import create_job
@@ -331,6 +333,7 @@ class LocalTarget(RunsEnded):
         view = view_through(transport)
         if view.state in TERMINAL and transport.has_ended():
             return RunResult(view, exit_code(view))
+        _check_packages(directory.job())
         from holdfast.orchestrator.hosts.local.service import run_job
 
         with display, _lines(directory.job(), directory, display):
@@ -344,6 +347,7 @@ class LocalTarget(RunsEnded):
         directory = self._home.find(name)
         transport = LocalTransport(directory)
         transport.check_code()
+        _check_packages(directory.job())
         view = view_through(transport)
         begin = "the beginning: it has no checkpoint"
         if view.checkpoints:
@@ -363,14 +367,12 @@ class LocalTarget(RunsEnded):
         from holdfast.orchestrator.backends.devices import found_here
         from holdfast.orchestrator.hosts.local.job_records import expire
         from holdfast.orchestrator.planner.gpus import resolve
-        from holdfast.orchestrator.protocol import training_packages
         from holdfast.orchestrator.runtime.clock import Clock
 
         from ..job_checks import load_checked
 
         job = load_checked(file, directory)
-        if missing := training_packages.problem(*job.spec.entrypoint.packages):
-            raise UserError(missing)
+        _check_packages(job)
         job, why = resolve(job, found_here(job))
         _check_size(job)
         _check_memory(job)
@@ -388,12 +390,8 @@ def attended_view(transport: LocalTransport) -> JobView:
         if view.controller_alive or view.state in TERMINAL:
             return view
         if time.monotonic() > give_up:
-            break
+            raise transport.gone("it has ended")
         time.sleep(START_POLL_S)
-    name = transport.name
-    raise HoldfastError(
-        f"job {name}: its controller has ended; `holdfast attach {name}` takes the job over"
-    )
 
 
 def _watched(name: str, transport: LocalTransport, display: Display) -> RunResult:
@@ -416,6 +414,14 @@ def _lines(
     if wanted is None:
         wanted = job.spec.entrypoint.recipe is None
     return RankLines(directory, display.line) if wanted else nullcontext()
+
+
+def _check_packages(job: TrainingJob) -> None:
+    """Raises UserError where this Python cannot run the job's nodes."""
+    from holdfast.orchestrator.protocol import training_packages
+
+    if missing := training_packages.problem(*job.spec.entrypoint.packages):
+        raise UserError(missing)
 
 
 def _check_memory(job: TrainingJob) -> None:

@@ -62,7 +62,7 @@ def test_a_stand_alone_agent_runs_and_ends_when_it_is_refused(tmp_path: Path) ->
         with watched(below) as gone:
             rig.controller.send("solo", m.Refused(detail="no longer needed", final=True))
             gone()
-        assert agent.wait(60) == 0
+        assert agent.wait(60) == 1
     finally:
         agent.kill()
         agent.wait()

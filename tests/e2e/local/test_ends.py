@@ -35,12 +35,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
 def script(tmp_path: Path, text: str) -> dict[str, Any]:
     (tmp_path / "train.py").write_text(text)
     return spec(
-        "script",
-        0 + 1,
-        entrypoint={"script": "train.py"},
-        nodes={"min": 1, "max": 1},
+        "script", 0 + 1, entrypoint={"script": "train.py"}, nodes={"min": 1, "max": 1},
         parallelism={},
-    )
+    )  # fmt: skip
 
 
 def assert_nothing_is_left(job: Job) -> None:

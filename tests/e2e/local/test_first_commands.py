@@ -16,14 +16,9 @@ from tests.e2e.local.local_rig import BOUND_S, short
 from tests.pages import ROOT, blocks
 
 PAGES = (
-    "README.md",
-    "docs/index.md",
-    "docs/user/quickstart-kubernetes.md",
-    "docs/user/script.md",
-    "docs/user/python-client.md",
-    "docs/user/plan.md",
-    "docs/user/preflight.md",
-)
+    "README.md", "docs/index.md", "docs/user/quickstart-kubernetes.md", "docs/user/script.md",
+    "docs/user/python-client.md", "docs/user/plan.md", "docs/user/preflight.md",
+)  # fmt: skip
 NOT_RUN = {
     "make ": "installs packages into the checkout; test_the_example_survives runs what it runs",
     "pip install ": "installs packages; tests/e2e/local/test_wheel.py installs a wheel",

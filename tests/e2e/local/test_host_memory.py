@@ -74,14 +74,10 @@ def test_a_job_trains_with_what_its_memory_holds_and_says_what_it_gave_up(
     tmp_path: Path, nodes: int, mebibytes: int, given_up: tuple[str, ...]
 ) -> None:
     document = spec(
-        "short",
-        0,
-        entrypoint={"recipe": {"name": "pretrain", "config": MODEL}},
-        nodes={"min": nodes, "max": nodes},
-        workersPerNode=1,
-        parallelism={"shard": nodes},
+        "short", 0, entrypoint={"recipe": {"name": "pretrain", "config": MODEL}},
+        nodes={"min": nodes, "max": nodes}, workersPerNode=1, parallelism={"shard": nodes},
         checkpoint={"storage": {"everySteps": 10}, "memory": {"everySteps": "auto"}},
-    )
+    )  # fmt: skip
     with limited(mebibytes * MIB) as group:
         job = Job(tmp_path, document)
         job.run()

@@ -144,11 +144,6 @@ def test_a_plan_for_fewer_nodes_and_a_known_device(
     assert "of 8.0 GiB" in result.out
     result = holdfast("spec plan", write(JOB), "--nodes", "1", "--device-memory", "64Mi")
     assert "FSDP on 1 node" in result.out
-
-
-def test_a_plan_for_too_few_nodes_says_how_many_it_takes(
-    write: Callable[[str], Path], holdfast: Holdfast
-) -> None:
     path = write(JOB.replace("{max: 2}", "{min: 2, max: 2}"))
     result = holdfast("spec plan", path, "--nodes", "1")
     assert result.code == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import sys
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,9 @@ from holdfast.orchestrator.cli.output import date
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.events import CancelRequested, JobSubmitted
 from holdfast.orchestrator.core.journal import Record, frame
+from holdfast.orchestrator.hosts.local import service
 from holdfast.orchestrator.hosts.local.job_records import expire, read_view
+from holdfast.orchestrator.protocol import training_packages
 from holdfast.orchestrator.runtime.job_directory import Home, JobDirectory
 from tests.documents import job_document
 
@@ -281,6 +284,29 @@ def test_attaching_to_a_job_that_has_ended_prints_its_report_and_changes_nothing
     assert json.loads(holdfast("attach", "done", "--json").out)["controller_restarts"] == 0
 
 
+@pytest.mark.parametrize("verb", ["again", "attach"])
+def test_a_job_stays_as_it_is_where_packages_are_missing(
+    verb: str, tmp_path: Path, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = ended_job(tmp_path / "home", "demo", ended=verb == "again")
+    (tmp_path / "home" / "train.py").touch()
+    monkeypatch.setattr(training_packages, "PARTS", ("no_such_package",))
+    before = read_view(directory)
+    result = holdfast(verb, "demo")
+    assert result.code == 2 and "missing: no_such_package; pip install" in result.err
+    assert read_view(directory) == before and not directory.host_socket.exists()
+
+
+def test_a_takeover_says_what_ctrl_c_does(
+    tmp_path: Path, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended_job(tmp_path / "home", "demo", ended=False)
+    monkeypatch.setattr(service, "run_job", lambda *_, **_options: sys.exit(77))
+    result = holdfast("attach", "demo")
+    assert result.code == 77
+    assert "had no controller: this command is it now; Ctrl-C cancels the job" in result.out
+
+
 def test_nodes_that_a_killed_controller_has_not_released_can_still_be_controlled(
     tmp_path: Path, holdfast: Holdfast
 ) -> None:
@@ -290,10 +316,3 @@ def test_nodes_that_a_killed_controller_has_not_released_can_still_be_controlled
     save(directory.nodes_file, LocalNodeRegistry(agents={"node-0": agent}))
     result = holdfast("cancel", "done")
     assert result.code == 1 and "take the job over with `holdfast attach done`" in result.err
-
-
-def test_a_job_that_reports_no_step_has_a_dash_in_the_list(
-    tmp_path: Path, holdfast: Holdfast
-) -> None:
-    ended_job(tmp_path / "home", "done")
-    assert holdfast("status").out.splitlines()[1].split()[:3] == ["done", "cancelled", "-"]

@@ -315,6 +315,7 @@ REFUSED = [
                  id="options beside a spec"),
     pytest.param("plain.yaml -- a", "ARGS: got a with plain.yaml", "spec.entrypoint.args",
                  id="arguments beside a spec"),
+    pytest.param(".", "FILE: got ., a directory", "a script", id="a directory"),
     pytest.param("--nodes 2", "--nodes: got it without a script", "", id="no script"),
 ]  # fmt: skip
 

@@ -261,12 +261,9 @@ def reduce(sequence: int, *, done: bool = False, group: str = "0") -> GroupProgr
 
 def hang(basis: SuspectBasis, *stacks: Stack) -> Evidence:
     return Evidence(
-        hang=((2, 0, 1, 3), "no progress"),
-        hang_basis=basis,
-        stacks=stacks,
-        node_of=lambda rank: f"node-{rank}",
-        world_size=4,
-    )
+        hang=((2, 0, 1, 3), "no progress"), hang_basis=basis, stacks=stacks,
+        node_of=lambda rank: f"node-{rank}", world_size=4,
+    )  # fmt: skip
 
 
 def test_no_rank_is_blamed_for_a_hang_in_which_all_wait_alike() -> None:

@@ -38,6 +38,8 @@ def test_what_is_missing_is_named_with_the_line_that_installs_it(tmp_path: Path)
     text = packages(tmp_path, None, "numpy", "psutil")
     assert "missing: torch, safetensors, xxhash;" in text
     assert text.endswith("pip install torch, and pip install '.[train]' in a checkout of Holdfast")
+    text = packages(tmp_path, "__version__ = '2.6.0'\n")
+    assert "missing: safetensors, xxhash;" in text and "; torch: got 2.6.0; expected" in text
 
 
 def test_a_recipes_packages_are_installed_beside_those_of_every_worker(tmp_path: Path) -> None:

@@ -39,15 +39,12 @@ def make_job(name: str = "tiny", **spec: Any) -> TrainingJob:
         job_document(
             name,
             {
-                "entrypoint": {"recipe": recipe},
-                "nodes": {"min": 1, "max": 2},
-                "workersPerNode": 2,
-                "parallelism": {"shard": 2},
-                "recovery": {"replacementWaitSeconds": 0.2},
-                **spec,
+                "entrypoint": {"recipe": recipe}, "nodes": {"min": 1, "max": 2},
+                "workersPerNode": 2, "parallelism": {"shard": 2},
+                "recovery": {"replacementWaitSeconds": 0.2}, **spec,
             },
         )
-    )
+    )  # fmt: skip
 
 
 def drive(scenario: Coroutine[Any, Any, None]) -> None:
@@ -144,12 +141,10 @@ class FakeAgent:
                 self.launch, self.exits = None, []
                 self.say(
                     wire.GroupStopped(
-                        action_id=message.action_id,
-                        generation=message.generation,
-                        staged=self.staged,
-                        offered_port=4001,
+                        action_id=message.action_id, generation=message.generation,
+                        staged=self.staged, offered_port=4001,
                     )
-                )
+                )  # fmt: skip
             case wire.Persist():
                 self.persist(message.step)
             case wire.Refused(final=False):
@@ -297,12 +292,9 @@ class JobHarness:
         self._lock = self.directory.locked()
         self._lock.__enter__()
         self.service = LocalJobHost(
-            self.directory,
-            self.job,
-            make_backend=lambda job, directory: self.backend,
-            open_store=self.open_store,
-            timing=self.timing,
-        )
+            self.directory, self.job, make_backend=lambda job, directory: self.backend,
+            open_store=self.open_store, timing=self.timing,
+        )  # fmt: skip
         self.task = asyncio.create_task(self.service.run())
 
     async def kill_controller(self) -> None:

@@ -71,22 +71,14 @@ class Job:
         context, name = None, ""
         if self.with_tls:
             context, name = tls.server_context(*tls.files(self.directory)), self.tls_name
+        welcome = wire.Welcome(
+            spec={"name": self.name}, spec_directory="", checkpoint_path="", log_directory="",
+            heartbeat_interval_s=0.5,
+        )  # fmt: skip
         endpoint.register(
-            self.name,
-            token=self.token,
-            welcome=lambda: wire.Welcome(
-                spec={"name": self.name},
-                spec_directory="",
-                checkpoint_path="",
-                log_directory="",
-                heartbeat_interval_s=0.5,
-            ),
-            links=self.links,
-            sink=self.sink,
-            handler=self.answer,
-            tls_name=name,
-            context=context,
-        )
+            self.name, token=self.token, welcome=lambda: welcome, links=self.links, sink=self.sink,
+            handler=self.answer, tls_name=name, context=context,
+        )  # fmt: skip
 
     def hello(self, **fields: object) -> wire.Hello:
         joined = wire.NodeJoined(facts=node_facts())
@@ -98,11 +90,9 @@ class Job:
 
     async def dial(self, endpoint: AgentServer, name: str | None = None) -> Frames:
         opening = asyncio.open_connection(
-            endpoint.address,
-            endpoint.port,
-            ssl=self.client(),
+            endpoint.address, endpoint.port, ssl=self.client(),
             server_hostname=name or self.tls_name,
-        )
+        )  # fmt: skip
         return Frames(*await opening)
 
 
@@ -231,13 +221,16 @@ async def test_an_agent_of_an_unknown_job_may_reconnect(tmp_path: Path) -> None:
     await endpoint.close()
 
 
-async def test_another_protocol_is_refused_and_both_releases_are_named(tmp_path: Path) -> None:
+async def test_a_request_of_another_protocol_is_rejected_and_both_releases_are_named(
+    tmp_path: Path,
+) -> None:
     one, _two = two_jobs(tmp_path, with_tls=False)
     endpoint = await opened(one)
     frames = await Frames.dial(endpoint.address, endpoint.port)
-    frames.send(one.hello(version=limits.PROTOCOL_VERSION + 1, release="7.1.0"))
+    version = limits.PROTOCOL_VERSION + 1
+    frames.send(wire.Request(token=one.token, verb="status", version=version, release="7.1.0"))
     refused = await frames.receive()
-    assert refused.final and "got 7.1.0 (protocol 2)" in refused.detail, refused.detail
+    assert not refused.ok and "got 7.1.0 (protocol 2)" in refused.detail, refused.detail
     assert f"'.[train]' in a checkout of Holdfast {__version__}" in refused.detail
     frames.close()
     await endpoint.close()

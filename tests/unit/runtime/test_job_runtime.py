@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.core.actions import RequestNodes
 from holdfast.orchestrator.core.events import CancelRequested
@@ -31,7 +33,8 @@ from holdfast.orchestrator.runtime.job_runtime import JobRuntime, JobRuntimeTimi
 from holdfast.workers.agent.storage import persist
 from holdfast.workers.checkpoint.layout import make_layout
 
-from .harness import BOUND_S, FakeBackend, make_job, running
+from .frames import Frames
+from .harness import BOUND_S, FakeBackend, make_job, node_facts, running
 from .test_commits import MemoryJournal
 
 
@@ -83,18 +86,11 @@ class Hosted:
         self.journal = journal
         storage = CheckpointStore(self.checkpoint_path(self._job), self.name)
         self.runtime = JobRuntime(
-            self._job,
-            key=self.name,
-            job_id=self.name,
-            spec_directory="",
-            checkpoint_path=self.checkpoint_path(self._job),
-            log_directory="",
-            token=self.token(),
-            backend=self.backend,
-            endpoint=self.cluster.endpoint,
+            self._job, key=self.name, job_id=self.name, spec_directory="", log_directory="",
+            checkpoint_path=self.checkpoint_path(self._job), token=self.token(),
+            backend=self.backend, endpoint=self.cluster.endpoint, timing=self.timing,
             storage=ThreadedCheckpointStore(lambda: storage, SerialExecutor()),
-            timing=self.timing,
-        )
+        )  # fmt: skip
         fresh = journal.snapshot is None and not journal.records
         await self.runtime.prepare(fresh=fresh)
         await self.runtime.begin(journal)
@@ -330,4 +326,28 @@ async def test_a_node_that_joins_learns_what_the_script_imports(tmp_path: Path) 
     await harness.back(new, 1)
     (welcome,) = [one for one in new.received if isinstance(one, wire.Welcome)]
     assert welcome.imports == ("transformers",)
+    await harness.kill_controller()
+
+
+async def test_a_node_of_another_protocol_is_lost_for_the_reason_that_it_is_told(
+    tmp_path: Path,
+) -> None:
+    harness = await running(tmp_path)
+    member, _other = harness.members()
+    place = member.directory.controller()
+    assert place is not None
+    frames = await Frames.dial(place["address"], place["port"])
+    hello = wire.Hello(
+        token=member.directory.token(), job=member.directory.name, node=member.name,
+        version=limits.PROTOCOL_VERSION + 1, release="7.1.0",
+        joined=wire.NodeJoined(facts=node_facts()),
+    )  # fmt: skip
+    frames.send(msgspec.structs.replace(hello, token="guessed"))
+    assert (await frames.receive()).detail.startswith("token: ")
+    frames = await Frames.dial(place["address"], place["port"])
+    frames.send(hello)
+    refused = await frames.receive()
+    assert refused.final and "got 7.1.0 (protocol 2)" in refused.detail, refused.detail
+    reason = f"{member.name} was lost (gone): {refused.detail}"
+    await harness.until(lambda view: view.reason == reason)
     await harness.kill_controller()

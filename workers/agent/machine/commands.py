@@ -54,6 +54,7 @@ class EndNode(CommandBase, frozen=True):
     """No worker runs here any more: end the agent."""
 
     detail: str
+    code: int = 0
 
 
 # -- workers ----------------------------------------------------------------------------------

@@ -71,12 +71,10 @@ class AgentMachine:
         self._heartbeat_ns: int | None = None
         self._standbys = Standbys()
         self._outbox: list[m.FromAgent] = []
-        self._port = 0
         self._stopped_ranks: frozenset[int] = frozenset()
-        self._cpu_pressure = 0.0
-        self._ending: str = ""
+        self._port, self._cpu_pressure, self._ending = 0, 0.0, ""
         self._ending_ns: int | None = None
-        self._ended = False
+        self._ended, self._exit_code = False, 0
         self._preemption: Preemption | None = None
 
     # -- entry points -------------------------------------------------------------------------
@@ -178,6 +176,7 @@ class AgentMachine:
                 return self._welcomed(now_ns, message)
             case m.Refused():
                 if message.final:
+                    self._exit_code = 1
                     return self._end(now_ns, f"rejected by the controller: {message.detail}")
                 return [commands.CloseLink(message.detail)]
             case m.LaunchWorkers():
@@ -614,7 +613,7 @@ class AgentMachine:
 
     def _end_node(self) -> list[Command]:
         self._ended = True
-        return [commands.EndNode(self._ending)]
+        return [commands.EndNode(self._ending, self._exit_code)]
 
     def _group_of(self, generation: int) -> Generation | None:
         """The group if it is of this generation, running or stopped."""

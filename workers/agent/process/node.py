@@ -170,10 +170,10 @@ class AgentProcess:
         self._progress: ProgressServer | None = None
         """Server for a script's reports."""
         self._rank_logs: set[Path] = set()
-        self.ended: asyncio.Future[str] = self._loop.create_future()
+        self.ended: asyncio.Future[commands.EndNode] = self._loop.create_future()
 
-    async def run(self) -> str:
-        """Run until the machine ends the node; returns the reason."""
+    async def run(self) -> commands.EndNode:
+        """Run until the machine ends the node; returns the reason and exit code."""
         self._loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
         self._spawn(self._link.run())
         self._spawn(self._keep_house())
@@ -292,7 +292,7 @@ class AgentProcess:
                 os.kill(os.getpid(), signal.SIGKILL)
             case commands.EndNode():
                 if not self.ended.done():
-                    self.ended.set_result(command.detail)
+                    self.ended.set_result(command)
             case commands.MakeBuffer():
                 self._make_buffer(command)
             case commands.FreeBuffer():
@@ -560,10 +560,10 @@ def run_node(options: NodeOptions) -> NoReturn:
     processes.name_process(options.node)
     child, server = forkserver.start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    code = 0
     try:
-        detail = asyncio.run(_main(options, server))
-        print(f"node {options.node} ends: {detail}", file=sys.stderr)
+        end = asyncio.run(_main(options, server))
+        code = end.code
+        print(f"node {options.node} ends: {end.detail}", file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -581,6 +581,6 @@ def _wait_for(child: int) -> None:
         select.select([pidfd], [], [], 1.0 + CLEAN_UP_S)
 
 
-async def _main(options: NodeOptions, server: socket.socket) -> str:
+async def _main(options: NodeOptions, server: socket.socket) -> commands.EndNode:
     """Make the agent where its event loop runs, which it needs from the start."""
     return await AgentProcess(options, server).run()

@@ -67,18 +67,11 @@ def view() -> JobView:
 
 def incident() -> Incident:
     return Incident(
-        number=1,
-        at_ns=NOW - 30 * SECOND_NS,
-        failure_class="infrastructure",
-        title="worker 1 on llm-a was killed by SIGKILL",
-        culprit_node="llm-a",
-        culprit_rank=1,
-        decision="restart on the same 2 nodes, from memory after step 5",
-        generation_before=1,
-        generation_after=2,
-        steps_lost=0,
-        seconds={"stop": 0.1, "total": 1.23456},
-    )
+        number=1, at_ns=NOW - 30 * SECOND_NS, failure_class="infrastructure",
+        title="worker 1 on llm-a was killed by SIGKILL", culprit_node="llm-a", culprit_rank=1,
+        decision="restart on the same 2 nodes, from memory after step 5", generation_before=1,
+        generation_after=2, steps_lost=0, seconds={"stop": 0.1, "total": 1.23456},
+    )  # fmt: skip
 
 
 def test_a_status_has_the_values_of_the_columns() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.unit.hosts.ray.memory_store import MemoryStore
 
 from ...conftest import Holdfast
 
+pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 Write = Callable[[str], Path]
 
 SPEC = """
@@ -43,8 +45,17 @@ def test_an_address_may_be_left_out(words: list[str], completed: list[str]) -> N
     assert complete(words) == completed
 
 
+@pytest.mark.parametrize("address", ["", NOWHERE])
+def test_without_ray_its_installation_is_named(
+    address: str, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = holdfast("status", f"--ray={address}")
+    assert result.code == 2 and "package ray is not installed" in result.err
+    assert "pip install '.[ray]'" in result.err
+
+
 def test_a_word_in_place_of_an_address_is_named(holdfast: Holdfast, write: Write) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     file = write(RECIPE)
     result = holdfast("run", "--ray", file)
     assert result.code == 2 and "FILE: got nothing" in result.err
@@ -56,7 +67,6 @@ def test_a_word_in_place_of_an_address_is_named(holdfast: Holdfast, write: Write
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "ray://[::1]:1"])
 def test_an_address_without_a_listener_is_refused_at_once(address: str, holdfast: Holdfast) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     result = holdfast("status", "--ray", address)
     assert result.code == 2 and f"--ray: got {address} (" in result.err
 
@@ -77,7 +87,6 @@ def test_a_relative_checkpoint_path_of_a_job_that_runs_elsewhere_is_refused(
 def test_a_checkpoint_path_of_the_cluster_is_not_looked_up_here(
     path: str, holdfast: Holdfast, write: Write
 ) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     file = write(RECIPE + f"  checkpoint: {{path: '{path}'}}\n")
     result = holdfast("submit", file, "--ray", NOWHERE)
     assert result.code == 2 and f"--ray: got {NOWHERE}" in result.err
@@ -115,7 +124,6 @@ def test_a_working_dir_that_may_hold_the_spec_is_not_refused_here(
     own: str, holdfast: Holdfast, write: Write
 ) -> None:
     """An archive is read in the cluster, and Ray itself reports what it refuses."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     file = write(RECIPE)
     env = file.parent / "env.yaml"
     (file.parent / "below").mkdir()
@@ -136,7 +144,6 @@ def test_what_the_log_of_a_ray_job_cannot_show_is_rejected(
 def test_a_name_is_free_again_when_the_upload_of_the_code_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     from holdfast.orchestrator.cli.targets.ray import target
 
     store = MemoryStore()
