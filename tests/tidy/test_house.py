@@ -27,13 +27,13 @@ MAX_WORDS = 40000
 # Lines of Python. A budget only falls: a feature pays with something that goes. The goal is 66,000
 # for orchestrator and workers, 65,000 for tests.
 BUDGETS = {
-    "orchestrator": 53440,
+    "orchestrator": 53434,
     "workers": 26060,
-    "tests": 88767,
+    "tests": 88764,
     "orchestrator/api": 4494,
     "orchestrator/backends": 6324,
     "orchestrator/catalogue": 989,
-    "orchestrator/cli": 9332,
+    "orchestrator/cli": 9329,
     "orchestrator/client": 1078,
     "orchestrator/core": 7359,
     "orchestrator/explorer": 2346,
@@ -42,8 +42,8 @@ BUDGETS = {
     "orchestrator/kube": 1625,
     "orchestrator/planner": 1510,
     "orchestrator/preflight": 3483,
-    "orchestrator/protocol": 3287,
-    "orchestrator/runtime": 5734,
+    "orchestrator/protocol": 3286,
+    "orchestrator/runtime": 5732,
     "orchestrator/ui": 951,
     "workers/agent": 10821,
     "workers/checkpoint": 5012,

@@ -329,7 +329,7 @@ async def test_a_node_that_joins_learns_what_the_script_imports(tmp_path: Path) 
     await harness.kill_controller()
 
 
-async def test_a_node_of_another_protocol_is_lost_for_the_reason_that_it_is_told(
+async def test_a_node_of_another_protocol_is_lost_with_the_reason_of_its_rejection(
     tmp_path: Path,
 ) -> None:
     harness = await running(tmp_path)
