@@ -19,7 +19,7 @@ from ..core import events as e
 from ..core.controller import Controller
 from ..journal.chunk_journal import Chunk, Store, read
 from ..protocol import messages as m
-from ..protocol.facts import Exit
+from ..protocol.facts import Exit, state_after, steps_done
 from ..protocol.host_memory import describe as describe_memory
 from ..runtime.snapshot import decode
 from .output import date, duration, plural, print_json_line, size, stdout
@@ -97,7 +97,7 @@ class EventFormatter:
             print_json_line({"at_ns": memory.now_ns, "facts_not_kept": self._num_records})
             return
         older = plural(self._num_records, "older event")
-        since = f"{state.phase}, step {state.step}: {state.reason.text}"
+        since = f"{state.phase}, {steps_done(state.step)}: {state.reason.text}"
         console.print(
             f"{date(memory.now_ns)}  {'journal':<12}  {older} no longer kept; the job was {since}",
             soft_wrap=True,
@@ -164,9 +164,9 @@ def decision(action: a.AnyAction) -> str:
     if isinstance(action, (a.LaunchGroup, a.StopGroup)):
         return f"{kind} on {action.node}, generation {action.generation}"
     if isinstance(action, a.CommitManifest):
-        return f"{kind} of step {action.step}"
+        return f"{kind} after {steps_done(action.step)}"
     if isinstance(action, a.StageStep):
-        return f"{kind} {action.step} on {action.node}"
+        return f"stage {state_after(action.step)} on {action.node}"
     node = getattr(action, "node", "")
     return f"{kind} {node}".rstrip()
 
@@ -205,13 +205,14 @@ def _joined(event: m.NodeJoined) -> str:
 
 
 def _stopped(event: m.GroupStopped) -> str:
-    staged = f", step {max(s.step for s in event.staged)} staged" if event.staged else ""
+    last = max((shard.step for shard in event.staged), default=None)
+    staged = f"; {state_after(last)} is staged" if last is not None else ""
     return f"generation {event.generation} stopped{staged}"
 
 
 def _step_completed(event: e.StepCompleted) -> str:
     loss = f", loss {event.loss:.4f}" if event.loss is not None else ""
-    return f"all ranks finished step {event.step}{loss}"
+    return f"all ranks have finished {steps_done(event.step)}{loss}"
 
 
 def _result(word: str) -> Callable[[Any], str]:
@@ -274,13 +275,14 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     m.GroupStopped: _stopped,
     m.NodeMemoryPlanned: lambda v: f"host memory: {describe_memory(v.memory)}",
     m.ShardPersisted: lambda v: (
-        f"shard {v.shard.shard} of step {v.shard.step} is in storage "
+        f"shard {v.shard.shard} of {state_after(v.shard.step)} is in storage "
         f"({size(v.shard.num_bytes)} in {duration(v.seconds)})"
     ),
-    m.PersistFailed: lambda v: f"shard {v.shard} of step {v.step} could not be stored: {v.detail}",
-    e.CheckpointRefused: lambda v: f"checkpoint of step {v.step} refused: {v.detail}",
+    m.PersistFailed: lambda v: f"shard {v.shard} of {state_after(v.step)} not stored: {v.detail}",
+    e.CheckpointRefused: lambda v: f"checkpoint after {steps_done(v.step)} refused: {v.detail}",
     e.CheckpointsListed: lambda v: (
-        f"storage has checkpoints of steps {', '.join(map(str, sorted({f.step for f in v.files})))}"
+        "storage has checkpoints after "
+        + ", ".join(map(steps_done, sorted({f.step for f in v.files})))
         if v.files
         else "storage has no checkpoint"
     ),

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.transitions import TERMINAL
-from ..runtime.observe.view import CheckpointView, Incident, JobView, NodeView
+from ..runtime.observe.view import CheckpointView, Incident, JobView, NodeView, RefusedCheckpoint
 from .output import clock, columns, count, duration, plural, size, sparkline, state_text
 
 TIME_CAUSES = {
@@ -55,7 +55,7 @@ def header(view: JobView) -> Text:
 
 
 def steps(view: JobView) -> str:
-    """Number of finished steps. Checkpoints' names and JSON count from 0."""
+    """Number of finished steps. Names of directories and JSON count from 0."""
     if view.total_steps:
         return f"{view.step + 1} of {view.total_steps} steps"
     return plural(view.step + 1, "step") if view.step >= 0 else ""
@@ -152,7 +152,7 @@ def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str | 
         short = view.host_memory.given_up != "nothing"
         yield "host memory", Text(view.host_memory.text, style="yellow" if short else "")
     for bad in view.refused_checkpoints:
-        yield "refused", Text(f"step {bad.step} is {bad.refusal}: {bad.problem}", style="red")
+        yield "refused", Text(f"{after(bad)}, {bad.refusal}: {bad.problem}", style="red")
     if view.storage_problem:
         yield "storage", Text(storage_problem(view), style="red")
     if view.journal_problem:
@@ -193,7 +193,7 @@ def checkpoints(view: JobView) -> str:
     return f"memory: {memory}; storage: {storage}"
 
 
-def after(checkpoint: CheckpointView) -> str:
+def after(checkpoint: CheckpointView | RefusedCheckpoint) -> str:
     return f"after {plural(checkpoint.step + 1, 'step')}"
 
 

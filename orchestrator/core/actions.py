@@ -90,8 +90,7 @@ class StopGroup(Action, frozen=True, kw_only=True, tag="stop-group"):
 
 
 class InspectGroup(Action, frozen=True, kw_only=True, tag="inspect-group"):
-    """Have a node report what its workers do. Succeeds when it is sent; the answer is
-    GroupInspected."""
+    """Have a node report what its workers do. Succeeds when sent; GroupInspected answers."""
 
     node: str
 
@@ -153,8 +152,7 @@ AnyAction = (
 
 
 class ToNode(msgspec.Struct, frozen=True):
-    """Sent to a node like an action, but without a result: what the node reports shows whether it
-    has it."""
+    """Sent to a node like an action, but without a result: the node's reports show it."""
 
     node: str
     message: CopyStep | StageEvery

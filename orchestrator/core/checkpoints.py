@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..protocol.facts import Restore, ShardFile, ShardLocation
+from ..protocol.facts import Restore, ShardFile, ShardLocation, state_after, steps_done
 from ..protocol.manifest import MAX_NUMBER, directory_name
 from ..protocol.messages import ShardPersisted
 from .actions import CleanStorage, CommitManifest, Reason, Retained
@@ -84,7 +84,8 @@ def why_nothing_usable(state: JobState) -> str:
     """The sentence of a job that holds: what is wrong with which checkpoint, and what to do."""
     newest = sorted(state.catalog.committed, key=lambda c: c.key, reverse=True)
     named = [
-        f"step {bad.step} is {bad.refusal or 'damaged'}" + (f" ({bad.problem})" * bool(bad.problem))
+        f"that after {steps_done(bad.step)} is {bad.refusal or 'damaged'}"
+        + (f" ({bad.problem})" * bool(bad.problem))
         for bad in newest[:MAX_NAMED]
     ]
     more = len(newest) - len(named)
@@ -102,7 +103,7 @@ def refuse(ctx: StepContext, key: StepKey, refusal: Refusal, problem: str) -> No
         if checkpoint.key == key:
             checkpoint.refused, checkpoint.refusal = True, refusal
             checkpoint.problem = problem[:MAX_PROBLEM_CHARACTERS]
-            ctx.note(f"checkpoint of step {checkpoint.step} is {refusal}: {problem}")
+            ctx.note(f"checkpoint after {steps_done(checkpoint.step)} is {refusal}: {problem}")
 
 
 def shard_persisted(ctx: StepContext, node: str, fact: ShardPersisted) -> None:
@@ -111,7 +112,7 @@ def shard_persisted(ctx: StepContext, node: str, fact: ShardPersisted) -> None:
     state, shard = ctx.state, fact.shard
     key = (shard.step, shard.generation)
     drained = state.drain is not None and key == (state.drain.step, state.drain.generation)
-    rejected = f"rejected shard {shard.shard} of step {shard.step} from {node}: "
+    rejected = f"rejected shard {shard.shard} of {state_after(shard.step)} from {node}: "
     if shard.generation != state.generation and not drained:
         ctx.note(f"{rejected}generation {shard.generation} wrote it, not {state.generation}")
         return
@@ -137,7 +138,7 @@ def _commit(ctx: StepContext, pending: PendingCheckpoint) -> None:
     size = sum(file.num_bytes for file in files)
     pending.commit_action = ctx.emit(
         CommitManifest,
-        Reason("checkpoint", f"all {len(files)} shards of step {pending.step}, {size} bytes"),
+        Reason("checkpoint", f"all {len(files)} shards of {state_after(pending.step)}, {size} B"),
         pending.generation,
         step=pending.step,
         mesh=pending.mesh,
@@ -163,7 +164,7 @@ def commit_failed(
         _give_up_commit(ctx, action, detail)
         return
     ctx.state.catalog.pending[action.step, action.generation].commit_action = None
-    text = f"the manifest of step {action.step} was not written ({detail}); trying again"
+    text = f"the manifest after {steps_done(action.step)} was not written ({detail}); trying again"
     ctx.note(text)
     if ctx.state.drain is not None:
         ctx.state.drain.problem = text
@@ -278,7 +279,7 @@ def clean(ctx: StepContext, given_up: StepKey = NONE) -> None:
     catalog.committed = [c for c in catalog.committed if c.key >= kept.newest or c.key in keep]
     num_kept = ctx.state.job.spec.checkpoint.retention.keep_last
     why = [
-        f"checkpoint of step {c.step}: "
+        f"checkpoint after {steps_done(c.step)}: "
         + (f"found {c.refusal or 'damaged'}" if c.refused else f"the newest {num_kept} are kept")
         for c in dropped
     ]

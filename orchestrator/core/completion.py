@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..protocol.facts import state_after
 from . import drain
 from .actions import FinishJob, Outcome, Reason, ReasonCode
 from .checkpoints import newest_committed, retained
@@ -18,7 +19,7 @@ def workers_done(ctx: StepContext, stop: PendingStop) -> None:
     recipe = state.job.spec.entrypoint.recipe
     ours = recipe is not None or state.counted_by == "session" or newest is not None
     if stop.lost and best < final and ours:
-        _train_again(ctx, f"step {final} was lost with {', '.join(stop.lost)}")
+        _train_again(ctx, f"{state_after(final)} was lost with {', '.join(stop.lost)}")
     else:
         start_drain(ctx, DrainKind.FINISH)
 
@@ -73,7 +74,7 @@ def start_drain(ctx: StepContext, kind: DrainKind) -> None:
     if started is None:
         _drained(ctx, kind, "")
         return
-    text = f"writing step {started.step} to storage"
+    text = f"writing {state_after(started.step)} to storage"
     code: ReasonCode = "finish" if kind == DrainKind.FINISH else _suspend_code(ctx)
     if state.termination_reason is not None:
         code = state.termination_reason.code
@@ -98,7 +99,7 @@ def check_drain(ctx: StepContext) -> None:
         case "committed":
             newest = newest_committed(state)
             assert newest is not None
-            _drained(ctx, writing.kind, f"step {newest.step} is committed")
+            _drained(ctx, writing.kind, f"{state_after(newest.step)} is committed")
         case "lost":
             _drain_another(ctx, writing)
         case "under way" if ctx.due("persist") or writing.hopeless:
@@ -108,9 +109,9 @@ def check_drain(ctx: StepContext) -> None:
 def _drain_another(ctx: StepContext, writing: Drain) -> None:
     """Shards of the state were lost: write an older state, or train the lost steps again."""
     shards = drain.lost_shards(ctx.state, writing)
-    ctx.note(f"step {writing.step}: shards {shards} were lost before they were written")
+    ctx.note(f"{state_after(writing.step)}: shards {shards} were lost before they were written")
     if writing.kind == DrainKind.FINISH:
-        _train_again(ctx, f"step {writing.step} was lost before it was written")
+        _train_again(ctx, f"{state_after(writing.step)} was lost before it was written")
     else:
         start_drain(ctx, writing.kind)
 
@@ -121,9 +122,9 @@ def _give_up(ctx: StepContext, writing: Drain) -> None:
     newest = newest_committed(ctx.state)
     within = "" if writing.hopeless else f" in {drain.final_timeout_s(ctx.state):g} s"
     text = (
-        f"step {writing.step} was not written to storage{within} "
+        f"{state_after(writing.step)} was not written to storage{within} "
         f"({writing.problem or 'the store did not answer'}); storage holds "
-        f"{f'step {newest.step}' if newest else 'no checkpoint'}"
+        f"{f'{state_after(newest.step)}' if newest else 'no checkpoint'}"
     )
     ctx.note(text)
     if writing.kind == DrainKind.FINISH:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..api.v1alpha1 import TrainingJob, job_from_mapping
 from ..protocol import messages as m
+from ..protocol.facts import state_after
 from . import actions as a
 from . import (
     checkpoints,
@@ -266,7 +267,9 @@ def _failed(ctx: StepContext, event: e.ActionFailed) -> None:
         case a.StageStep():
             quiesce.answered(ctx, action, event.detail)
         case a.PersistStep() if state.drain is not None:
-            ctx.note(f"{action.node} could not be asked for step {action.step}: {event.detail}")
+            ctx.note(
+                f"{action.node} could not be asked for {state_after(action.step)}: {event.detail}"
+            )
             ctx.arm("drain", drain.RETRY_S)
         case _:
             pass

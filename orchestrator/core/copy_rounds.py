@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 
+from ..protocol.facts import state_after
 from ..protocol.messages import CopyStep, NodeRemarked, StepCopied
 from .actions import ToNode
 from .context import SECOND_NS
@@ -94,16 +95,16 @@ class CopyScheduler:
         late_s = (now_ns - self._copied_ns) / SECOND_NS
         if late_s >= LATE_S and not self._reported:
             self._reported = True
-            last = f"; the last one is {self.confirmed}" if self.confirmed >= 0 else ""
+            last = f"; the last is {state_after(self.confirmed)}" if self.confirmed >= 0 else ""
             text = (
-                f"could not copy step {fact.step} to its buddy ({fact.detail}): for {late_s:.0f} "
-                f"s no step has been copied by all nodes{last}. Losing a node costs all steps since"
+                f"could not copy {state_after(fact.step)} to its buddy ({fact.detail}): no copy "
+                f"of all nodes for {late_s:.0f} s{last}. Losing a node costs all steps since"
             )
             self._remarks.append(FromNode(node, NodeRemarked(text=text)))
         if fact.missed:
             self._margin = min(2 * self._margin + 1, MAX_MARGIN)
             return self._begin(now_ns, state, 0.0)
-        self.status = f"{node} could not copy step {fact.step}: {fact.detail}"
+        self.status = f"{node} could not copy {state_after(fact.step)}: {fact.detail}"
         return self._begin(now_ns, state, RETRY_S)
 
     def _complete(self, now_ns: int, state: JobState) -> list[ToNode]:
@@ -114,7 +115,7 @@ class CopyScheduler:
         self._copied_ns = now_ns
         if self._reported:
             self._reported = False
-            text = f"all nodes copy to their buddies again: step {self.confirmed}"
+            text = f"all nodes copy to their buddies again: {state_after(self.confirmed)}"
             self._remarks.append(FromNode(state.group.members[0], NodeRemarked(text=text)))
         self._describe(state.group.members, before)
         self._steady += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..protocol.facts import StagedShard
+from ..protocol.facts import StagedShard, state_after
 from ..protocol.messages import PersistFailed
 from .actions import PersistStep, Reason
 from .checkpoints import newest_committed
@@ -90,25 +90,24 @@ def persist_at_risk(ctx: StepContext) -> None:
     if held is None or held in state.nodes.complete(without=away):
         return
     start(ctx, DrainKind.AT_RISK)
-    ctx.note(f"writing step {held[0][0]} to storage: a node that holds a part of it leaves")
+    ctx.note(f"writing {state_after(held[0][0])} to storage: a node that holds a part of it leaves")
 
 
 def check_at_risk(ctx: StepContext, drain: Drain) -> None:
     """Follow a drain at risk. If its state is lost, persist_at_risk looks for another one."""
     outcome = progress(ctx.state, drain)
     if outcome == "committed":
-        ctx.note(f"step {drain.step} is in storage; the leaving nodes can be released")
+        ctx.note(f"{state_after(drain.step)} is in storage; the leaving nodes can be released")
     if outcome != "under way":
         end(ctx)
 
 
 # -- requests to nodes ------------------------------------------------------------------------
 def request_persist(ctx: StepContext) -> None:
-    """Have nodes write the shards that are missing: as few nodes as hold them all, and others with
-    each attempt."""
+    """Have as few nodes as hold the missing shards write them, others with each attempt."""
     state, drain = ctx.state, ctx.state.drain
     assert drain is not None, "its timer is disarmed with the drain"
-    reason = Reason("checkpoint", f"step {drain.step} is in memory only")
+    reason = Reason("checkpoint", f"{state_after(drain.step)} is in memory only")
     chosen: dict[str, None] = {}
     covered: dict[int, None] = {}
     for shard in _missing(state, drain):
@@ -148,7 +147,7 @@ def _missing(state: JobState, drain: Drain) -> list[int]:
 
 
 def persist_failed(ctx: StepContext, node: str, fact: PersistFailed) -> None:
-    text = f"{node} could not write shard {fact.shard} of step {fact.step}: {fact.detail}"
+    text = f"{node} could not write shard {fact.shard} of {state_after(fact.step)}: {fact.detail}"
     ctx.note(text)
     if ctx.state.drain is not None:
         ctx.state.drain.problem = text

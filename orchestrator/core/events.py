@@ -240,8 +240,7 @@ class CheckpointsListed(Event, frozen=True, kw_only=True, tag="checkpoints-liste
 
 # -- the controller itself --------------------------------------------------------------------
 class ControllerStarted(Event, frozen=True, kw_only=True, tag="controller-started"):
-    """The first event of every incarnation after the replay: what ran before must be observed
-    again."""
+    """The first event of each incarnation after the replay: what ran is observed again."""
 
     incarnation: int
     committed: tuple[ShardFile, ...] = ()

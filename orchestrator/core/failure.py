@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..protocol.facts import CRASH_SIGNALS, Exit, Stack, SuspectBasis
+from ..protocol.facts import CRASH_SIGNALS, Exit, Stack, SuspectBasis, steps_done
 from .hang.suspects import culprit
 from .state import FailureClass, Place
 
@@ -143,7 +143,7 @@ def _where(exit: Exit, node: str) -> str:
 
 def when(exit: Exit) -> str:
     """Point of the work at which a worker ended. A script need not report steps."""
-    return f"after step {exit.step}" if exit.step >= 0 else "before it reported a step"
+    return f"after {steps_done(exit.step)}" if exit.step >= 0 else "before it reported a step"
 
 
 def _signal(exit: Exit) -> str:

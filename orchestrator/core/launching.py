@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from .. import limits
 from ..planner.micro_batch import chosen_micro_batch
 from ..planner.refusal import refusal
-from ..protocol.facts import Membership, Restore
+from ..protocol.facts import Membership, Restore, steps_done
 from ..protocol.mesh import Mesh
 from . import (
     completion,
@@ -239,7 +239,7 @@ def _describe(
         return f"{what}; {own_checkpoints.describe(state)}"
     if restore is None:
         return f"{what}, from the beginning"
-    return f"{what}, from {_tier(restore)} after step {restore.step}"
+    return f"{what}, from {_tier(restore)} after {steps_done(restore.step)}"
 
 
 def _tier(restore: Restore) -> Literal["memory", "storage"]:

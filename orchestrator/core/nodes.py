@@ -121,8 +121,7 @@ def _journal_is_behind(ctx: StepContext, newest: int) -> Cause | None:
 
 
 def _member_rejoined(ctx: StepContext, node: NodeRecord, fact: NodeJoined) -> Cause | None:
-    """A member of the current generation has reconnected: adopt it, or send again what it may have
-    missed."""
+    """A member of the generation has reconnected: adopt it, or send again what it may miss."""
     state = ctx.state
     if state.stop is not None:
         if node.name in state.stop.waiting:

@@ -61,8 +61,7 @@ class Began:
         return self.begun >= PACE_COLLECTIVES
 
     def observe(self, begun: int, now_ns: int) -> float | None:
-        """Seconds since the training began, if these collectives show it better than the last ones;
-        else None."""
+        """Seconds since the training began, if these collectives show it better than the last."""
         if begun <= self.begun:
             return None
         last_ns, pause_ns, now_pause_ns = self.at_ns, self.pause_ns, now_ns - self.at_ns
@@ -154,8 +153,7 @@ class ProgressMonitor:
 
     # -- in -----------------------------------------------------------------------------------
     def arrived(self, now_ns: int, node: str) -> None:
-        """A message of this node waits to be observed: the node is alive, however long the message
-        waits."""
+        """A message of this node waits to be observed: the node is alive, however long it waits."""
         if self._controller.submitted:
             self._detector.arrived(now_ns, node, self._recovery)
 

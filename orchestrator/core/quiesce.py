@@ -9,6 +9,7 @@ complete over all nodes. Training continues meanwhile; recovery.py stops the gen
 
 from __future__ import annotations
 
+from ..protocol.facts import state_after
 from .actions import Reason, StageStep
 from .context import SECOND_NS, StepContext, seconds
 from .nodes import leaving_members
@@ -107,7 +108,7 @@ def _request(ctx: StepContext, reason: Reason, margin_s: float = MARGIN_S) -> No
     room_s = _room_s(ctx)
     if room_s is not None and room_s < wait_s:
         return
-    why = Reason(reason.code, f"{reason.text}; step {step} is staged first")
+    why = Reason(reason.code, f"{reason.text}; {state_after(step)} is staged first")
     waiting = {name: ctx.emit(StageStep, why, node=name, step=step) for name in state.group.members}
     state.quiesce = Quiesce(step, waiting, ctx.now_ns, again=before is not None)
     ctx.arm("stage", SLACK_S + 1.5 * wait_s)
@@ -130,7 +131,7 @@ def answered(ctx: StepContext, action: StageStep, problem: str = "") -> None:
         return
     del quiesce.waiting[action.node]
     if problem:
-        ctx.note(f"step {action.step} was not staged by all: {action.node}: {problem}")
+        ctx.note(f"{state_after(action.step)} was not staged by all: {action.node}: {problem}")
         stop_waiting(ctx)
         quiesce.missed = True
 
@@ -147,8 +148,7 @@ def end(ctx: StepContext) -> None:
 
 
 def drop_if_withdrawn(ctx: StepContext) -> None:
-    """No request asks for the interruption any more. Workers that wait after the staged step go on
-    by themselves."""
+    """No request asks for it any more. Workers that wait after the staged step just go on."""
     quiesce = ctx.state.quiesce
     if quiesce is not None and quiesce.requested_ns < ctx.now_ns:
         end(ctx)

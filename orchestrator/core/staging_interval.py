@@ -16,7 +16,7 @@ import msgspec
 
 from .. import limits
 from ..api.v1alpha1 import Checkpoint
-from ..protocol.facts import SCRIPT_SOURCES
+from ..protocol.facts import SCRIPT_SOURCES, steps_done
 from ..protocol.messages import Heartbeat, StageEvery
 from . import quiesce
 from .actions import Reason, ToNode
@@ -151,7 +151,7 @@ def _choose(ctx: StepContext, every: int, costs: Costs, changes: bool) -> None:
     )
     if changes:
         state.staging.samples = []
-        ctx.note(f"from step {begin} on, the memory tier stages {text}")
+        ctx.note(f"after {steps_done(begin - 1)}, the memory tier stages {text}")
 
 
 def _sentence(every: int, costs: Costs, checkpoint: Checkpoint) -> str:

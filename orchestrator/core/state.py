@@ -444,8 +444,7 @@ class JobState(Struct):
     needs_placement: bool = False
     """No workers run and a new generation is wanted."""
     deadline_left_s: float | None = None
-    """Seconds left of a suspended job's activeDeadlineSeconds, which does not run while it is
-    suspended."""
+    """Seconds left of activeDeadlineSeconds, which does not run while the job is suspended."""
     drain: Drain | None = None
     hold: Hold | None = None
     """Hold for a user's decision; the intent is then "suspend"."""

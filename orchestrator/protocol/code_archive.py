@@ -36,8 +36,7 @@ class BadArchive(Damaged):
 
 
 def pack(directory: Path, names: Iterable[str]) -> tuple[str, bytes]:
-    """(name, archive) of these files and links, which are relative to the directory. Raises
-    OSError."""
+    """(name, archive) of files and links, which are relative to the directory. Raises OSError."""
     held = io.BytesIO()
     with tarfile.open(fileobj=held, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for name in sorted(names):

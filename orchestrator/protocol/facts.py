@@ -18,6 +18,15 @@ PREPARING: tuple[WorkerPhase, ...] = ("build", "restore", "compile", "finish")
 """Phases that explain why no step was counted."""
 
 
+def steps_done(step: int) -> str:
+    """`1 step`, `18 steps`: the count that people read; `step` is an index from 0."""
+    return f"{step + 1} step{'s' * (step != 0)}"
+
+
+def state_after(step: int) -> str:
+    return f"the state after {steps_done(step)}"
+
+
 class Gpu(msgspec.Struct, frozen=True):
     name: str
     memory_bytes: int
@@ -60,8 +69,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Zone, rack, ..., outermost first; ranks are assigned in this order."""
     pid: int = 0
     cache_directory: str = ""
-    """Directory for what torch.compile and Triton compile; empty: torch's own choice, or the
-    user's."""
+    """Directory for what torch.compile and Triton compile; empty: torch's or the user's choice."""
 
 
 class StagedShard(msgspec.Struct, frozen=True):
@@ -121,8 +129,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     staging_s: float = 0.0
     """Time from its beginning to its end, checksums included."""
     copies_thrown_away: int = 0
-    """Copies of this generation, because a tensor was written while it was copied from the
-    device."""
+    """Copies of this generation, because a tensor was written during its copy from the device."""
     device_memory_peak_bytes: int = 0
     """Peak of torch's tensors on a GPU. On a CPU what the process grew by since the session began:
     its peak of resident memory less files and shared memory; 0: not known."""
@@ -343,8 +350,7 @@ class LaunchIncident(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     """`worker 2 on node-1 was killed by SIGKILL`."""
     decision: str = ""
-    """`restart on the same 2 nodes, from memory after step 41`; empty: the next incident came
-    before the launch."""
+    """`restart on 2 nodes, from memory after 42 steps`; empty: the next incident came first."""
     last_step: int = -1
     """The last step that all ranks are known to have finished before it; -1: none, or not known."""
     last_step_at_least: bool = False

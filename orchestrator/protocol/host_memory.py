@@ -24,13 +24,11 @@ failure; one is written; and one more keeps a step that goes to storage."""
 MIN_BUFFERS = 2
 """A memory tier needs this many: the last step is kept while the next one is written."""
 BUDDY_BUFFERS = 6
-"""The most with buddy copies: also the step that all buddies hold, and the one that is being
-copied."""
+"""The most with buddy copies: also the step that all buddies hold, and one that is copied."""
 MIN_BUDDY_BUFFERS = 5
 """The older of the two kept steps may be given up a moment earlier."""
 COPIES = 3
-"""Copies of each shard of another node: the newest, the one that all buddies hold, one that
-arrives."""
+"""Copies of each shard of another node: the newest, that of all buddies, one that arrives."""
 RESERVE = 0.1
 """Share of the memory limit that is left to what workers, standbys and libraries allocate later."""
 MIN_RESERVE_BYTES = 256 * 2**20

@@ -48,8 +48,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """RFC 3339, UTC."""
     versions: dict[str, str] = {}
     repaired: dict[str, str] = {}
-    """Repairs of a repaired checkpoint: `file: tensor` -> the checkpoint that it is from, or
-    zeros."""
+    """Repairs of a repaired checkpoint: `file: tensor` -> the checkpoint it is from, or zeros."""
 
     @property
     def num_bytes(self) -> int:
@@ -87,8 +86,7 @@ def decode_note(data: bytes) -> ShardNote:
 
 
 def directory_name(step: int, generation: int) -> str:
-    """The directory of one attempt. A generation writes a step at most once, so attempts never
-    mix."""
+    """Directory of one attempt. A generation writes a step at most once: attempts never mix."""
     return f"step-{step:08d}.gen-{generation}"
 
 
@@ -109,8 +107,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, directory: str) -> Manifest:
-    """The manifest in a JSON text that was read from `directory`. Raises ValueError with the
-    reason."""
+    """The manifest in JSON text that was read from `directory`. ValueError has the reason."""
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
     except UNDECODABLE as error:

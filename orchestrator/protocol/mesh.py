@@ -38,8 +38,7 @@ class Mesh(msgspec.Struct, frozen=True):
 
     @property
     def num_fsdp_shards(self) -> int:
-        """Ranks among which FSDP2 divides a parameter: those of a context axis hold the same
-        ones."""
+        """Ranks among which FSDP2 divides a parameter; those of a context axis hold the same."""
         return self.shard * self.context
 
     @property

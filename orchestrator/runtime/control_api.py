@@ -21,7 +21,7 @@ from ..core.quiesce import pace_left_s, step_ahead
 from ..core.requests import resize_problem
 from ..errors import HoldfastError, Problem, UserError
 from ..protocol import messages as wire
-from ..protocol.facts import ShardFile
+from ..protocol.facts import ShardFile, state_after
 from .agent_server import AgentConnection, ReplyStream
 from .driver import Driver
 from .inquiries import Inquiries
@@ -189,7 +189,7 @@ class ControlApi:
             raise UserError(f"job: {why_nothing_usable(state)}")
         await self._request(events.ResumeRequested(by=by, start_over=start_over and not usable))
         if usable is not None:
-            detail = f"asking for nodes; the state after step {usable.step} is restored"
+            detail = f"asking for nodes; {state_after(usable.step)} is restored"
         else:
             detail = "asking for nodes; training begins at step 0"
         return wire.Reply(ok=True, detail=detail)
@@ -266,7 +266,8 @@ class ControlApi:
             if not stages_every_step:
                 link.send(wire.Stage(action_id=0, generation=generation, step=step))
             link.send(wire.Persist(action_id=0, generation=generation, step=step))
-        return wire.Reply(ok=True, detail=f"step {step} goes to storage", body={"step": step})
+        text = f"{state_after(step)} goes to storage"
+        return wire.Reply(ok=True, detail=text, body={"step": step})
 
 
 def view_body(view: JobView) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ..core.journal import Journal
 from ..core.state import JobState
 from ..errors import HoldfastError, Problem, UserError
 from ..protocol import messages as wire
-from ..protocol.facts import ShardFile
+from ..protocol.facts import ShardFile, state_after
 from ..protocol.manifest import Manifest
 from .agent_gateway import AgentGateway
 from .agent_server import AgentConnection, AgentServer
@@ -336,7 +336,9 @@ class JobRuntime:
             self.log.warning("what agents wrote without a controller is not read: %s", error)
             return []
         for manifest in adopted:
-            text = f"step {manifest.step} was written without a controller and is a checkpoint now"
+            text = (
+                f"{state_after(manifest.step)}, written without a controller, is a checkpoint now"
+            )
             self.log.info("%s", text)
             self._on_note(text)
         return adopted

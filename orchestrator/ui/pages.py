@@ -159,7 +159,7 @@ def _head(view: JobView, remarks: Sequence[str]) -> dict[str, Any]:
     labelled = dict(render.fact_lines(view, []))
     facts = {name: str(text) for name, text in labelled.items() if name and name != "goodput"}
     problems = [view.storage_problem and render.storage_problem(view), view.journal_problem]
-    problems += [f"step {refused.step}: {refused.problem}" for refused in view.refused_checkpoints]
+    problems += [f"{render.after(bad)}: {bad.problem}" for bad in view.refused_checkpoints]
     return {
         "view": view, "state": state_of(view), "facts": facts, "left_s": left_s(view),
         "steps": render.steps(view), "done": (view.step + 1) / (view.total_steps or 1),
@@ -246,7 +246,7 @@ def _node_row(node: NodeView) -> dict[str, Any]:
     ranks = []
     for worker in node.workers:
         doing = worker.phase if worker.state == "running" and worker.phase else worker.state
-        behind = f", step {worker.step}" if 0 <= worker.step < newest else ""
+        behind = f", {output.plural(worker.step + 1, 'step')}" if 0 <= worker.step < newest else ""
         memory = f", {output.size(worker.memory_bytes)}" if worker.memory_bytes else ""
         ranks.append(
             {"worker": worker, "bad": worker.state not in HEALTHY,

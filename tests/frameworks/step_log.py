@@ -43,8 +43,7 @@ class Recovery:
     trained_twice: int
     world: int
     late_steps: int
-    """Steps of the launch before that ended more than a step after the fault: it had not
-    stopped."""
+    """Steps of the launch before that ended more than a step after the fault: it ran on."""
 
 
 class StepLog:

@@ -69,8 +69,7 @@ PIECE = 6
 def test_a_killed_worker_and_a_lost_node_change_no_bit(
     mesh: str, start: Start, shows: Shows
 ) -> None:
-    """Bits of weights and optimizer at the end of an undisturbed job on the same mesh, nor a
-    loss."""
+    """Bits of weights and optimizer after an undisturbed job on the same mesh, nor a loss."""
     tiers = {"storage": {"everySteps": 10_000}, "memory": {"everySteps": 1}}
     spec = document(
         "faults", STEPS, MESHES[mesh], nodes=2, workers=2, checkpoint=tiers,

@@ -16,6 +16,7 @@ import numpy as np
 
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.protocol.coverage import BoxKey, uncovered
+from holdfast.orchestrator.protocol.facts import steps_done
 from holdfast.orchestrator.protocol.manifest import Manifest, parse_directory_name
 
 from .layout import (
@@ -61,11 +62,9 @@ def find(path: str, step: int | None = None) -> Manifest:
     for manifest in committed:
         if step is None or manifest.step == step:
             return manifest
-    have = ", ".join(str(m.step) for m in committed) or "none"
-    raise UserError(
-        f"{path}: got no committed checkpoint{'' if step is None else f' of step {step}'}; "
-        f"expected one (committed steps: {have})"
-    )
+    have = ", ".join(str(m.step + 1) for m in committed) or "none"
+    wanted = "" if step is None else f" after {steps_done(step)}"
+    raise UserError(f"{path}: got no committed checkpoint{wanted}; expected one (steps: {have})")
 
 
 def verify(path: str, manifest: Manifest) -> VerifyResult:

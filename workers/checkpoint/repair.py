@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
-from holdfast.orchestrator.protocol.facts import ShardFile
+from holdfast.orchestrator.protocol.facts import ShardFile, steps_done
 from holdfast.orchestrator.protocol.files import make_directory, replace, replacing, write_all
 from holdfast.orchestrator.protocol.manifest import (
     MANIFEST_NAME,
@@ -93,8 +93,8 @@ def repair(path: str, step: int | None = None, *, write: bool, job: str = "") ->
     saved = _checkpoints(store)
     chosen = next((c for c in saved if step is None or c.step == step), None)
     if chosen is None:
-        have = ", ".join(str(c.step) for c in saved) or "none"
-        wanted = "with all its files" if step is None else f"of step {step}"
+        have = ", ".join(str(c.step + 1) for c in saved) or "none"
+        wanted = "with all its files" if step is None else f"after {steps_done(step)}"
         raise UserError(f"{path}: got no checkpoint {wanted}; expected one (steps: {have})")
     if chosen.committed_at and inspect.verify(path, chosen).ok:
         raise UserError(f"{path}: {chosen.directory} is intact; expected a damaged checkpoint")

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.protocol.facts import steps_done
 
 from .async_copy import AsyncCopier, CopiedTensor, CopySet
 from .device import CopyDevice, CudaDevice, PageLocks
@@ -390,8 +391,8 @@ def _not_frozen(step: int, written: list[str]) -> str:
     name = written[0].removeprefix(MODEL)
     more = f" and {len(written) - 1} more" if len(written) > 1 else ""
     return (
-        f"holdfast: the copy of step {step} is discarded: {name}{more} has requires_grad False, "
-        "but was written. From now on it is copied with every step"
+        f"holdfast: the copy after {steps_done(step)} is discarded: {name}{more} has "
+        "requires_grad False, but was written. From now on it is copied with every step"
     )
 
 
@@ -399,9 +400,9 @@ def _torn(step: int, written: list[str]) -> str:
     names = [name.removeprefix(MODEL) for name in written[:_MAX_NAMED]]
     more = f" and {len(written) - _MAX_NAMED} more" if len(written) > _MAX_NAMED else ""
     return (
-        f"holdfast: the copy of step {step} is discarded: {', '.join(names)}{more} was written "
-        "after session.step, while it was copied. From now on the device waits for the copy of "
-        "such tensors before it continues; write them before session.step to avoid that wait"
+        f"holdfast: the copy after {steps_done(step)} is discarded: {', '.join(names)}{more} was "
+        "written after session.step, while it was copied. From now on the device waits for the "
+        "copy of such tensors before it continues; write them before session.step to avoid it"
     )
 
 

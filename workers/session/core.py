@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol import files
-from holdfast.orchestrator.protocol.facts import Restore, WorkerPhase
+from holdfast.orchestrator.protocol.facts import Restore, WorkerPhase, steps_done
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.checkpoint.given_optimizers import Given
@@ -515,8 +515,8 @@ class Session:
             self._attempts.why_not = "replicas have different parameters, or ranks other settings"
         elif differ:
             raise ReplicasDiverged(
-                f"ranks have different values or settings after step {self._last_step + 1}, after "
-                "processes were kept; all are forked again from the last state"
+                f"ranks have different values or settings after {steps_done(self._last_step + 1)}, "
+                "after processes were kept; all are forked again from the last state"
             )
 
     def step(

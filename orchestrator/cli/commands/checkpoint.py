@@ -42,8 +42,8 @@ JOB_OR_PATH is the name of a job, or the directory or URL of its checkpoints
 TargetArgument = Annotated[
     str, typer.Argument(metavar="JOB_OR_PATH", help="A job, or a directory or URL.")
 ]
-StepOption = Annotated[
-    int | None, typer.Option("--step", help="Step of the checkpoint.", show_default="the newest")
+StepsOption = Annotated[
+    int | None, typer.Option("--steps", help="Steps that it has.", show_default="the newest")
 ]
 
 
@@ -70,11 +70,11 @@ def list_(job_or_path: TargetArgument, as_json: JsonOption = False, *, target: T
     if not manifests:
         typer.echo(f"no committed checkpoint in {path}", err=True)
         return
-    names = ("last step", "generation", "mesh", "files", "size", "committed", "directory")
+    names = ("steps", "generation", "mesh", "files", "size", "committed", "directory")
     table = columns(*names, leaves_out=("generation", "files", "mesh", "committed"))
     for manifest in manifests:
         table.add_row(
-            str(manifest.step), str(manifest.generation), manifest.mesh.describe(),
+            str(manifest.step + 1), str(manifest.generation), manifest.mesh.describe(),
             str(len(manifest.files)), size(manifest.num_bytes), manifest.committed_at,
             manifest.directory,
         )  # fmt: skip
@@ -93,11 +93,11 @@ def _list_view(view: JobView, as_json: bool) -> None:
         where = f" in {view.checkpoint_path}" if view.checkpoint_path else ""
         typer.echo(f"no committed checkpoint{where}", err=True)
         return
-    table = columns("last step", "generation", "size", "committed", "path")
+    table = columns("steps", "generation", "size", "committed", "path")
     for checkpoint in view.checkpoints:
         at = date(checkpoint.committed_ns) if checkpoint.committed_ns else ""
-        cells = (str(checkpoint.step), str(checkpoint.generation), size(checkpoint.num_bytes), at)
-        table.add_row(*cells, view.checkpoint_path)
+        cells = (str(checkpoint.generation), size(checkpoint.num_bytes), at, view.checkpoint_path)
+        table.add_row(str(checkpoint.step + 1), *cells)
     stdout().print(table)
 
 
@@ -149,7 +149,8 @@ def save_and_wait(target: Target, name: str) -> Reply:
         view = job.view()
         newest = max((checkpoint.step for checkpoint in view.checkpoints), default=-1)
         if step is not None and newest >= step:
-            return Reply(ok=True, detail=f"step {newest} is committed", body={"step": newest})
+            text = f"the state after {plural(newest + 1, 'step')} is committed"
+            return Reply(ok=True, detail=text, body={"step": newest})
         if step is not None and (view.state == "suspended" or view.state in TERMINAL):
             raise HoldfastError(_not_committed(view, step, f"it is {view.state}"))
         absent_since = None if view.controller_alive else absent_since or time.monotonic()
@@ -180,8 +181,8 @@ def _request_save(job: RemoteJob) -> int | None:
 
 def _not_committed(view: JobView, step: int | None, what: str) -> str:
     newest = max((checkpoint.step for checkpoint in view.checkpoints), default=-1)
-    has = f"the newest one is of step {newest}" if newest >= 0 else "there is none yet"
-    wanted = "a new checkpoint" if step is None else f"the checkpoint of step {step}"
+    has = f"the newest has {plural(newest + 1, 'step')}" if newest >= 0 else "there is none yet"
+    wanted = "a new checkpoint" if step is None else f"that after {plural(step + 1, 'step')}"
     return f"job {view.name}: {what}, so {wanted} was not committed; {has}"
 
 
@@ -189,14 +190,14 @@ def _not_committed(view: JobView, step: int | None, what: str) -> str:
 @with_target
 def verify(
     job_or_path: TargetArgument,
-    step: StepOption = None,
+    steps: StepsOption = None,
     as_json: JsonOption = False,
     *,
     target: Target,
 ) -> None:
     """Read every byte of a checkpoint and compare its checksums; exit code 1 if it is damaged."""
     with _storage(job_or_path, target) as path:
-        code, body = _run(["verify", *_arguments(job_or_path, path, step)], as_json)
+        code, body = _run(["verify", *_arguments(job_or_path, path, steps)], as_json)
     if not as_json:
         where = f"{body['directory']} in {body['path']}"
         for problem in body["problems"]:
@@ -213,7 +214,7 @@ def verify(
 @with_target
 def repair(
     job_or_path: TargetArgument,
-    step: StepOption = None,
+    steps: StepsOption = None,
     job_name: Annotated[
         str,
         typer.Option(
@@ -237,7 +238,7 @@ def repair(
     job = None if _is_path(job_or_path) else _find(job_or_path, target)
     if job is not None:
         _expect_idle(job_or_path, job.view().state)
-    more = [] if step is None else ["--step", str(step)]
+    more = [] if steps is None else ["--step", str(steps - 1)]
     if job_name:
         _expect_key(job_name)
         more += ["--job", job_name]
@@ -268,7 +269,7 @@ def _show_repair(body: dict[str, Any]) -> None:
     for problem in body["problems"]:
         typer.echo(f"cannot be repaired: {problem}")
     if body["problems"]:
-        typer.echo("name an older checkpoint with --step, or begin at step 0: holdfast resume JOB "
+        typer.echo("name an older checkpoint with --steps, or begin at step 0: holdfast resume JOB "
                    "--start-over", err=True)  # fmt: skip
         return
     replaced = body["replaced"]
@@ -295,7 +296,7 @@ def export(
     destination: Annotated[
         Path, typer.Argument(metavar="DESTINATION", help="A directory; created if missing.")
     ],
-    step: StepOption = None,
+    steps: StepsOption = None,
     optimizer: Annotated[
         bool, typer.Option("--optimizer", help="Export the optimizer state too.")
     ] = False,
@@ -309,11 +310,12 @@ def export(
     """
     more = ["--to", str(destination), *(["--optimizer"] * optimizer)]
     with _storage(job_or_path, target) as path:
-        code, body = _run(["export", *_arguments(job_or_path, path, step), *more], as_json)
+        code, body = _run(["export", *_arguments(job_or_path, path, steps), *more], as_json)
     if not as_json:
         for file in body["files"]:
             typer.echo(file)
-        typer.echo(f"step {body['step']}: {size(body['num_bytes'])} of safetensors", err=True)
+        of = f"of safetensors, after {plural(body['step'] + 1, 'step')}"
+        typer.echo(f"{size(body['num_bytes'])} {of}", err=True)
     raise typer.Exit(code)
 
 
@@ -386,17 +388,17 @@ def _nothing_in(path: str, job_or_path: str) -> UserError:
     return UserError(str(Problem(whose, f"no committed checkpoint in {path}", "at least one")))
 
 
-def _arguments(job_or_path: str, path: str, step: int | None) -> list[str]:
+def _arguments(job_or_path: str, path: str, steps: int | None) -> list[str]:
     """Storage tier and step as command-line arguments. Raises UserError for an unknown step."""
-    steps = [manifest.step for manifest in _manifests(path, job_or_path)]
-    if not steps:
+    known = [manifest.step + 1 for manifest in _manifests(path, job_or_path)]
+    if not known:
         raise _nothing_in(path, job_or_path)
-    if step is None:
+    if steps is None:
         return [path]
-    if step not in steps:
-        choices = ", ".join(map(str, steps))
-        raise UserError(str(Problem("--step", str(step), f"one of {choices}")))
-    return [path, "--step", str(step)]
+    if steps not in known:
+        choices = ", ".join(map(str, known))
+        raise UserError(str(Problem("--steps", str(steps), f"one of {choices}")))
+    return [path, "--step", str(steps - 1)]
 
 
 def _is_path(job_or_path: str) -> bool:

@@ -13,7 +13,7 @@ import typer
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 
 from ..options import JobArgument, Target, provided, with_target
-from ..output import ignoring_closed_output, print_json, stderr, stdout
+from ..output import ignoring_closed_output, plural, print_json, stderr, stdout
 from ..script_job import (
     EnvOption,
     GpusOption,
@@ -259,6 +259,6 @@ def again(
     if as_json:
         print_json({"job": job, "generation": view.generation, "seconds": round(seconds, 3)})
     else:
-        step = f", step {view.step}" if view.step >= 0 else ""
+        step = f", {plural(view.step + 1, 'step')}" if view.step >= 0 else ""
         text = f"generation {view.generation} runs the new code after {seconds:.1f} s{step}"
         typer.echo(f"job {job}: {text}")

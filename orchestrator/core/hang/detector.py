@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 from ... import limits
+from ...protocol.facts import steps_done
 from ..context import SECOND_NS, seconds
 from ..events import AnyEvent, HangDetected, HangSuspected, HangSuspicionEnded
 from .facts import HangFacts
@@ -84,7 +85,7 @@ def _suspects(now_ns: int, facts: HangFacts) -> Suspects:
 def _done(facts: HangFacts) -> str:
     if not facts.counted:
         return "no step was reported"
-    return f"all ranks had finished step {facts.generation.done}"
+    return f"all ranks had finished {steps_done(facts.generation.done)}"
 
 
 def _explained(facts: HangFacts, limit: Limit) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from ... import limits
-from ...protocol.facts import GroupProgress, Stack, SuspectBasis, WorkerBeat, counting
+from ...protocol.facts import GroupProgress, Stack, SuspectBasis, WorkerBeat, counting, steps_done
 from ..context import SECOND_NS
 from .facts import PULSE_STALE_S, InspectedStack, RankProgress
 
@@ -77,7 +77,8 @@ def find(
         fresh = any(beat.pulse_age_s <= PULSE_STALE_S for beat in beats.values())
         basis = "no-pulse" if fresh or len(live) == 1 else "none"
     else:
-        why = f"rank {rank} is at step {first.step} (phase {first.phase}), {age_s:.1f} s ago"
+        reached = f"rank {rank} has finished {steps_done(first.step)}"
+        why = f"{reached} (phase {first.phase}), {age_s:.1f} s ago"
         if first.collectives and (first.silent or rank not in reporting):
             why = f"rank {rank} has begun no collective for {age_s:.1f} s"
         behind = rank in reporting and first.step < max(reporting.values())

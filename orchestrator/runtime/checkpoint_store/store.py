@@ -22,14 +22,7 @@ from holdfast.orchestrator.api.v1alpha1.resilience import Retention
 from holdfast.orchestrator.core.actions import Retained
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.protocol import coverage
-from holdfast.orchestrator.protocol.facts import CoverageSum, ShardFile
-from holdfast.orchestrator.protocol.files import (
-    is_local,
-    make_directory,
-    read_small,
-    replace,
-    sync_directory,
-)
+from holdfast.orchestrator.protocol.facts import CoverageSum, ShardFile, steps_done
 from holdfast.orchestrator.protocol.manifest import (
     MANIFEST_NAME,
     NOTE_SUFFIX,
@@ -44,6 +37,7 @@ from holdfast.orchestrator.protocol.manifest import (
 )
 from holdfast.orchestrator.protocol.mesh import Mesh
 
+from ...protocol.files import is_local, make_directory, read_small, replace, sync_directory
 from .beneath import FilesBeneath
 from .options import CHECKPOINT_FIELD, answer_of, missing_driver, options_of_one_job
 from .shard_headers import BadHeader, gaps, read_boxes
@@ -119,7 +113,7 @@ class CheckpointStore:
         try:
             expect_files(files, mesh, step, generation)
         except ValueError as error:
-            raise CommitRefused(f"step {step}: {error}") from None
+            raise CommitRefused(f"after {steps_done(step)}: {error}") from None
         directory = f"{self.root}/{directory_name(step, generation)}"
         self.fs.invalidate_cache(directory)
         for file in files:
@@ -158,9 +152,9 @@ class CheckpointStore:
                 boxes = [read_boxes(self.fs, f"{directory}/{file.file}") for file in ordered]
                 self._gaps = {sums: gaps(boxes, mesh)}
             except BadHeader as error:
-                raise CommitRefused(f"step {files[0].step}: {error}") from None
+                raise CommitRefused(f"after {steps_done(files[0].step)}: {error}") from None
         if self._gaps[sums]:
-            raise NotCovered(f"step {files[0].step}: {self._gaps[sums]}")
+            raise NotCovered(f"after {steps_done(files[0].step)}: {self._gaps[sums]}")
 
     def _put(self, path: str, data: bytes) -> None:
         if not self._local:

@@ -24,6 +24,7 @@ from urllib.error import HTTPError, URLError
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.api.v1alpha1.notify import Happening, Notify
 from holdfast.orchestrator.core.state import IncidentRecord, JobState
+from holdfast.orchestrator.protocol.facts import steps_done
 
 from .view import JobView
 
@@ -77,7 +78,7 @@ class JobMessage:
         text = f"*{self.job}* {verb}{after}: {self.reason}"
         for char, escape in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
             text = text.replace(char, escape)
-        facts = [f"step {self.step}"] if self.step >= 0 else []
+        facts = [f"after {steps_done(self.step)}"] if self.step >= 0 else []
         facts += [] if self.steps_lost is None else [f"{self.steps_lost} steps lost"]
         facts += [f"{self.more} more of this cause"] if self.more else []
         return "\n".join(filter(None, (text, ", ".join(facts), f"`{self.command}`")))

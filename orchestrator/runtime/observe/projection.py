@@ -15,13 +15,6 @@ from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.core import keeping, own_checkpoints
 from holdfast.orchestrator.core.actions import AnyAction, CommitManifest
 from holdfast.orchestrator.core.context import SECOND_NS, recovery_of
-from holdfast.orchestrator.core.events import (
-    ActionFailed,
-    ActionSucceeded,
-    AnyEvent,
-    FromNode,
-    StepCompleted,
-)
 from holdfast.orchestrator.core.host_memory import running
 from holdfast.orchestrator.core.roster import NodeRecord
 from holdfast.orchestrator.core.staging_interval import describe
@@ -34,10 +27,12 @@ from holdfast.orchestrator.protocol.facts import (
     counting,
     largest,
     report_fields,
+    state_after,
 )
 from holdfast.orchestrator.protocol.host_memory import describe as describe_memory
 from holdfast.orchestrator.protocol.messages import Heartbeat, PersistFailed, ShardPersisted
 
+from ...core.events import ActionFailed, ActionSucceeded, AnyEvent, FromNode, StepCompleted
 from .goodput import TimeAccounting, TimeTotals
 from .incidents import IncidentCounter, incident_views
 from .view import (
@@ -136,7 +131,7 @@ class JobProjection:
             case FromNode(fact=PersistFailed(tried=False) as failed):
                 self._skip(failed)
             case FromNode(node, PersistFailed() as failed):
-                what = f"shard {failed.shard} of step {failed.step} ({node})"
+                what = f"shard {failed.shard} of {state_after(failed.step)} ({node})"
                 self._storage_failed(f"{what} could not be written: {failed.detail}")
         for action in actions:
             if isinstance(action, CommitManifest):

@@ -1,5 +1,4 @@
-"""`holdfast --kubernetes` and `kubectl holdfast` at a real API server: errors and their
-messages."""
+"""`holdfast --kubernetes` and `kubectl holdfast` at a real API server: their errors."""
 
 from __future__ import annotations
 

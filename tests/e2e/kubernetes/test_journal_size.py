@@ -1,5 +1,4 @@
-"""The journal of a very large job, in a ConfigMap of a real API server. The test plays the
-agents."""
+"""The journal of a very large job, in a ConfigMap of a real API server. The test plays agents."""
 
 from __future__ import annotations
 

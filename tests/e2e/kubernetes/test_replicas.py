@@ -1,5 +1,4 @@
-"""Replicas of the operator: leader election, takeover, and probes. Each test has its own
-operators."""
+"""Replicas of the operator: leader election, takeover, and probes. Each test has its own."""
 
 from __future__ import annotations
 

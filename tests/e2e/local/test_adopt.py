@@ -46,6 +46,6 @@ def test_a_renamed_job_continues_from_adopted_checkpoints(
         assert view.generation > 1, "a new generation, so that no checkpoint directory is reused"
         # What `run` prints of a short start depends on timing, so read the journal.
         events = holdfast(after, "debug", "events", "after").stdout
-        assert f"from storage after step {last}" in events
+        assert f"from storage after {last + 1} steps" in events
     finally:
         after.end()

@@ -1,5 +1,4 @@
-"""`holdfast again`: the edited script runs on the nodes that the job has, as the next
-generation."""
+"""`holdfast again`: the edited script runs on the nodes of the job, as the next generation."""
 
 from __future__ import annotations
 
@@ -104,10 +103,10 @@ def test_a_job_that_has_ended_runs_again_from_its_checkpoint(found: Job, tmp_pat
     text = found.directory.rank_log(2, 0).read_text()
     assert f"begins {step + 1}" in text and "code 3" in text and "code 1" not in text
     printed = found.output()
-    assert (
-        f"(cancelled) runs again with the current code, from its checkpoint of "
-        f"step {step}; its old journal and logs are in " in printed
+    says = (
+        f"the current code, from its checkpoint after {step + 1} steps; its old journal and logs "
     )
+    assert f"(cancelled) runs again with {says}are in " in printed
     assert "[rank 0] code 3" in printed
     earlier = found.directory.path / "earlier-1"
     assert (earlier / "journal").exists() and (earlier / "logs/gen-0001").is_dir()

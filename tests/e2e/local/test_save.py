@@ -48,7 +48,7 @@ def test_save_with_wait_returns_when_the_checkpoint_is_committed(job: Job) -> No
     assert saving.returncode == 0
     newest = json.loads(printed)["step"]
     assert newest in [one.step for one in job.until(lambda view: True).checkpoints]
-    assert f"step {newest} is committed" in printed
+    assert f"the state after {newest + 1} steps is committed" in printed
 
 
 def test_save_with_wait_fails_when_the_job_ends_without_the_checkpoint(

@@ -41,8 +41,7 @@ def written(place: Path, name: str, **changes: object) -> Path:
 
 
 def run_alone(mine: Path, file: Path, address: str) -> subprocess.CompletedProcess[str]:
-    """`holdfast run` of a spec and a script in `mine`/in, a directory that only this command
-    sees."""
+    """`holdfast run` of a spec and a script in `mine`/in, a directory only it sees."""
     if os.geteuid() != 0:
         pytest.skip("another view of the file system needs root")
     mine.mkdir()

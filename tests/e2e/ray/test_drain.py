@@ -21,8 +21,7 @@ NEVER = 1_000_000
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """Two nodes and a spare on a cluster with one more Ray node. Steps are staged only on
-    request."""
+    """Two nodes and a spare on a cluster with one more node. Steps are staged on request."""
     nodes = {"min": 1, "max": 2, "spares": 1}
     place = tmp_path_factory.mktemp("ray")
     never = {"everySteps": NEVER}

@@ -1,5 +1,4 @@
-"""Every command on a job of a Ray cluster, with the head's address, over http:// and over
-ray://."""
+"""Every command on a job of a Ray cluster, with the head's address, over http:// and ray://."""
 
 from __future__ import annotations
 
@@ -335,8 +334,7 @@ def test_the_same_commands_work_through_a_ray_client(job: Job, tmp_path: Path) -
 def test_a_ray_client_that_is_not_served_tries_again_and_reports_why(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A busy head gives up on the process that it starts for the client; this server does at
-    once."""
+    """A busy head gives up on the process that it starts for the client; this one at once."""
     monkeypatch.setenv("RAY_CLIENT_RECONNECT_GRACE_PERIOD", "1")
     with client_server(job.cluster.address, tmp_path, patience_s=0) as address:
         done = holdfast("status", NAME, "--ray", address)

@@ -73,7 +73,7 @@ def test_a_job_that_cannot_write_its_last_checkpoint_fails_with_the_reason(
     take_away(tmp_path)
     view = job.wait()
     assert (view.state, view.step, job.command.returncode) == ("failed", 199, 1)
-    assert "step 199 was not written to storage in 2 s (node-" in view.reason
+    assert "the state after 200 steps was not written to storage in 2 s (node-" in view.reason
     assert "Not a directory" in view.reason
     assert "storage holds step" in view.reason
     shown = job.output()

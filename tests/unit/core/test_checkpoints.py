@@ -51,7 +51,7 @@ def test_a_shard_of_an_old_generation_is_refused() -> None:
     job.exits(0, signal=9)
     job.all_stopped(12)
     assert not job.persisted(9, 1, generation=1)
-    assert "rejected shard 1 of step 9" in job.state.notes[-1][1]
+    assert "rejected shard 1 of the state after 10 steps" in job.state.notes[-1][1]
 
 
 @pytest.mark.parametrize(("shard", "num_shards"), [(3, 4), (2, 2)])
@@ -59,8 +59,8 @@ def test_a_shard_of_another_mesh_is_refused(shard: int, num_shards: int) -> None
     job = Transcript().started()
     assert not job.persisted(9, shard, num_shards=num_shards)
     assert not job.state.catalog.pending
-    text = f"shard {shard} of step 9 from n: of {num_shards}, and generation 1 has 2 shards"
-    assert job.state.notes[-1][1] == f"rejected {text}"
+    text = f"of the state after 10 steps from n: of {num_shards}, and generation 1 has 2 shards"
+    assert job.state.notes[-1][1] == f"rejected shard {shard} {text}"
 
 
 def test_a_shard_before_the_first_launch_is_refused() -> None:
@@ -179,7 +179,8 @@ def test_a_state_staged_many_generations_ago_can_still_be_written() -> None:
     for shard in range(2):
         job.persisted(50, shard, generation=1)
     job.succeed(CommitManifest)
-    assert job.state.outcome == "cancelled" and "step 50 is committed" in job.state.reason.text
+    assert job.state.outcome == "cancelled"
+    assert "the state after 51 steps is committed" in job.state.reason.text
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before() -> None:
@@ -230,7 +231,7 @@ def test_a_failed_commit_is_tried_again() -> None:
     job.persisted(9, 1)
     job.fail(job.one(CommitManifest), "no space left")
     assert job.state.notes[-1][1] == (
-        "the manifest of step 9 was not written (no space left); trying again"
+        "the manifest after 10 steps was not written (no space left); trying again"
     )
     job.wait(2.1)
     assert job.one(CommitManifest).step == 9
@@ -241,11 +242,11 @@ def test_a_damaged_checkpoint_is_noted_and_deleted_with_the_reason() -> None:
     job.commit(9)
     job.commit(19)
     job.apply(CheckpointRefused(step=9, generation=1, detail="a checksum differs"))
-    assert job.state.notes[-1][1] == "checkpoint of step 9 is damaged: a checksum differs"
+    assert job.state.notes[-1][1] == "checkpoint after 10 steps is damaged: a checksum differs"
     assert [known.refused for known in job.state.catalog.committed] == [True, False]
     assert not job.of(StopGroup), "the generation did not start from it"
     job.commit(29)
-    assert job.one(CleanStorage).reason.text == "checkpoint of step 9: found damaged"
+    assert job.one(CleanStorage).reason.text == "checkpoint after 10 steps: found damaged"
 
 
 def test_a_new_controller_finds_commits_whose_results_were_lost() -> None:
@@ -309,7 +310,7 @@ def test_a_new_controller_applies_retention_to_what_it_finds() -> None:
     job.apply(ControllerStarted(incarnation=2, committed=files, listed=True))
     clean = job.one(CleanStorage)
     assert clean.retained.keep == ((19, 1),)
-    assert clean.reason.text == "checkpoint of step 9: the newest 1 are kept"
+    assert clean.reason.text == "checkpoint after 10 steps: the newest 1 are kept"
 
 
 def test_a_new_controller_counts_no_checkpoint_whose_deletion_is_under_way() -> None:
@@ -369,7 +370,7 @@ def test_a_commit_gives_its_size_and_time() -> None:
     job.wait(3)
     job.persisted(9, 0)
     job.persisted(9, 1)
-    assert job.one_reason(CommitManifest) == "all 2 shards of step 9, 200 bytes"
+    assert job.one_reason(CommitManifest) == "all 2 shards of the state after 10 steps, 200 B"
     job.wait(2)
     job.succeed(CommitManifest)
     (known,) = job.state.catalog.committed

@@ -136,7 +136,7 @@ def test_a_lost_node_whose_last_step_another_node_has_does_not_matter() -> None:
     job.stopped("a", 49)
     job.lose("b")
     assert job.state.phase == "finishing" and job.one(PersistStep).step == 49
-    assert job.state.reason == Reason("finish", "writing step 49 to storage")
+    assert job.state.reason == Reason("finish", "writing the state after 50 steps to storage")
 
 
 def test_a_script_without_any_state_ends_although_a_node_was_lost_with_the_last_step() -> None:
@@ -158,7 +158,7 @@ def test_steps_lost_at_the_end_are_trained_again_if_there_is_a_state_to_start_fr
     job.stopped("a", None if committed else 49)
     job.lose("b")
     assert job.state.phase == "recovering" and job.state.needs_placement
-    assert job.state.reason.text == "step 49 was lost with b"
+    assert job.state.reason.text == "the state after 50 steps was lost with b"
     assert (job.now_ns, job.state.reason.text) in job.state.notes
 
 
@@ -169,8 +169,9 @@ def test_a_last_step_lost_while_it_is_written_is_trained_again() -> None:
     assert {action.node for action in job.of(PersistStep)} == {"a", "b"}
     job.lose("b")
     assert job.state.phase == "pending" and job.state.drain is None
-    assert (job.now_ns, "step 49 was lost before it was written") in job.state.notes
-    assert (job.now_ns, "step 49: shards [1] were lost before they were written") in job.state.notes
+    notes = [text for at_ns, text in job.state.notes if at_ns == job.now_ns]
+    assert "the state after 50 steps was lost before it was written" in notes
+    assert "the state after 50 steps: shards [1] were lost before they were written" in notes
 
 
 def test_a_suspend_whose_state_is_lost_falls_back_to_what_storage_has() -> None:
@@ -178,7 +179,7 @@ def test_a_suspend_whose_state_is_lost_falls_back_to_what_storage_has() -> None:
     job.commit(39)
     job.apply(SuspendRequested())
     job.all_stopped(41)
-    assert job.state.reason == Reason("suspend", "writing step 41 to storage")
+    assert job.state.reason == Reason("suspend", "writing the state after 42 steps to storage")
     assert not job.state.needs_placement
     job.lose("b")
     assert job.state.phase == "suspended"
@@ -201,7 +202,7 @@ def test_after_a_resume_during_the_drain_the_state_may_still_be_at_risk() -> Non
     job.all_stopped(41)
     job.fail(job.of(PersistStep)[0])
     assert job.state.timers["drain"] == job.now_ns + SECOND
-    assert "could not be asked for step 41: no room" in job.state.notes[-1][1]
+    assert "could not be asked for the state after 42 steps: no room" in job.state.notes[-1][1]
     job.apply(FromNode("b", PreemptionNoticed(detail="spot")))
     job.apply(ResumeRequested())
     assert job.state.phase == "pending"
@@ -226,10 +227,11 @@ def test_the_reason_of_a_job_that_ends_early_stays_while_it_writes() -> None:
     job.all_stopped(3)
     assert job.state.phase == "finishing"
     assert job.state.reason == Reason(
-        "cancel", "cancel requested by bob; writing step 3 to storage"
+        "cancel", "cancel requested by bob; writing the state after 4 steps to storage"
     )
     job.commit(3)
-    assert job.state.reason == Reason("cancel", "cancel requested by bob; step 3 is committed")
+    text = "cancel requested by bob; the state after 4 steps is committed"
+    assert job.state.reason == Reason("cancel", text)
 
 
 def test_the_last_write_is_requested_from_another_holder_each_time() -> None:
@@ -270,10 +272,11 @@ def test_a_failed_write_is_requested_again_soon_and_explains_a_failed_end() -> N
     job.wait(600.0)
     assert job.state.phase == "failed"
     assert job.state.reason.text == (
-        "all workers ended with exit code 0, but step 3 was not written to storage in 600 s "
-        "(a could not write shard 0 of step 3: no space left); storage holds no checkpoint"
+        "all workers ended with exit code 0, but the state after 4 steps was not written to "
+        "storage in 600 s (a could not write shard 0 of the state after 4 steps: no space left); "
+        "storage holds no checkpoint"
     )
-    assert job.state.notes[-1][1].startswith("step 3 was not written to storage")
+    assert job.state.notes[-1][1].startswith("the state after 4 steps was not written to storage")
 
 
 def test_a_failed_commit_explains_a_failed_end() -> None:
@@ -289,8 +292,8 @@ def test_a_failed_commit_explains_a_failed_end() -> None:
     job.fail(job.last(CommitManifest), "no space left")
     job.wait(30.0)
     assert job.state.reason.text.endswith(
-        "(the manifest of step 3 was not written (no space left); trying again); "
-        "storage holds step 2"
+        "(the manifest after 4 steps was not written (no space left); trying again); "
+        "storage holds the state after 3 steps"
     )
 
 

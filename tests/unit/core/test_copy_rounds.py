@@ -99,7 +99,7 @@ def test_a_failed_push_is_followed_by_a_step_about_a_second_later() -> None:
     one.steps_take(0.04)
     assert one.report("a", detail="connection refused") == ["a", "b"]
     assert (one.rounds.confirmed, one.wanted) == (-1, 25)
-    assert one.rounds.status == "a could not copy step 0: connection refused"
+    assert one.rounds.status == "a could not copy the state after 1 step: connection refused"
     one.both()
     assert one.rounds.confirmed == 25
 
@@ -115,11 +115,12 @@ def test_copies_that_stop_are_one_event_and_so_is_their_return() -> None:
         if remarks:
             assert remarks[0].node == "b"
             text = remarked(remarks[0])
-            assert text.startswith("could not copy step 10 to its buddy (a: timed out): ")
-            assert "for 10 s no step has been copied by all nodes; the last one is 0" in text
+            assert text.startswith("could not copy the state after 11 steps to its buddy (a: timed")
+            assert "no copy of all nodes for 10 s; the last is the state after 1 step" in text
     one.both()
     (remark,) = one.rounds.take_remarks()
-    assert remarked(remark) == f"all nodes copy to their buddies again: step {one.rounds.confirmed}"
+    last = f"the state after {one.rounds.confirmed + 1} steps"
+    assert remarked(remark) == f"all nodes copy to their buddies again: {last}"
     one.report("b", detail="a: timed out")
     assert one.rounds.take_remarks() == []
 

@@ -128,7 +128,7 @@ def test_the_evidence_has_the_place_and_the_step() -> None:
     trace = 'Traceback\n  File "/a.py", line 3, in f\n  File "/b.py", line 9, in g\nValueError: bad'
     error = Exit(rank=2, code=1, step=17, traceback=trace, **ERROR)
     failure = attribute(Evidence(exits=exits(error)))
-    assert failure.title == "worker 2 on node-1 raised ValueError after step 17"
+    assert failure.title == "worker 2 on node-1 raised ValueError after 18 steps"
     assert failure.evidence == 'ValueError: bad at File "/b.py", line 9, in g'
 
 
@@ -177,7 +177,7 @@ def test_the_evidence_counts_the_secondary_failures(peers: int, text: str) -> No
     others = [Exit(rank=rank, code=1, secondary=True) for rank in range(1, peers + 1)]
     killed = Exit(rank=0, signal=9, step=4)
     failure = attribute(Evidence(exits=exits(*others, killed)))
-    assert failure.evidence == f"SIGKILL after step 4, from outside the job{text}"
+    assert failure.evidence == f"SIGKILL after 5 steps, from outside the job{text}"
     assert failure.title == "worker 0 on node-0 was killed by SIGKILL"
 
 
@@ -185,7 +185,7 @@ def test_an_exit_before_the_first_step_has_no_step_in_its_evidence() -> None:
     failure = attribute(Evidence(exits=exits(Exit(rank=0, signal=35))))
     assert failure.evidence.startswith("signal 35 before it reported a step")
     error = attribute(Evidence(exits=exits(Exit(rank=0, code=1, step=0, **ERROR))))
-    assert error.title == "worker 0 on node-0 raised ValueError after step 0"
+    assert error.title == "worker 0 on node-0 raised ValueError after 1 step"
     assert error.evidence == "ValueError: bad", "there is no traceback"
 
 
@@ -214,7 +214,7 @@ def test_a_worker_killed_on_a_node_with_a_preemption_notice_was_preempted(signal
 def test_a_worker_that_left_early_does_not_explain_a_lost_node_or_another_error() -> None:
     early = Exit(rank=3, code=0, step=7)
     left = attribute(Evidence(exits=exits(early), world_size=4))
-    assert left.evidence == "it left after step 7; 3 of 4 workers had not ended"
+    assert left.evidence == "it left after 8 steps; 3 of 4 workers had not ended"
     assert left.title == "worker 3 on node-1 ended with exit code 0 while others continued"
     lost = (("node-0", "gone", ""),)
     assert attribute(Evidence(exits=exits(early), lost=lost, world_size=4)).rule == "node-lost"

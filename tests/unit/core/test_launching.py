@@ -341,9 +341,9 @@ def test_a_recovering_job_waits_for_capacity_with_the_reason_of_the_backend_or_i
 @pytest.mark.parametrize(
     ("nodes", "lost", "joins", "decision"),
     [
-        (2, (), (), "restart on the same 2 nodes, from memory after step 3"),
-        (2, ("b",), ("c",), "c replaces b, from memory after step 3"),
-        (4, ("a", "b"), ("e", "f"), "e, f replace a, b, from memory after step 3"),
+        (2, (), (), "restart on the same 2 nodes, from memory after 4 steps"),
+        (2, ("b",), ("c",), "c replaces b, from memory after 4 steps"),
+        (4, ("a", "b"), ("e", "f"), "e, f replace a, b, from memory after 4 steps"),
     ],
 )
 def test_the_decision_says_what_changes(
@@ -374,7 +374,7 @@ def test_the_decision_says_where_the_state_comes_from() -> None:
     job.commit(9)
     job.exits(0, signal=9)
     job.all_stopped(None)
-    assert job.one_reason(LaunchGroup).endswith(", from storage after step 9")
+    assert job.one_reason(LaunchGroup).endswith(", from storage after 10 steps")
     incident = job.state.incidents[0]
     assert (incident.restored_from, incident.resumed_after_step) == ("storage", 9)
     fresh = Transcript().started()

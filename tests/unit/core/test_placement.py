@@ -21,7 +21,7 @@ def test_a_recovering_job_waits_for_its_nodes_to_reconnect_to_a_new_controller()
     assert job.state.phase == "recovering" and not job.all(LaunchGroup)[2:]
     job.apply(FromNode("a", NodeJoined(facts=facts("a"), staged=staged)))
     launch = job.one(LaunchGroup)
-    assert launch.reason.text == "shrink from 2 to 1 node, from memory after step 5"
+    assert launch.reason.text == "shrink from 2 to 1 node, from memory after 6 steps"
 
 
 def test_the_wait_for_more_nodes_begins_again_when_enough_were_lost() -> None:
@@ -56,7 +56,7 @@ def test_a_launch_of_the_same_size_has_not_given_up_a_replacement() -> None:
     request = job.one(RequestNodes)
     job.apply(ActionSucceeded(action_id=request.action_id, nodes=("d",), start_s=100.0))
     job.stopped("b", 5)
-    assert job.of(LaunchGroup)[0].reason.text == "c replaces a, from memory after step 5"
+    assert job.of(LaunchGroup)[0].reason.text == "c replaces a, from memory after 6 steps"
 
 
 def test_a_generation_begins_at_the_step_that_it_restores() -> None:
@@ -84,7 +84,7 @@ def test_a_launch_on_more_nodes_is_described_as_such() -> None:
     job.join("b")
     job.wait(5.1)
     job.stopped("a", 7)
-    assert job.of(LaunchGroup)[0].reason.text == "grow from 1 to 2 nodes, from memory after step 7"
+    assert job.of(LaunchGroup)[0].reason.text == "grow from 1 to 2 nodes, from memory after 8 steps"
 
 
 def test_the_first_step_of_a_script_that_runs_does_not_change_its_reason() -> None:

@@ -113,9 +113,8 @@ def test_a_job_that_must_wait_for_nodes_writes_its_newest_step_to_storage_first(
     job.succeed(CommitManifest)
     assert job.one(ReleaseNode).node == "b", "storage has what it held"
     assert job.state.drain is None
-    assert (job.now_ns, "step 30 is in storage; the leaving nodes can be released") in (
-        job.state.notes
-    )
+    text = "the state after 31 steps is in storage; the leaving nodes can be released"
+    assert (job.now_ns, text) in job.state.notes
     job.join("c")
     launch = job.of(LaunchGroup)[0]
     assert launch.membership.restore is not None
@@ -267,7 +266,7 @@ def test_a_state_at_risk_that_is_lost_is_not_awaited() -> None:
     job.wait(GRACE_S / 3 + 0.1)
     job.all_stopped(30)
     assert job.state.drain is not None
-    text = "writing step 30 to storage: a node that holds a part of it leaves"
+    text = "writing the state after 31 steps to storage: a node that holds a part of it leaves"
     assert (job.now_ns, text) in job.state.notes
     job.lose("b")
     assert job.state.drain is None, "its shards are gone"

@@ -56,7 +56,7 @@ def test_a_replacement_that_cannot_join_in_time_is_not_awaited() -> None:
     launch = job.one(LaunchGroup)
     assert launch.node == "a"
     assert job.state.incidents[-1].decision == (
-        "shrink from 2 to 1 node, from memory after step 5, without waiting for a replacement: "
+        "shrink from 2 to 1 node, from memory after 6 steps, without waiting for a replacement: "
         "a node takes 4.0 s or more to start"
     )
 
@@ -521,4 +521,4 @@ def test_a_shrink_without_capacity_has_not_given_up_a_replacement() -> None:
     job = started(4.0)
     lose(job, granted=False)
     job.fail(job.last(RequestNodes))
-    assert job.state.incidents[-1].decision == "shrink from 2 to 1 node, from memory after step 5"
+    assert job.state.incidents[-1].decision == "shrink from 2 to 1 node, from memory after 6 steps"

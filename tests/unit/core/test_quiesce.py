@@ -66,7 +66,7 @@ def test_all_nodes_stage_a_step_ahead_before_a_planned_stop(purpose: str) -> Non
     assert step >= 30 + 2 + 4, "at 0.4 s a step ranks may be five steps further by now"
     assert not job.of(StopGroup)
     assert job.state.phase == "running"
-    assert f"step {step} is staged first" in job.state.reason.text
+    assert f"the state after {step + 1} steps is staged first" in job.state.reason.text
     job.step(step - 1)
     assert job.state.step == step - 1, "training continues"
     job.succeed(StageStep)
@@ -145,9 +145,9 @@ def test_a_step_that_a_rank_was_past_is_followed_by_one_further_ahead(purpose: s
     job = trained()
     ask(job, purpose)
     first, order = job.of(StageStep)
-    job.fail(order, "rank 2 was past step 36")
+    job.fail(order, "rank 2 was past 37 steps")
     assert not job.of(StopGroup)
-    assert "b: rank 2 was past step 36" in job.state.notes[-1][1]
+    assert "b: rank 2 was past 37 steps" in job.state.notes[-1][1]
     step = step_ahead(job.state, SECOND_MARGIN_S)
     again = job.of(StageStep)
     assert [(one.node, one.step) for one in again] == [("a", step), ("b", step)]
@@ -162,22 +162,22 @@ def test_a_second_step_lies_behind_the_first_also_if_steps_have_become_slow() ->
     ask(job, "resize")
     order = job.of(StageStep)[1]
     job.state.step_s = 12.0
-    job.fail(order, "rank 2 was past step 42")
+    job.fail(order, "rank 2 was past 43 steps")
     assert {one.step for one in job.of(StageStep)} == {order.step + 1}
 
 
 def test_a_node_that_cannot_stage_the_second_step_either_ends_the_wait() -> None:
     job = trained()
     ask(job, "resize")
-    job.fail(job.of(StageStep)[1], "rank 2 was past step 36")
-    job.fail(job.of(StageStep)[1], "rank 2 was past step 56")
+    job.fail(job.of(StageStep)[1], "rank 2 was past 37 steps")
+    job.fail(job.of(StageStep)[1], "rank 2 was past 57 steps")
     assert len(job.of(StopGroup)) == 2 and len(job.all(StageStep)) == 4
 
 
 def test_a_second_step_is_not_awaited_by_a_node_that_leaves_before() -> None:
     job = trained(nodes={"min": 2, "max": 2, "spares": 1})
     job.apply(FromNode("b", PreemptionNoticed(detail="got SIGTERM", grace_s=25.0)))
-    job.fail(job.of(StageStep)[1], "rank 2 was past step 36")
+    job.fail(job.of(StageStep)[1], "rank 2 was past 37 steps")
     assert len(job.of(StopGroup)) == 2 and len(job.all(StageStep)) == 2
 
 
@@ -345,7 +345,8 @@ def test_a_wait_for_a_step_ends_after_its_time_and_some_slack() -> None:
     job = trained()
     ask(job, "resize")
     assert job.state.timers["stage"] == job.now_ns + seconds(SLACK_S + 1.5 * 12 * 0.4)
-    assert job.one_reason(StageStep) == "from 2 to 1 nodes, as requested; step 42 is staged first"
+    text = "from 2 to 1 nodes, as requested; the state after 43 steps is staged first"
+    assert job.one_reason(StageStep) == text
     assert job.state.quiesce is not None and job.state.quiesce.requested_ns == job.now_ns
     job.wait(1)
     job.step(32)

@@ -70,7 +70,7 @@ def test_the_same_exception_at_the_same_step_twice_fails_fast_with_its_traceback
     job.commit(41)
     finish = job.one(FinishJob)
     assert finish.outcome == "failed" and finish.reason.code == "user-error"
-    assert "ValueError after step 41, twice" in finish.reason.text
+    assert "ValueError after 42 steps, twice" in finish.reason.text
     assert "line 7" in job.state.traceback
 
 
@@ -508,7 +508,7 @@ def test_an_incident_keeps_the_facts_of_its_interruption() -> None:
     times = (incident.stopped_ns, incident.launched_ns, incident.started_ns, incident.first_step_ns)
     assert times == tuple(began_ns + after * SECOND for after in (2, 2, 3, 4))
     assert (incident.step_before, incident.resumed_after_step) == (4, 4)
-    assert incident.decision == "restart on the same 2 nodes, from memory after step 4"
+    assert incident.decision == "restart on the same 2 nodes, from memory after 5 steps"
 
 
 def test_an_interruption_before_the_first_step_belongs_to_the_incident_before() -> None:

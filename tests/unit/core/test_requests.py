@@ -156,7 +156,7 @@ def test_a_failed_job_ends_although_storage_does_not_answer() -> None:
     job.wait(31)
     assert job.state.phase == "failed"
     assert "budget is used up" in job.state.reason.text
-    assert "step 7 was not written" in job.state.reason.text
+    assert "the state after 8 steps was not written" in job.state.reason.text
 
 
 def test_steps_finished_during_the_stop_count() -> None:

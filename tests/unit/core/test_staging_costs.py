@@ -117,7 +117,7 @@ def test_a_new_interval_is_noted_and_judged_from_its_own_stagings() -> None:
     _reports(job, 1, stall_s=0.12)
     chosen = job.state.staging.interval
     assert chosen is not None and chosen.every_steps == 5
-    text = f"from step {chosen.since_step} on, the memory tier stages {chosen.reason.text}"
+    text = f"after {chosen.since_step} steps, the memory tier stages {chosen.reason.text}"
     assert (job.now_ns, text) in job.state.notes
     assert job.state.staging.samples == []
     assert chosen.judged_from == chosen.since_step + SETTLED_STEPS

@@ -141,7 +141,7 @@ def test_a_job_whose_checkpoints_are_all_damaged_holds_and_says_which() -> None:
     state = job.state
     assert (state.phase, state.reason.code) == ("suspended", "checkpoint")
     assert not job.of(LaunchGroup) and len(job.all(LaunchGroup)) == 6
-    for part in ("step 19 is damaged (", "step 9 is damaged (", "model.weight", "--start-over"):
+    for part in ("20 steps is damaged (", "10 steps is damaged (", "model.weight", "--start-over"):
         assert part in state.reason.text
     assert len(job.of(ReleaseNode)) == 2
     assert (job.now_ns, state.hold.text if state.hold else "") in state.notes
@@ -224,7 +224,8 @@ def test_a_finished_job_whose_state_is_not_whole_ends_at_once_and_says_why() -> 
         job.persisted(9, shard)
     job.apply(_not_covered(job))
     assert job.state.phase == "failed" and "model.a lacks 12 values" in job.state.reason.text
-    assert "step 9 was not written to storage (step 9: the 2 shards" in job.state.reason.text
+    text = "the state after 10 steps was not written to storage (after 10 steps: the 2 shards"
+    assert text in job.state.reason.text
 
 
 def test_a_state_at_risk_whose_shards_are_not_whole_is_not_requested_again() -> None:
@@ -252,10 +253,11 @@ def test_a_reason_to_hold_names_the_newest_checkpoints_and_counts_the_others() -
         for step, refusal, problem in ((19, "missing", ""), (29, "", "old"), (9, "damaged", ""))
     ]
     begin = "no committed checkpoint can be used: "
-    text = begin + "step 29 is damaged (old); step 19 is missing; step 9 is damaged. "
+    begin += "that after 30 steps is damaged (old); that after 20 steps is missing; "
+    text = begin + "that after 10 steps is damaged. "
     assert why_nothing_usable(job.state).startswith(text)
     catalog.committed.append(CommittedCheckpoint(5, 1, 2, 1, 0, refused=True))
-    text = begin + "step 29 is damaged (old); step 19 is missing; step 9 is damaged; and 1 more. "
+    text = begin + "that after 10 steps is damaged; and 1 more. "
     assert why_nothing_usable(job.state).startswith(text)
 
 
@@ -272,7 +274,7 @@ def test_a_missing_checkpoint_older_than_a_good_one_is_given_up() -> None:
     job.commit(9)
     job.commit(19)
     job.apply(ControllerStarted(incarnation=2, committed=shard_files((19, 1)), listed=True))
-    assert job.one_reason(CleanStorage) == "checkpoint of step 9: found missing"
+    assert job.one_reason(CleanStorage) == "checkpoint after 10 steps: found missing"
 
 
 def test_a_missing_checkpoint_that_is_back_lets_a_job_go_on_that_holds() -> None:
@@ -297,5 +299,5 @@ def test_a_list_of_checkpoints_changes_nothing_while_workers_run() -> None:
 
 def _not_covered(job: Transcript) -> ActionFailed:
     commit = job.last(CommitManifest)
-    detail = "step 9: the 2 shards do not hold every value: model.a lacks 12 values"
+    detail = "after 10 steps: the 2 shards do not hold every value: model.a lacks 12 values"
     return ActionFailed(action_id=commit.action_id, detail=detail, final=True)

@@ -110,7 +110,7 @@ def test_copies_that_stop_are_in_the_journal() -> None:
         facts = [one.event.fact for one in ready.records if isinstance(one.event, FromNode)]
         remarks = [fact for fact in facts if isinstance(fact, NodeRemarked)]
         assert len(remarks) == (second == 14)
-        assert all("for 11 s no step has been copied by all" in one.text for one in remarks)
+        assert all("no copy of all nodes for 11 s" in one.text for one in remarks)
 
 
 def test_heartbeats_that_wait_count_from_their_arrival() -> None:

@@ -58,14 +58,15 @@ class Held:
 
 def test_a_resume_without_a_usable_checkpoint_is_refused_with_what_to_do() -> None:
     one = Held((9, 1), (19, 1))
-    with pytest.raises(UserError, match=r"step 19 is damaged.*checkpoint repair.*--start-over"):
+    text = r"that after 20 steps is damaged.*checkpoint repair.*--start-over"
+    with pytest.raises(UserError, match=text):
         one.resume()
     assert one.job.state.phase == "suspended"
 
 
 def test_a_resume_finds_a_repaired_checkpoint() -> None:
     one = Held((9, 1), (19, 1), (19, 7))
-    assert "after step 19" in one.resume().detail
+    assert "after 20 steps" in one.resume().detail
     assert one.job.state.phase == "pending"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from holdfast.orchestrator.protocol.facts import StagedShard, WorkerSeat
+from holdfast.orchestrator.protocol.facts import StagedShard, WorkerSeat, state_after
 from holdfast.orchestrator.protocol.host_memory import too_little
 from holdfast.orchestrator.protocol.manifest import directory_name, shard_file_name
 from holdfast.orchestrator.protocol.messages import (
@@ -155,7 +155,7 @@ class CheckpointTiers:
             place = (seat.local_rank, message.buffer)
             complete = self.buffers.staged(*place, content, message.sample)
         except ValueError as error:
-            return [commands.Note(f"rank {seat.rank} staged step {message.step}: {error}")]
+            return [commands.Note(f"rank {seat.rank} staged {state_after(message.step)}: {error}")]
         if not complete:
             return self._carry_out(group, self.buffers.settle())
         out: list[Command] = []
@@ -170,7 +170,7 @@ class CheckpointTiers:
                 out += self._write(self.buffers.buffers[message.buffer])
             else:
                 # Storage is slower than the interval: skip this step rather than stall training.
-                detail = f"step {slow[1]} is still being written"
+                detail = f"{state_after(slow[1])} is still being written"
                 out.append(_cannot_persist(group.generation, message.step, seat.shard, detail))
         out += self._follow_round(group)
         out += self._carry_out(group, self.buffers.settle())
@@ -247,7 +247,7 @@ class CheckpointTiers:
         wanted = (order.step, order.generation)
         held = [b for b in kept if b.content and (b.content.step, b.content.generation) == wanted]
         if not held:
-            detail = f"step {order.step} of generation {order.generation} is not held here"
+            detail = f"{state_after(order.step)} of generation {order.generation} is not held here"
             return [_cannot_persist(order.generation, order.step, -1, detail)]
         # The controller may have refused an earlier report as one of an old generation.
         done = [self.unacknowledged.get(key(b.content)) for b in held if b.content]

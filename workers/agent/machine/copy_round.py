@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from holdfast.orchestrator.protocol.facts import StagedShard
+from holdfast.orchestrator.protocol.facts import StagedShard, state_after
 from holdfast.orchestrator.protocol.messages import CopyStep, StepCopied
 
 from .buffer_states import Version, version
@@ -100,7 +100,7 @@ class CopyRounds:
         current.step = step
         wanted = (group.generation, step)
         if not covered or not buffers.may_complete(wanted):
-            return self._end(group, buffers, f"step {step} is not held any more", missed=True)
+            return self._end(group, buffers, f"{state_after(step)} is held no more", missed=True)
         return None
 
     def pushed(

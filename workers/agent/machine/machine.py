@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol import messages as m
-from holdfast.orchestrator.protocol.facts import StagedShard, WorkerBeat
+from holdfast.orchestrator.protocol.facts import StagedShard, WorkerBeat, state_after, steps_done
 from holdfast.workers import worker_protocol
 
 from . import commands, inputs
@@ -479,7 +479,7 @@ class AgentMachine:
             group.stage_request = message
         request = worker_protocol.StageAt(step=message.step, hold=message.hold)
         out = [commands.ToRank(group.generation, w.seat.rank, request) for w in group.alive]
-        again = f"step {message.step} was requested after it"
+        again = f"{state_after(message.step)} was requested after it"
         return [stage_result(replaced.action_id, again), *out] if replaced else [*out]
 
     def _stage_every(self, group: Generation | None, message: m.StageEvery) -> list[Command]:
@@ -504,7 +504,7 @@ class AgentMachine:
         elif (group.generation, request.step) in self.tiers.buffers.complete():
             detail = ""
         elif missed:
-            detail = f"rank {missed[0]} was past step {request.step}, or at its end"
+            detail = f"rank {missed[0]} was past {steps_done(request.step)}, or at its end"
         else:
             return []
         group.stage_request = None

@@ -30,7 +30,7 @@ from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.protocol import hardware, strangers
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.environment import PROGRESS_URL, worker_environment
-from holdfast.orchestrator.protocol.facts import NodeFacts, StagedShard
+from holdfast.orchestrator.protocol.facts import NodeFacts, StagedShard, state_after
 from holdfast.orchestrator.protocol.messages import Endpoint
 from holdfast.workers import worker_protocol
 from holdfast.workers.checkpoint.layout import DamagedCheckpoint
@@ -520,7 +520,7 @@ class AgentProcess:
     def _on_get(self, get: peer_transfer.Get) -> peer_transfer.Answer:
         lent = self._machine.lend(get.step, get.generation, get.shard)
         if lent is None:
-            return f"shard {get.shard} of step {get.step} is not in this node's memory"
+            return f"shard {get.shard} of {state_after(get.step)} is not in this node's memory"
         buffer, staged = lent
         return self._hold(buffer, staged, lambda ok: self._give(inputs.ServeDone(buffer)))
 

@@ -16,14 +16,11 @@ from holdfast.workers.checkpoint.state import plain_name
 from holdfast.workers.training import loop
 from holdfast.workers.training.data import Dataset, MicroBatch
 from holdfast.workers.training.initial_values import fill
-from holdfast.workers.training.models.transformer import (
-    Transformer,
-    flops_per_token,
-    num_parameters,
-)
 from holdfast.workers.training.optimizers import make_optimizer
 from holdfast.workers.training.parallel import Parallel, tensor
 from holdfast.workers.training.parallel.pipeline import Pipeline
+
+from ..models.transformer import Transformer, flops_per_token, num_parameters
 
 
 @dataclass

@@ -25,21 +25,13 @@ from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import Document, KubeClient
-from holdfast.orchestrator.kube.errors import (
-    EVENTS,
-    PODS,
-    Expired,
-    Invalid,
-    NotFound,
-    TooBusy,
-    Unreachable,
-)
 from holdfast.orchestrator.kube.informer import Backoff
 from holdfast.orchestrator.kube.pod_logs import lines
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.job_directory import JobDirectory
 from holdfast.orchestrator.runtime.observe.view import Incident
 
+from ....kube.errors import EVENTS, PODS, Expired, Invalid, NotFound, TooBusy, Unreachable
 from ..remote_job import LogSelector
 from ..tempdir import scratch
 from .resource_view import time_ns, view_of_object

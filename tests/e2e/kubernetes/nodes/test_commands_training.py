@@ -107,7 +107,7 @@ def test_a_job_is_watched_disturbed_inspected_and_cancelled(
     saved = holdfast("checkpoint", "save", "broken")
     assert saved.code == 0 and "goes to storage" in saved.out
     waited = holdfast.json("checkpoint", "save", "broken", "--wait")
-    assert f"step {waited['step']} is committed" == waited["detail"]
+    assert f"the state after {waited['step'] + 1} steps is committed" == waited["detail"]
     newest = holdfast.json("checkpoint", "list", "broken")[-1]["step"]
     assert waited["step"] <= newest
 

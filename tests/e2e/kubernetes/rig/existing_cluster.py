@@ -1,5 +1,4 @@
-"""An existing cluster, named by HOLDFAST_TEST_KUBECONFIG. Tests only add namespaces and CRDs to
-it."""
+"""An existing cluster, named by HOLDFAST_TEST_KUBECONFIG. Tests only add namespaces and CRDs."""
 
 from __future__ import annotations
 

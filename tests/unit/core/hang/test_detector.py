@@ -143,7 +143,7 @@ def test_the_evidence_explains_the_limit() -> None:
     watch.train(12)
     watch.quiet(14, step=11)
     assert watch.hangs[0].evidence.endswith(
-        "; the configured limit is 12.0 s; all ranks had finished step 11"
+        "; the configured limit is 12.0 s; all ranks had finished 12 steps"
     )
     start = Watch(recovery={"startupTimeoutSeconds": 20})
     start.quiet(30, step=-1, phase="start")

@@ -18,14 +18,14 @@ JUST_FRESH = {"pulse_age_s": PULSE_STALE_S}
 STOPPED = {"stopped": True}
 SILENT = {"step": -1, "ticks": 0, "phase": "start", **BEGUN}
 REPORTS = {"counted_by": "script"}
-AT_9 = "rank 0 is at step 9 (phase train), 9.0 s ago"
+AT_9 = "rank 0 has finished 10 steps (phase train), 9.0 s ago"
 
 CASES: list[tuple[str, SuspectBasis, str, list[dict[str, Any]]]] = [
     # (ranks in order, basis, why, heartbeats)
     ("0123", "none", AT_9, [{}]),
-    ("1023", "none", "rank 1 is at step 9", [{"ticks": 21}, {}, {"ticks": 22}]),
-    ("3012", "behind", "rank 3 is at step 8", [{}, {}, {}, {"step": 8}]),
-    ("3120", "none", "rank 3 is at step 9 (phase train), 9.0 s ago; rank 3 is in no collective",
+    ("1023", "none", "rank 1 has finished 10 steps", [{"ticks": 21}, {}, {"ticks": 22}]),
+    ("3012", "behind", "rank 3 has finished 9 steps", [{}, {}, {}, {"step": 8}]),
+    ("3120", "none", AT_9.replace("0", "3", 1) + "; rank 3 is in no collective",
      [WAITS, READS, {"activity": ""}, {"activity": "nothing"}]),
     ("2013", "no-pulse", "rank 2 has not shown a pulse for 1.6 s", [JUST_FRESH, {}, STALE, {}]),
     ("0123", "none", AT_9, [JUST_FRESH]),
@@ -36,11 +36,11 @@ CASES: list[tuple[str, SuspectBasis, str, list[dict[str, Any]]]] = [
      [{}, STOPPED, {}, STALE]),
     ("2103", "unreported", "rank 2 has never reported", [{}, STOPPED, {"never": True}, {}]),
     ("0123", "none", "rank 0 has begun no collective for 9.0 s", [SILENT]),
-    ("0123", "none", "rank 0 is at step -1 (phase start), 9.0 s ago",
+    ("0123", "none", "rank 0 has finished 0 steps (phase start), 9.0 s ago",
      [SILENT | {"collectives": 0}]),
     # A rank that reports no steps is as far as the ranks that do.
     ("1230", "none", "rank 1 has begun no collective for 9.0 s", [REPORTS, SILENT]),
-    ("0123", "none", "rank 0 is at step 9", [REPORTS | BEGUN | {"ticks": 0}, SILENT]),
+    ("0123", "none", "rank 0 has finished 10 steps", [REPORTS | BEGUN | {"ticks": 0}, SILENT]),
 ]  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.runtime.observe.view import JobView
 from tests.unit.runtime.harness import make_job
 
-TEXT = "no committed checkpoint can be used: step 19 is damaged (model.a: a checksum differs)"
+TEXT = "no committed checkpoint can be used: that after 20 steps is damaged (model.a: a checksum)"
 
 
 def test_the_condition_and_the_event_say_that_a_user_has_to_decide() -> None:

@@ -69,7 +69,7 @@ def incident() -> Incident:
     return Incident(
         number=1, at_ns=NOW - 30 * SECOND_NS, failure_class="infrastructure",
         title="worker 1 on llm-a was killed by SIGKILL", culprit_node="llm-a", culprit_rank=1,
-        decision="restart on the same 2 nodes, from memory after step 5", generation_before=1,
+        decision="restart on the same 2 nodes, from memory after 6 steps", generation_before=1,
         generation_after=2, steps_lost=0, seconds={"stop": 0.1, "total": 1.23456},
     )  # fmt: skip
 
@@ -225,7 +225,7 @@ def test_an_incident_has_an_event_when_it_is_decided_and_another_when_it_is_over
     decided = replace(view(), state="recovering", incidents=[replace(incident(), seconds={})])
     (opened,) = new_events(during, decided)
     assert (opened.severity, opened.reason) == ("Warning", "InfrastructureFailure")
-    assert "killed by SIGKILL" in opened.message and "from memory after step 5" in opened.message
+    assert "killed by SIGKILL" in opened.message and "from memory after 6 steps" in opened.message
     (over,) = [one for one in new_events(decided, view()) if one.reason == "Recovered"]
     assert "1.23 s, no finished step lost" in over.message
     assert opened.annotations == over.annotations == {INCIDENT: "1"}

@@ -201,7 +201,7 @@ def test_slack_gets_text_in_which_a_jobs_texts_stay_texts() -> None:
     one = message(seconds=12.34, steps_lost=3, command="holdfast status llm --report", more=2)
     assert json.loads(one.body("slack")) == {
         "text": "*llm* recovered after 12.3 s: rank 1 &lt;stopped&gt; &amp; hung\n"
-        "step 7, 3 steps lost, 2 more of this cause\n`holdfast status llm --report`"
+        "after 8 steps, 3 steps lost, 2 more of this cause\n`holdfast status llm --report`"
     }
     assert json.loads(one.body("json"))["steps_lost"] == 3
 

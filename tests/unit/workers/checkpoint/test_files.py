@@ -163,7 +163,7 @@ def test_only_a_directory_with_a_manifest_is_committed(tmp_path: Path) -> None:
     (attempt / shard_file_name(0, 2)).write_bytes(files[0])
     (tmp_path / "notes").mkdir()
     assert inspect.find(str(tmp_path)).step == 1
-    with pytest.raises(UserError, match=r"no committed checkpoint of step 9.*committed steps: 1"):
+    with pytest.raises(UserError, match=r"no committed checkpoint after 10 steps.*steps: 2"):
         inspect.find(str(tmp_path), 9)
 
 

@@ -167,5 +167,5 @@ def test_an_intact_checkpoint_and_an_unknown_step_are_refused(tmp_path: Path) ->
     checkpoint(tmp_path, 24)
     with pytest.raises(UserError, match="is intact"):
         repair(str(tmp_path), write=True)
-    with pytest.raises(UserError, match=r"of step 9.*steps: 24"):
+    with pytest.raises(UserError, match=r"after 10 steps.*steps: 25"):
         repair(str(tmp_path), 9, write=True)

@@ -70,8 +70,7 @@ def test_the_pod_of_a_rank_is_found_by_its_label() -> None:
 
 
 def printed(selector: LogSelector, *, follow: bool = False) -> list[bytes]:
-    """Output of a job that shrank from 3 ranks to 1 and moved rank 0 to another pod, and has
-    ended."""
+    """Output of a job that shrank from 3 ranks to 1 and moved rank 0 to another pod, and ended."""
     api, shown = FakeApi(listed=[pod("b", rank="0"), pod("a")]), list[bytes]()
     for document in api.listed:
         document["status"]["phase"] = "Succeeded"

@@ -171,7 +171,7 @@ def demanded(api: Operator, verb: str, **arguments: Any) -> wire.Reply:
 
 
 def test_the_answer_to_a_request_comes_from_the_status() -> None:
-    saved = {"accepted": True, "message": "step 7 goes to storage", "step": 7}
+    saved = {"accepted": True, "message": "the state after 8 steps goes to storage", "step": 7}
     answer = demanded(Operator(answer_of=saved), "checkpoint")
     assert (answer.ok, answer.detail, answer.body) == (True, saved["message"], {"step": 7})
     refused = demanded(Operator(answer_of={"accepted": False, "message": "rank: got 9"}), "chaos")

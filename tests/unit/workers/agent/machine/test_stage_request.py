@@ -55,14 +55,14 @@ def test_staging_another_step_does_not_answer_the_request(harness: AgentHarness)
 def test_a_worker_that_is_past_the_step_is_named(harness: AgentHarness) -> None:
     finish(harness, 12, ranks=[1])
     assert answers(harness.receive(REQUEST)) == [
-        (9, False, "rank 1 was past step 12, or at its end")
+        (9, False, "rank 1 was past 13 steps, or at its end")
     ]
 
 
 def test_a_worker_that_reads_the_request_too_late_is_named(harness: AgentHarness) -> None:
     harness.receive(REQUEST)
     assert answers(finish(harness, 12, ranks=[0])) == [
-        (9, False, "rank 0 was past step 12, or at its end")
+        (9, False, "rank 0 was past 13 steps, or at its end")
     ]
 
 
@@ -75,7 +75,7 @@ def test_a_worker_that_has_finished_or_ended_is_named(harness: AgentHarness, how
         if finished
         else harness.worker_ends(1, code=0)
     )
-    assert answers(out) == [(9, False, "rank 1 was past step 12, or at its end")]
+    assert answers(out) == [(9, False, "rank 1 was past 13 steps, or at its end")]
 
 
 def test_a_stop_answers_the_request(harness: AgentHarness) -> None:
@@ -111,7 +111,7 @@ def test_a_second_request_answers_the_first_and_both_steps_are_staged(
 ) -> None:
     harness.receive(REQUEST)
     out = harness.receive(m.Stage(action_id=11, generation=1, step=14, hold=True))
-    assert answers(out) == [(9, False, "step 14 was requested after it")]
+    assert answers(out) == [(9, False, "the state after 15 steps was requested after it")]
     assert [one.message.step for one in of(commands.ToRank, out)] == [14, 14]
     assert not answers(harness.stage(12))
     assert answers(harness.stage(14)) == [(11, True, "")]
