@@ -390,13 +390,13 @@ def _nothing_in(path: str, job_or_path: str) -> UserError:
 
 def _arguments(job_or_path: str, path: str, steps: int | None) -> list[str]:
     """Storage tier and step as command-line arguments. Raises UserError for an unknown step."""
-    known = [manifest.step + 1 for manifest in _manifests(path, job_or_path)]
-    if not known:
+    listed = [manifest.step + 1 for manifest in _manifests(path, job_or_path)]
+    if not listed:
         raise _nothing_in(path, job_or_path)
     if steps is None:
         return [path]
-    if steps not in known:
-        choices = ", ".join(map(str, known))
+    if steps not in listed:
+        choices = ", ".join(map(str, listed))
         raise UserError(str(Problem("--steps", str(steps), f"one of {choices}")))
     return [path, "--step", str(steps - 1)]
 

@@ -40,8 +40,8 @@ def test_each_section_shows_its_part_of_the_view() -> None:
         assert phase in shown["incidents"]
     assert "generation 1, 4 ranks, until" in shown["nodes"]
     assert "3 running, 1 hung" in shown["nodes"] and "3 hung" in shown["nodes"]
-    assert "rank 3: hung, step 490, 3.0 GiB" in sections["nodes"]
-    assert "step 499, 1 step old" in shown["checkpoints"] and sections["plan"] == ""
+    assert "rank 3: hung, 491 steps, 3.0 GiB" in sections["nodes"]
+    assert "after 500 steps, 1 step old" in shown["checkpoints"] and sections["plan"] == ""
 
 
 def test_nodes_with_trouble_come_first_in_a_large_job() -> None:
