@@ -1,6 +1,6 @@
-"""The parts of Holdfast that an installation may lack, and the only place that names their modules.
+"""The parts of Holdfast that an installation may lack.
 
-The rest asks for a part here, imports it nowhere, and does without it where it is missing.
+The rest asks for a part here, and does without it where it is missing.
 """
 
 from __future__ import annotations

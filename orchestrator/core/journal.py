@@ -78,8 +78,8 @@ class Journal(Protocol):
     async def commit(self, *, durable: bool = True) -> None:
         """Make everything appended durable, or set `problem`. Raises JournalLost when another
         controller writes, any other JournalError when it cannot be done: in both cases the
-        controller ends. Not `durable`: where it costs little, have the records survive this
-        process."""
+        controller ends. With durable=False the records need to survive this process only, and
+        only where that costs little."""
 
     async def compact(self, snapshot: bytes) -> None:
         """Make durable that the job is as in `snapshot`, which covers everything appended so far,

@@ -41,7 +41,7 @@ class Costs(msgspec.Struct, frozen=True):
     """Costs of one staging, on the slowest rank."""
 
     blocked_s: float
-    """Blocks the training loop, without the wait for the staging before."""
+    """Seconds that a staging blocks the training loop, without the wait for the one before."""
     delayed_s: float
     """The copy delays the next optimizer step."""
     step_s: float

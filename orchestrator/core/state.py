@@ -416,7 +416,7 @@ class JobState(Struct):
     finish_action: int | None = None
     """FinishJob without a result."""
     outcome: Outcome | None = None
-    """Set when the end is certain; the phase changes when it has come."""
+    """The job's end, once it is certain; the phase changes when the last action is done."""
     termination_reason: Reason | None = None
     """Reason why the job ends before its last step; its newest state goes to storage first."""
     incarnation: int = 0

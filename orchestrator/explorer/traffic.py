@@ -31,7 +31,7 @@ class Collective(NamedTuple):
     ranks: int
     num_bytes: float
     calls: int
-    """Per step; each has a latency."""
+    """Messages in a step; each pays the latency once."""
     formula: Callable[[], str]
     source: str
     of_optimizer: bool = False

@@ -172,7 +172,7 @@ class Stager:
         self._frozen: tuple[int, ...] = ()
         """Entries of the layout whose parameters are not trained now."""
         self._not_frozen: set[str] = set()
-        """Names of those that were written nevertheless."""
+        """Names of parameters without a gradient that a later step has changed."""
         self._held: dict[WritableBuffer, dict[int, _Held]] = {}
         """Buffer -> frozen tensors that it has, by their place in the part."""
         if self._device is not None:

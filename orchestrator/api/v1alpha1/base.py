@@ -88,7 +88,15 @@ Wait = Annotated[float, Field(ge=0, le=limits.MAX_SECONDS, allow_inf_nan=False)]
 """Seconds, 0 included."""
 Steps = Annotated[int, Field(ge=1, le=limits.MAX_COUNT)]
 Count = Annotated[int, Field(ge=1, le=limits.MAX_COUNT)]
-NoSettings = Annotated[dict[str, str], Field(max_length=0)]
+
+
+def expect_empty(value: Any) -> Any:
+    if isinstance(value, dict) and value:
+        raise ValueError("expected {}, a choice without settings")
+    return value
+
+
+NoSettings = Annotated[dict[str, str], Field(max_length=0), BeforeValidator(expect_empty)]
 """A choice without settings: {}."""
 AutoOrCount = Auto | Count
 

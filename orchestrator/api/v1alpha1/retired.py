@@ -47,6 +47,11 @@ CHOICES = {
     "guard": ("auto", "never"),
 }
 """Values of a field that was a choice, the default first; none and auto choose nothing."""
+SETTINGS = {
+    "inBackward": ("adamw",), "momentum": ("muon", "dion"), "rankFraction": ("dion",),
+    "minLearningRateRatio": ("cosine", "linear", "wsd"), "decaySteps": ("wsd",),
+}  # fmt: skip
+"""Setting -> the choices that have it; it had no effect with the others."""
 
 
 def without_retired(document: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Problem]]:
@@ -82,6 +87,8 @@ def _change(part: Fields, moved: dict[str, str]) -> tuple[str, str] | None:
         part.pop("budget", None)
     touched = []
     for key, value in old.items():
+        if not {*SETTINGS.get(key, ("",))} & {"", chosen["name"], chosen["schedule"]}:
+            continue
         first, *rest = moved[key].format_map(chosen).split(".")
         touched.append(first)
         _set(part, [first, *rest], {} if moved[key].endswith("}") else value)

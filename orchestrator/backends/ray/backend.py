@@ -322,7 +322,7 @@ class RayBackend:
             log.warning("an actor was not killed: %s", error)
 
     async def _end(self, actor: Any) -> None:
-        """The agent first: when its end is reported, all its processes have ended."""
+        """End the agent before its actor: the report of its end means that its processes ended."""
         from ray.exceptions import RayError
 
         with contextlib.suppress(RayError, TimeoutError):

@@ -103,6 +103,14 @@ def test_a_kill_comes_before_an_exception_that_is_not_marked_secondary() -> None
     assert attribute(Evidence(exits=exits(odd, Exit(rank=3, signal=9)))).rule == "outside-signal"
 
 
+def test_an_exit_code_has_the_last_output_beside_it() -> None:
+    said = Exit(rank=1, code=3, error_message="usage: train.py")
+    ended = "without an exception"
+    assert attribute(Evidence(exits=exits(Exit(rank=1, code=3)))).evidence.endswith(ended)
+    evidence = attribute(Evidence(exits=exits(said))).evidence
+    assert evidence.endswith(f"{ended}; last output: usage: train.py")
+
+
 def test_an_exception_comes_before_a_crash() -> None:
     crash, error = Exit(rank=0, signal=6), Exit(rank=3, code=1, **ERROR)
     assert attribute(Evidence(exits=exits(crash, error))).rule == "user-exception"

@@ -159,8 +159,8 @@ def look(
     named: bool = True,
     failed: Iterable[Path] = (),
 ) -> Findings:
-    """Set incomplete newest checkpoints aside: of `written`, which ranks of the job reported, and
-    in the directories `where` in which they wrote none, and below these. `named`: the newest one
+    """Rename incomplete newest checkpoints: among `written`, which the job's ranks reported, and in
+    and below those of the directories `where` in which they wrote none. `named`: the newest one
     may be from these directories. `failed`: see Findings.
 
     `since_ns`: wall clock; what was written before is not touched. `own`: the first rank of this

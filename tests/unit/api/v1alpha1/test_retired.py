@@ -31,6 +31,8 @@ CASES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
         {"learningRate": 0.01, "learningRateSchedule": {"linear": {"minRatio": 0.2}}},
     ),
     (OPTIMIZER, {"schedule": "constant"}, {"learningRateSchedule": {"constant": {}}}),
+    (OPTIMIZER, {"momentum": 0.95, "rankFraction": 0.25}, {}),
+    (OPTIMIZER, {"name": "muon", "inBackward": False, "decaySteps": 5}, {"muon": {}}),
     (CHECKPOINTING, {"mode": "none", "budget": 0.5}, {}),
     (CHECKPOINTING, {"full": {}, "everyNthBlock": 2}, {"full": {"everyNthBlock": 2}}),
     (CHECKPOINTING, {"mode": "full", "budget": 0.5}, {"full": {}}),
@@ -110,3 +112,8 @@ def test_packages_of_a_job_are_installed_by_uv() -> None:
 def test_an_unknown_choice_has_no_line(name: Any) -> None:
     with pytest.raises(SpecError, match=r"optimizer.name: got an unknown key; expected one of ad"):
         job_from_mapping(document(OPTIMIZER, {"name": name}))
+
+
+def test_settings_of_a_choice_without_settings_are_rejected() -> None:
+    with pytest.raises(SpecError, match=r"adamw8bit: got .*; expected {}, a choice without"):
+        job_from_mapping(document(OPTIMIZER, {"adamw8bit": {"momentum": 0.9}}))
