@@ -99,8 +99,7 @@ class EventFormatter:
         older = plural(self._num_records, "older event")
         since = f"{state.phase}, {steps_done(state.step)}: {state.reason.text}"
         console.print(
-            f"{date(memory.now_ns)}  {'journal':<12}  {older} no longer kept; the job was {since}",
-            soft_wrap=True,
+            f"{date(memory.now_ns)}  {'journal':<12}  {older} no longer kept; the job was {since}"
         )
 
     def print_record(
@@ -122,7 +121,7 @@ class EventFormatter:
                 self._end_refusal(console, at, what)
                 if isinstance(event, e.ActionFailed):
                     self._refusals[what] = _Refusal("", text)
-            console.print(f"{at}  {source(event):<12}  {text}", soft_wrap=True)
+            console.print(f"{at}  {source(event):<12}  {text}")
         self._print_actions(console, at, actions)
 
     def end(self, console: Console, *, as_json: bool) -> None:
@@ -140,7 +139,7 @@ class EventFormatter:
                 if refusal.action == text:
                     continue
                 refusal.action = text
-            console.print(f"{at}  {'->':<12}  {text}", soft_wrap=True)
+            console.print(f"{at}  {'->':<12}  {text}")
 
     def _is_repeated(self, what: str, text: str, *, failed: bool) -> bool:
         refusal = self._refusals.get(what)
@@ -153,7 +152,7 @@ class EventFormatter:
         refusal = self._refusals.pop(what, None)
         if refusal is not None and refusal.num_repeats:
             times = plural(refusal.num_repeats, "more time")
-            console.print(f"{at}  {'':<12}  {what} failed {times} like that", soft_wrap=True)
+            console.print(f"{at}  {'':<12}  {what} failed {times} like that")
 
 
 def decision(action: a.AnyAction) -> str:

@@ -27,13 +27,13 @@ MAX_WORDS = 40000
 # Lines of Python. A budget only falls: a feature pays with something that goes. The goal is 66,000
 # for orchestrator and workers, 65,000 for tests.
 BUDGETS = {
-    "orchestrator": 53449,
-    "workers": 26060,
-    "tests": 88779,
+    "orchestrator": 53434,
+    "workers": 26057,
+    "tests": 88776,
     "orchestrator/api": 4509,
     "orchestrator/backends": 6324,
     "orchestrator/catalogue": 989,
-    "orchestrator/cli": 9329,
+    "orchestrator/cli": 9322,
     "orchestrator/client": 1078,
     "orchestrator/core": 7359,
     "orchestrator/explorer": 2346,
@@ -42,14 +42,14 @@ BUDGETS = {
     "orchestrator/kube": 1625,
     "orchestrator/planner": 1510,
     "orchestrator/preflight": 3483,
-    "orchestrator/protocol": 3286,
-    "orchestrator/runtime": 5732,
+    "orchestrator/protocol": 3285,
+    "orchestrator/runtime": 5725,
     "orchestrator/ui": 951,
     "workers/agent": 10821,
     "workers/checkpoint": 5012,
     "workers/integrations": 2275,
     "workers/session": 3923,
-    "workers/training": 3530,
+    "workers/training": 3527,
 }
 
 # Parts of JobState, and the module of the core that alone writes each.

@@ -182,9 +182,7 @@ def plan(
     else:
         from ..plan_text import render
 
-        console = stdout()
-        shown = render(planned, explain=explain, environment=environment)
-        console.print(shown, soft_wrap=not console.is_terminal)
+        stdout().print(render(planned, explain=explain, environment=environment))
     if planned.fits is False:
         raise typer.Exit(DOES_NOT_FIT)
 

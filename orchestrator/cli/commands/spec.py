@@ -10,7 +10,7 @@ import typer
 from holdfast.orchestrator.errors import Problem, SpecError, UserError
 
 from ..options import FileArgument, JsonOption, provided
-from ..output import plural, print_json
+from ..output import plural, print_json, stdout
 
 
 def register(app: typer.Typer, panel: str) -> None:
@@ -58,12 +58,12 @@ def validate(file: FileArgument, as_json: JsonOption = False) -> None:
     nodes, workers = job.spec.nodes.max, job.spec.workers_per_node
     # A script without the session chooses its parallelism itself.
     where = ", " if job.spec.entrypoint.recipe is not None else "; with the session, "
-    typer.echo(
+    stdout().print(
         f"{file}: valid; job {job.name} on {plural(nodes, 'node')} x "
         f"{plural(workers, 'worker')}{where}{mesh.strategy}: {mesh.describe()}"
     )
     for text in filter(None, (gpus, *here, *remarks(job))):
-        typer.echo(f"note: {text}")
+        stdout().print(f"note: {text}")
 
 
 def schema(

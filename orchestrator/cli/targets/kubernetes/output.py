@@ -148,7 +148,7 @@ class _EventPrinter:
         self._print_line(at_ns, "->", outcome(incident, ended=ended))
 
     def _print_line(self, at_ns: int, source: str, text: str) -> None:
-        self._console.print(f"{date(at_ns)}  {source:<18}  {text}", soft_wrap=True)
+        self._console.print(f"{date(at_ns)}  {source:<18}  {text}")
 
 
 def event_ns(event: Document) -> int:
