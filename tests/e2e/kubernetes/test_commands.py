@@ -75,7 +75,7 @@ def test_the_newest_checkpoint_is_listed_from_the_status(
     jobs.create(SCRIPT)
     assert "no committed checkpoint" in holdfast("checkpoint", "list", "demo").err
     write_status(jobs, trained(checkpoint_path="/checkpoints/demo"))
-    assert holdfast("checkpoint", "list", "demo").out.splitlines()[1].split()[:2] == ["39", "1"]
+    assert holdfast("checkpoint", "list", "demo").out.splitlines()[1].split()[:2] == ["40", "1"]
     found = holdfast.json("checkpoint", "list", "demo")
     assert (found[0]["step"], found[0]["path"]) == (39, "/checkpoints/demo")
     verify = holdfast("checkpoint", "verify", "demo")
