@@ -182,7 +182,7 @@ def _request_save(job: RemoteJob) -> int | None:
 def _not_committed(view: JobView, step: int | None, what: str) -> str:
     newest = max((checkpoint.step for checkpoint in view.checkpoints), default=-1)
     has = f"the newest has {plural(newest + 1, 'step')}" if newest >= 0 else "there is none yet"
-    wanted = "a new checkpoint" if step is None else f"that after {plural(step + 1, 'step')}"
+    wanted = "a new checkpoint" if step is None else f"the state after {plural(step + 1, 'step')}"
     return f"job {view.name}: {what}, so {wanted} was not committed; {has}"
 
 

@@ -66,7 +66,7 @@ def test_save_with_wait_fails_when_the_job_ends_without_the_checkpoint(
     assert job.request("cancel").ok
     _, printed = saving.communicate(timeout=BOUND_S)
     assert saving.returncode == 1
-    assert "cancelled, so the checkpoint of step " in printed and "there is none" in printed
+    assert "cancelled, so the state after " in printed and "there is none" in printed
 
 
 def test_save_with_wait_asks_the_next_generation_when_one_ends(job: Job) -> None:

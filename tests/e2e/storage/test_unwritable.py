@@ -75,7 +75,7 @@ def test_a_job_that_cannot_write_its_last_checkpoint_fails_with_the_reason(
     assert (view.state, view.step, job.command.returncode) == ("failed", 199, 1)
     assert "the state after 200 steps was not written to storage in 2 s (node-" in view.reason
     assert "Not a directory" in view.reason
-    assert "storage holds step" in view.reason
+    assert "storage holds the state after" in view.reason
     shown = job.output()
     assert "Not a directory" in shown and "Traceback" not in shown
     assert f"{tmp_path}/disk/checkpoints: shard " in " ".join(shown.split())
