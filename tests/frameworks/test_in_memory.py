@@ -28,9 +28,11 @@ SCRIPTS = {
 SHARDED = ("hf_fsdp2_memory.py", "titan_memory.py")
 """FSDP2; the others are DDP, of which a node keeps one copy."""
 STEPS = 40
-IN_MEMORY = {"checkpoint": {"memory": {"everySteps": 1}}, "steps": STEPS, "pace_s": 0.1}
-RARELY = 1000
-"""Steps between the checkpoints of a script that is to need none."""
+IN_MEMORY = {
+    "checkpoint": {"memory": {"everySteps": 1}}, "steps": STEPS, "pace_s": 0.1,
+    "recovery": {"keepProcesses": "never"},  # test_kept_trainers has those that are kept
+}  # fmt: skip
+RARELY = 1000  # steps between the checkpoints of a script that is to need none
 
 
 def losses(log: StepLog) -> list[tuple[int, float | None]]:

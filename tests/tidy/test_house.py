@@ -29,7 +29,7 @@ MAX_WORDS = 40000
 BUDGETS = {
     "orchestrator": 53434,
     "workers": 26057,
-    "tests": 88776,
+    "tests": 88778,
     "orchestrator/api": 4509,
     "orchestrator/backends": 6324,
     "orchestrator/catalogue": 989,
