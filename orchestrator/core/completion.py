@@ -124,7 +124,7 @@ def _give_up(ctx: StepContext, writing: Drain) -> None:
     text = (
         f"{state_after(writing.step)} was not written to storage{within} "
         f"({writing.problem or 'the store did not answer'}); storage holds "
-        f"{f'{state_after(newest.step)}' if newest else 'no checkpoint'}"
+        f"{state_after(newest.step) if newest else 'no checkpoint'}"
     )
     ctx.note(text)
     if writing.kind == DrainKind.FINISH:

@@ -28,7 +28,7 @@ MAX_WORDS = 40000
 # for orchestrator and workers, 65,000 for tests.
 BUDGETS = {
     "orchestrator": 53434,
-    "workers": 26057,
+    "workers": 26056,
     "tests": 88778,
     "orchestrator/api": 4509,
     "orchestrator/backends": 6324,
@@ -48,7 +48,7 @@ BUDGETS = {
     "workers/agent": 10821,
     "workers/checkpoint": 5012,
     "workers/integrations": 2275,
-    "workers/session": 3923,
+    "workers/session": 3922,
     "workers/training": 3527,
 }
 

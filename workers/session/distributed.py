@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import _rendezvous_handlers
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import HoldfastError, UserError
@@ -164,23 +163,23 @@ def _kept(at: RankEnv, membership: Membership) -> tuple[SwitchStore, Groups]:
 def keep_groups_of_script(membership: Membership) -> None:
     """Have the groups of a script or framework, which makes them by the environment before
     session.init, be ones that can be formed again."""
-    usual = _rendezvous_handlers["env"]
+    module = sys.modules["torch.distributed.rendezvous"]
+    handlers: dict[str, Any] = getattr(module, "_rendezvous_handlers", {})  # private to torch
+    if (usual := handlers.get("env")) is None:
+        return
 
     def meet(url: str, *given: Any, **named: Any) -> Iterator[tuple[Store, int, int]]:
-        at = rank_env()
-        own = {("rank", str(at.rank)), ("world_size", str(at.world_size))}
-        if (
-            BEFORE_SESSION not in sys.modules
-            or why_not_formed()
-            or not own.issuperset(parse_qsl(urlparse(url).query))
-        ):
+        at = rank_env() if BEFORE_SESSION in sys.modules and not why_not_formed() else None
+        query = dict(parse_qsl(urlparse(url).query))
+        seat = {"rank": str(at.rank), "world_size": str(at.world_size)} if at else {}
+        if at is None or not query.items() <= seat.items():
             yield from usual(url, *given, **named)
             return
         store, groups = _kept(at, membership)
         of_script.append(groups)
         yield store, at.rank, at.world_size
 
-    _rendezvous_handlers["env"] = meet
+    handlers["env"] = meet
 
 
 def own_store(at: RankEnv, *, one_machine: bool) -> Store:
