@@ -135,7 +135,7 @@ class ProgressMonitor:
         self._report_due = False  # An event that ends a generation has come.
         self._checked_ns = 0
         self._due: tuple[int | None] | None = None
-        """The deadline as of the last check, in a job so big that computing it costs."""
+        """The deadline as of the last check; None: not computed yet."""
         self._last_facts: HangFacts | None = None
         """The facts as of the last event."""
 
@@ -156,6 +156,8 @@ class ProgressMonitor:
         """A message of this node waits to be observed: the node is alive, however long it waits."""
         if self._controller.submitted:
             self._detector.arrived(now_ns, node, self._recovery)
+            if not self._pause_ns():
+                self._due = None
 
     def observe(self, now_ns: int, event: AnyEvent) -> tuple[AnyEvent, ...]:
         """Take an event in, after the controller has; returns what follows from it, and from events
@@ -226,11 +228,9 @@ class ProgressMonitor:
         """Latest time to observe a Tick."""
         if not self._controller.submitted or self._state.terminal:
             return None
-        pause_ns = self._pause_ns()
-        if self._due is None or not pause_ns:
+        if self._due is None:
             self._due = (self._first_due_ns(),)
-        due = self._due[0]
-        check_ns = self._checked_ns + pause_ns
+        due, check_ns = self._due[0], self._checked_ns + self._pause_ns()
         if self._waiting:
             return check_ns
         return max(due, check_ns) if due is not None else None

@@ -86,9 +86,8 @@ class JobLoop:
         loop = cls(job, controller, JobProjection(job, memory, state))
         for now_ns, event in records:
             actions = loop.controller.step(now_ns, event)
+            # What the monitor concluded then is in the journal; it begins with `start`.
             loop.projection.observe(now_ns, event, actions, loop.controller.state)
-            # What the monitor concluded then is in the journal itself.
-            loop._monitor.observe(now_ns, event)
         loop._last_ns = loop.projection.now_ns
         return loop
 

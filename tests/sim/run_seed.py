@@ -21,11 +21,9 @@ def play(
     faults(world)
 
     def over() -> bool:
-        state = world.host.state if world.host.up else None
-        return bool(state and state.terminal and state.finish_action is None)
+        return world.oracle.finished and world.host.up and world.host.loop.ended
 
-    world.after(0.0, lambda: None)
-    done = world.run(BOUND_S, lambda: world.host.up and world.host.submitted and over())
+    done = world.run(BOUND_S, over)
     host, require = world.host, world.oracle.require
     state = host.state
     require(done, f"not over: {state.phase}, {state.reason.text}; timers {state.timers}")
