@@ -27,9 +27,9 @@ MAX_WORDS = 40000
 # Lines of Python. A budget only falls: a feature pays with something that goes. The goal is 66,000
 # for orchestrator and workers, 65,000 for tests.
 BUDGETS = {
-    "orchestrator": 53434,
+    "orchestrator": 53433,
     "workers": 26056,
-    "tests": 88778,
+    "tests": 88776,
     "orchestrator/api": 4509,
     "orchestrator/backends": 6324,
     "orchestrator/catalogue": 989,
@@ -43,7 +43,7 @@ BUDGETS = {
     "orchestrator/planner": 1510,
     "orchestrator/preflight": 3483,
     "orchestrator/protocol": 3285,
-    "orchestrator/runtime": 5725,
+    "orchestrator/runtime": 5724,
     "orchestrator/ui": 951,
     "workers/agent": 10821,
     "workers/checkpoint": 5012,
