@@ -36,6 +36,7 @@ from holdfast.workers.checkpoint.stage import flat_bytes
 from holdfast.workers.checkpoint.state import local_of
 
 from .groups import Groups
+from .inspection import num_collectives
 
 SIGNAL = signal.SIGRTMIN + 7
 SIGNAL_EVERY_S = 0.02
@@ -57,6 +58,8 @@ class Attempts:
         """The agent may keep this process."""
         self.failed = False
         """The last attempt was halted."""
+        self._collectives: int | None = None
+        """Number of this process's collectives when its last attempt ended, or at its restore."""
         self._random: tuple[int, int] | None = None
         """Digests of the states of random numbers, as they are if none are drawn."""
         self._watches = self._seeded = False
@@ -180,15 +183,23 @@ class Attempts:
         with self._acting:
             self._over.set()
 
+    def count_collectives(self) -> None:
+        """Begin a time in which collectives are the script's: up to the next attempt."""
+        self._collectives = num_collectives() if self.groups is not None else None
+
     def __enter__(self) -> None:
         if self._open:
             raise UserError("session.attempt: got an attempt within one; expected one in each step")
+        if self._collectives is not None and num_collectives() > self._collectives:
+            # New processes would wait in them for kept ones, which are in their loop.
+            self.why_not = self.why_not or "the script has collectives outside its attempts"
         self._open = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> bool:
         self._open = False
+        self.count_collectives()
         if error is None or not self.wanted or self._outside == id(error):
             return False
         # The connection to a dead peer breaks before the agent knows of its end.
@@ -238,14 +249,24 @@ def _random_state() -> tuple[int, int]:
     return seeded, hash(pickle.dumps(numpy.random.get_state(legacy=False))) if numpy else 0
 
 
-def versions(model: Module) -> dict[str, int]:
-    """Number of writes to each buffer that checkpoints do not have."""
-    return {
+def versions(model: Module) -> dict[str, Any]:
+    """State that a forward may change and checkpoints lack: the number of writes to each buffer
+    that they leave out, the modules' own numbers, and which parameters are trained."""
+    buffers = {
         f"{name}.{key}": module._buffers[key]._version
         for name, module in model.named_modules()
         for key in module._non_persistent_buffers_set
         if module._buffers.get(key) is not None
     }
+    numbers = {
+        f"{name}.{key}": value
+        for name, module in model.named_modules()
+        if not isinstance(module, DistributedDataParallel)
+        for key, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str)) and key != "training" and key[0] != "_"
+    }
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    return buffers | numbers | trained
 
 
 def settings_digest(optimizers: Iterable[Optimizer]) -> int:
@@ -261,10 +282,11 @@ def settings_digest(optimizers: Iterable[Optimizer]) -> int:
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=7).digest())
 
 
-def why_not(model: Module, buffers: dict[str, int]) -> str:
-    """Reason to replace this process; empty: none. `buffers`: `versions` at restore."""
-    if buffers != versions(model):
-        return "the model writes buffers that checkpoints do not have"
+def why_not(model: Module, before: dict[str, Any]) -> str:
+    """Reason to replace this process; empty: none. `before`: `versions` at restore."""
+    now = versions(model)
+    if changed := next((name for name in before | now if before.get(name) != now.get(name)), ""):
+        return f"the model changes {changed.strip('.')}, which checkpoints do not have"
     if threading.current_thread() is not threading.main_thread():
         return "the loop does not run in the main thread"
     for module in model.modules():

@@ -337,6 +337,7 @@ class Session:
             self._stager.prepare()
             self._channel.begin(self._last_step, "train")
         self._say_whether_due()
+        self._attempts.count_collectives()
         self._begin_step()
 
     # -- attempts -----------------------------------------------------------------------------

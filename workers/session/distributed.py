@@ -169,15 +169,15 @@ def keep_groups_of_script(membership: Membership) -> None:
         return
 
     def meet(url: str, *given: Any, **named: Any) -> Iterator[tuple[Store, int, int]]:
-        at = rank_env() if BEFORE_SESSION in sys.modules and not why_not_formed() else None
+        at = rank_env() if BEFORE_SESSION in sys.modules and not why_not_formed() else RankEnv()
         query = dict(parse_qsl(urlparse(url).query))
-        seat = {"rank": str(at.rank), "world_size": str(at.world_size)} if at else {}
-        if at is None or not query.items() <= seat.items():
+        seat = {"rank": str(at.rank), "world_size": str(at.world_size)}
+        if at.world_size != membership.world_size or not query.items() <= seat.items():
             yield from usual(url, *given, **named)
             return
-        store, groups = _kept(at, membership)
-        of_script.append(groups)
-        yield store, at.rank, at.world_size
+        if not of_script:  # else it makes its groups once more
+            of_script.append(_kept(at, membership)[1])
+        yield of_script[0].store, at.rank, at.world_size
 
     handlers["env"] = meet
 

@@ -1,8 +1,8 @@
 """Process groups that survivors form again in the same process, with gloo of torch 2.15.
 
-All of torch's ways to make a group pass one function, which is wrapped: each group is made
-reconfigurable and is listed in the order of creation. A group without connections can be built on;
-a collective on it raises. Invariant: ranks connect only if they list the same groups.
+All of torch's ways to make a group pass one function or split a group. Both are wrapped: each group
+is made reconfigurable and is listed in the order of creation. A group without connections can be
+built on; a collective on it raises. Invariant: ranks connect only if they list the same groups.
 """
 
 from __future__ import annotations
@@ -113,6 +113,9 @@ class SwitchStore(Store):
     def has_extended_api(self) -> bool:
         return True
 
+    def clone(self) -> Store:
+        return self.now.clone()
+
     def set_timeout(self, timeout: timedelta) -> None:
         self.now.set_timeout(timeout)
 
@@ -132,14 +135,12 @@ class Groups:
     ) -> None:
         """`connected`: each group connects when it is made; otherwise `connect` does it for all.
         `replicas`: how often the world has all shards."""
-        self._store = store
+        self.store = store
         self._rank, self._world_size, self._generation = rank, world_size, generation
         self._each = world_size // replicas
         self.connected = connected
         self._listed: dict[str, tuple[Any, list[int], tuple[int, int]]] = {}
         """Name -> group, its ranks, and `_place` when it was made, in the order of creation."""
-        self.foreign = False
-        """A group cannot be formed again."""
         self._times: Counter[str] = Counter()
         """Formations of each named group in this generation: a script may replace it."""
         self._inodes: set[int] = set()
@@ -153,20 +154,16 @@ class Groups:
 
     def _wrap(self) -> None:
         make, init = c10d._new_process_group_helper, DistributedDataParallel.__init__
-        update = GradScaler.update
+        update, split = GradScaler.update, dist.ProcessGroup.split_group
 
         @wraps(make)
         def make_listed(*given: Any, **named: Any) -> Any:
             size, _, ranks, backend, _, name = given[:6]
             if str(backend) != "gloo":
-                group, store = make(*given, **named)
-                self.foreign |= group is not dist.GroupMember.NON_GROUP_MEMBER
-                return group, store
+                return make(*given, **named)
             group, store = make(*given, **named | {"enable_reconfigure": True})
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                self._listed[str(name)] = (group, list(ranks) or list(range(size)), self._place)
-                if self.connected:
-                    self._form(str(name))
+                self._list(str(name), group, list(ranks) or list(range(size)))
             return group, store
 
         @wraps(init)
@@ -182,9 +179,23 @@ class Groups:
             self.scales |= scaler.is_enabled()
             update(scaler, *given, **named)
 
+        @wraps(split)
+        def split_listed(parent: Any, at: list[int], *given: Any, **named: Any) -> Any:
+            group = split(parent, at, *given, **named)
+            if group is not None and self._has(parent):
+                members = dist.get_process_group_ranks(parent)
+                self._list(group.group_name, group, [members[index] for index in at])
+            return group
+
         c10d._new_process_group_helper = make_listed
-        owners: list[Any] = [DistributedDataParallel, GradScaler]
+        owners: list[Any] = [DistributedDataParallel, GradScaler, dist.ProcessGroup]
         owners[0].__init__, owners[1].update = init_listed, update_seen
+        owners[2].split_group = split_listed
+
+    def _list(self, name: str, group: Any, ranks: list[int]) -> None:
+        self._listed[name] = (group, ranks, self._place)
+        if self.connected:
+            self._form(name)
 
     def connect(
         self, store: Store, rank: int, world_size: int, generation: int, is_over: Callable[[], bool]
@@ -196,7 +207,7 @@ class Groups:
             raise NotKept("ranks of kept processes have moved")
         here = c10d._world.pg_map
         self._listed = {name: entry for name, entry in self._listed.items() if entry[0] in here}
-        self._store.now, self._generation = store, generation
+        self.store.now, self._generation = store, generation
         store.set(f"kept/{rank}", json.dumps(list(self._listed)))
         keys = [f"kept/{other}" for other in range(world_size)]
         self._await(keys, limits.STARTUP_TIMEOUT_S, is_over)
@@ -212,6 +223,14 @@ class Groups:
             self._form(name, is_over)
 
     @property
+    def foreign(self) -> bool:
+        """A group cannot be formed again."""
+        return not all(map(self._has, c10d._world.pg_map))
+
+    def _has(self, group: Any) -> bool:
+        return any(listed is group for listed, *_ in self._listed.values())
+
+    @property
     def _place(self) -> tuple[int, int]:
         """This rank, and the number of replicas."""
         return self._rank, self._world_size // self._each
@@ -221,7 +240,7 @@ class Groups:
         a rank that lists others never meets these."""
         group, created, place = self._listed[name]
         members = ranks_now(created, self._each, place, self._place)
-        store, number = self._store.now, self._times[name]
+        store, number = self.store.now, self._times[name]
         prefix = f"form/{self._generation}/{name}/{number}/{members}"
         self._times[name] += 1
         keys = [f"{prefix}/{member}" for member in members]
@@ -240,7 +259,7 @@ class Groups:
 
     def _await(self, keys: list[str], timeout_s: float, is_over: Callable[[], bool]) -> None:
         deadline, pause_s = time.monotonic() + timeout_s, FIRST_POLL_S
-        while not self._store.now.check(keys):
+        while not self.store.now.check(keys):
             if is_over() or time.monotonic() > deadline:
                 raise NotKept("process groups were not formed again in time")
             time.sleep(pause_s)

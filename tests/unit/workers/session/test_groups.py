@@ -96,13 +96,43 @@ def test_a_collective_that_waits_is_cut_and_the_group_is_formed_again() -> None:
     in_two_processes(work)
 
 
+MEMBERSHIP = Membership(
+    generation=1, mesh=Mesh(2, 1), num_nodes=1, workers_per_node=2, master_address="127.0.0.1",
+    master_port=1, restart_count=0,
+)  # fmt: skip
+
+
+def test_a_world_of_a_scripts_own_size_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, distributed.BEFORE_SESSION, sys)
+
+    def work(rank: int, _: list[Callable[[], Store]]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ["MASTER_PORT"] = port
+        distributed.keep_groups_of_script(MEMBERSHIP)
+        dist.init_process_group("gloo")
+        assert total(0) == 1 and not groups.of_script
+        dist.destroy_process_group()
+
+    in_two_processes(work)
+
+
+def test_a_split_group_is_connected_and_formed_again() -> None:
+    def work(rank: int, stores: list[Callable[[], Store]]) -> None:
+        made, _ = joined(rank, stores[0](), connected=True)
+        part = dist.split_group(None, [[0, 1]])
+        dist.barrier(part)
+        assert not made.foreign
+        made.connect(stores[1](), rank, 2, 2, lambda: False)
+        dist.barrier(part)
+
+    in_two_processes(work)
+
+
 def test_groups_that_a_framework_makes_before_the_session_are_formed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    membership = Membership(
-        generation=1, mesh=Mesh(2, 1), num_nodes=1, workers_per_node=2, master_address="127.0.0.1",
-        master_port=1, restart_count=0,
-    )  # fmt: skip
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setitem(sys.modules, distributed.BEFORE_SESSION, sys)
 
@@ -110,10 +140,13 @@ def test_groups_that_a_framework_makes_before_the_session_are_formed_again(
         torch.set_num_threads(1)
         os.environ["RANK"] = str(rank)
         distributed.own_store = lambda *_, **__: stores[0]()  # type: ignore[assignment]
-        distributed.keep_groups_of_script(membership)
-        dist.init_process_group("gloo", rank=rank, world_size=2)
-        assert total(rank) == 3 and not groups.why_not_formed()
-        join = partial(distributed.join, rank_env(), torch.device("cpu"), membership)
+        distributed.keep_groups_of_script(MEMBERSHIP)
+        for _ in range(2):  # a script may make them once more
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            dist.init_process_group("gloo", rank=rank, world_size=2)
+            assert total(rank) == 3 and not groups.why_not_formed()
+        join = partial(distributed.join, rank_env(), torch.device("cpu"), MEMBERSHIP)
         made = join(keeps=True)
         assert made is not None and join(keeps=True) is None
         made.connect(stores[1](), rank, 2, 2, lambda: False)

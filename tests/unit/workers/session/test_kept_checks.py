@@ -45,6 +45,33 @@ def attempts() -> Iterator[Attempts]:
     signal.signal(attempts_module.SIGNAL, before)
 
 
+# -- collectives --------------------------------------------------------------------------------
+@needs_torch
+def test_collectives_between_the_restore_and_an_attempt_or_between_two_keep_no_process() -> None:
+    """A new process begins them alone: the kept ones are in their loop."""
+
+    def work(rank: int, stores: list[Callable[[], Store]]) -> None:
+        made, _ = joined(rank, stores[0](), connected=True)
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+        for restored in (True, False):
+            s = session.init(shard=1)
+            s._attempts = Attempts(made, "")
+            made.num_collectives = 10_000  # those before the restore are judged apart
+            s.restore(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters(), lr=0.1))
+            if restored:
+                dist.barrier()
+            for step in s.steps(3):
+                with s.attempt():
+                    assert bool(s._attempts.why_not) == (restored or step == 2)
+                    dist.barrier()
+                    s.step(step)
+                if step == 1:
+                    dist.barrier()
+            assert "collectives outside its attempts" in s._attempts.why_not
+
+    in_two_processes(work)
+
+
 # -- random numbers -------------------------------------------------------------------------------
 DRAWS: dict[str, Callable[[], object]] = {
     "torch": lambda: torch.randperm(9),
@@ -152,6 +179,7 @@ def test_replicas_that_differ_stop_kept_processes_and_keep_none_of_others() -> N
 class Counting(nn.Module):
     def __init__(self, *, persistent: bool) -> None:
         super().__init__()
+        self.calls = 0
         self.register_buffer("seen", torch.zeros(()), persistent=persistent)
 
 
@@ -162,6 +190,26 @@ def test_a_buffer_that_checkpoints_do_not_have_may_not_be_written() -> None:
         assert not why_not(model, before)
         model[0].seen.add_(1)
         assert bool(why_not(model, before)) != persistent
+
+
+def counts(model: Any) -> None:
+    model[0].calls += 1
+
+
+def thaws(model: Any) -> None:
+    model[1].requires_grad_(requires_grad=True)
+
+
+@pytest.mark.parametrize(("changes", "name"), [(counts, "0.calls"), (thaws, "1.weight")])
+def test_a_model_that_counts_or_trains_other_parameters_is_not_kept(
+    changes: Callable[[nn.Module], None], name: str
+) -> None:
+    model = nn.ModuleList([Counting(persistent=True), nn.Linear(2, 2).requires_grad_(False)])
+    before = versions(model)
+    model.eval()
+    assert not why_not(model, before)
+    changes(model)
+    assert f"the model changes {name}," in why_not(model, before)
 
 
 def ddp(**settings: Any) -> nn.Module:
@@ -192,10 +240,13 @@ def hsdp_hook() -> nn.Module:
 def test_a_model_whose_communication_has_state_is_not_kept() -> None:
     def work(rank: int, stores: list[Callable[[], Store]]) -> None:
         joined(rank, stores[0](), connected=True)
-        assert not why_not(ddp(), {})
+        model = ddp()
+        assert not why_not(model, versions(model))
         for make in (lambda: ddp(static_graph=True), fp16_hook, power_sgd):
-            assert "static graph or a communication hook" in why_not(make(), {})
-        assert "hook for its all-reduce" in why_not(hsdp_hook(), {})
+            model = make()
+            assert "static graph or a communication hook" in why_not(model, versions(model))
+        model = hsdp_hook()
+        assert "hook for its all-reduce" in why_not(model, versions(model))
 
     in_two_processes(work)
 
@@ -223,7 +274,8 @@ def test_a_gradient_scaler_and_a_second_session_are_seen() -> None:
 def test_only_the_main_thread_makes_a_session_and_runs_a_loop_that_is_kept() -> None:
     with ThreadPoolExecutor(1) as other:
         assert "main thread" in other.submit(groups.why_not_formed).result()
-        assert "main thread" in other.submit(why_not, nn.Linear(1, 1), {}).result()
+        model = nn.Linear(1, 1)
+        assert "main thread" in other.submit(why_not, model, versions(model)).result()
 
 
 def test_nothing_is_cut_once_the_attempt_is_over(attempts: Attempts) -> None:
