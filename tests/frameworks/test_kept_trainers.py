@@ -60,14 +60,21 @@ def test_survivors_keep_their_process_and_the_trainer_ends_as_an_undisturbed_one
     assert num_kept >= 6  # of 9: one that does not leave its step within a second is killed
 
 
-def test_a_callback_that_counts_is_started_again(start: Start, tmp_path: Path) -> None:
-    env = environment(tmp_path, IN_MEMORY["pace_s"]) | {"COUNTS": "1"}
+@pytest.mark.parametrize(
+    ("variable", "why"),
+    [
+        ("COUNTS", "Result.count of the trainer or a callback"),
+        ("EVALUATES_FIRST", "collectives outside its attempts"),  # eval_on_start
+    ],
+)
+def test_a_trainer_with_a_state_or_collectives_of_its_own_is_started_again(
+    variable: str, why: str, start: Start, tmp_path: Path
+) -> None:
+    env = environment(tmp_path, IN_MEMORY["pace_s"]) | {variable: "1"}
     fields = KEEPS | {"parallelism": {"shard": 1}, "env": env, "steps": 20}
     job, log = start(replace(by_name("hf"), script="hf_kept.py"), save_every=RARELY, **fields)
     trained(log, job, 4)
-    assert (
-        "Result.count of the trainer or a callback" in job.until(lambda v: bool(v.keeping)).keeping
-    )
+    assert why in job.until(lambda v: bool(v.keeping)).keeping
     before = job.worker_pids()
     os.kill(before[1], signal.SIGKILL)
     view = job.running(incidents=1)

@@ -7,16 +7,22 @@ each step it stages it. The trainer's own checkpoints (`save_steps`) are written
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import re
+import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 import transformers
 from accelerate.data_loader import SeedableRandomSampler
+from torch import Tensor
+from torch.nn import Module
 from torch.utils.data import IterableDataset
 from transformers import Trainer, set_seed
 from transformers.trainer_callback import ExportableState, TrainerState
@@ -25,6 +31,7 @@ from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol.facts import WorkerPhase
 from holdfast.workers import session
 from holdfast.workers.session import reporting
+from holdfast.workers.session.attempts import checksum
 from holdfast.workers.session.order import mix
 
 from .fixed_size import ROOM_BYTES, pack, to_json, unpack
@@ -40,6 +47,8 @@ _HOOKS = (
     "_finalize_training", "_load_rng_state", "_save_checkpoint", "get_batch_samples",
 )  # fmt: skip
 """Methods that this module extends; transformers 5 has them."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, FunctionType, ModuleType)
 
 _IN_MEMORY = "memory of the nodes"
 """Text in place of a checkpoint's path: the trainer skips the batches that it has trained."""
@@ -66,7 +75,7 @@ class InMemoryTrainer(Trainer):  # type: ignore[misc]
         """
         _expect_possible(self)
         self._session = s = session.init()
-        self._stepped, self._held, self._loss = -1, -1, None
+        self._stepped, self._held, self._loss, self._began_s = -1, -1, None, 0.0
         self._generation = s.generation
         resume = None if s.restoring else resume_from_checkpoint
         return super().train(resume, *args, **more)
@@ -98,14 +107,15 @@ class InMemoryTrainer(Trainer):  # type: ignore[misc]
     # -- the loop -------------------------------------------------------------------------------
     def _run_epoch(self, **given: Any) -> None:
         """An epoch, and earlier ones again if a kept process goes on in one of them."""
-        first = last = given["epoch"]
+        first, last, again = given["epoch"], given["epoch"], False
         for _ in self._joined.loops(partial(self._why_not_again, given["train_dataloader"])):
             with self._joined.attempt():
                 if self._joined.generation != self._generation:
                     first, batches = self._begin_again(given["num_update_steps_per_epoch"])
                     given.update(epochs_trained=first, steps_trained_in_current_epoch=batches)
+                    again = True
                 for epoch in range(first, last + 1):
-                    if epoch > first:
+                    if epoch > first or again:
                         self.control = self.callback_handler.on_epoch_begin(
                             self.args, self.state, self.control
                         )
@@ -120,7 +130,7 @@ class InMemoryTrainer(Trainer):  # type: ignore[misc]
         self._tr_loss, self._total_loss_scalar = torch.zeros_like(self._tr_loss), 0.0
         self._globalstep_last_logged = self._initial_global_step = step
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
-        self.current_flos = 0
+        self.current_flos, self._began_s = 0, time.time()
         for flag in vars(self.control):
             setattr(self.control, flag, False)
         self.accelerator.gradient_state.dataloader_references = [None]
@@ -128,9 +138,9 @@ class InMemoryTrainer(Trainer):  # type: ignore[misc]
 
     def _why_not_again(self, loader: Any) -> str:
         """Reason why the loop cannot begin again in this process; empty: it can."""
-        for name, value in _state_of_parts(self).items():
-            if value != self._own_state.get(name):
-                return f"{name} of the trainer or a callback changes: checkpoints do not have it"
+        for part, digest in _state_of_parts(self).items():
+            if digest != self._own_state.get(part):
+                return f"{part[1]} of the trainer or a callback changes: checkpoints lack it"
         return _why_other_order(loader)
 
     def _run_whole_epoch(self, **given: Any) -> None:
@@ -139,8 +149,13 @@ class InMemoryTrainer(Trainer):  # type: ignore[misc]
                 self.control.should_training_stop = True
                 return
             given["resume_from_checkpoint"] = _IN_MEMORY
+        given["start_time"] = max(given["start_time"], self._began_s)
+        seed = mix(self.args.seed, -1 - given["epoch"], 0) % 2**32
+        if _has_persistent_workers(loader := given["train_dataloader"]):
+            # Only new workers draw a seed, which would change the order below.
+            loader.base_dataloader.generator = torch.Generator().manual_seed(seed)
         # Some samplers draw their order from the global generator, the same on all ranks.
-        set_seed(mix(self.args.seed, -1 - given["epoch"], 0) % 2**32)
+        set_seed(seed)
         super()._run_epoch(**given)
 
     def get_batch_samples(self, *args: Any, **more: Any) -> Any:
@@ -181,9 +196,10 @@ class InMemoryTrainer(Trainer):  # type: ignore[misc]
         with self._joined.phase("save"):
             return super()._save_checkpoint(*args, **more)
 
-    def _finalize_training(self, *args: Any, **more: Any) -> Any:
+    def _finalize_training(self, trial: Any, num_samples: int, start_time: float) -> Any:
         self._joined.finish()  # before the best model takes the place of the last one
-        return super()._finalize_training(*args, **more)
+        # The trainer divides the steps of this generation by it.
+        return super()._finalize_training(trial, num_samples, max(start_time, self._began_s))
 
     def _phase(self, name: WorkerPhase) -> AbstractContextManager[None]:
         """Report the phase, also while a script evaluates before it trains."""
@@ -293,19 +309,65 @@ def _names_of_trainer() -> frozenset[str]:
     return frozenset(re.findall(r"\bself\.(\w+)", text))
 
 
-def _state_of_parts(trainer: Any) -> dict[str, str]:
-    """Plain attributes that a subclass or a callback has, which no checkpoint has."""
-    names = vars(trainer).keys() - _names_of_trainer()
-    parts = {type(trainer).__name__: {name: vars(trainer)[name] for name in names}}
-    for callback in trainer.callback_handler.callbacks:
-        if not isinstance(callback, ExportableState) and _is_foreign(callback):
-            parts[type(callback).__name__] = vars(callback)
+def _state_of_parts(trainer: Any) -> dict[tuple[int, str], str]:
+    """Digests of what a subclass, a callback or the arguments have, which no checkpoint has."""
+    names = vars(trainer).keys() - _names_of_trainer() | {"compute_loss_func", "data_collator"}
+    callbacks = trainer.callback_handler.callbacks
+    parts = [(trainer, {name: vars(trainer)[name] for name in names})]
+    parts += [
+        (part, vars(part))
+        for part in (trainer.args, *callbacks)
+        if part is trainer.args or (not isinstance(part, ExportableState) and _is_foreign(part))
+    ]
+    own = {id(trainer), *map(id, _parts_of_model(trainer))}
     return {
-        f"{part}.{name}": repr(getattr(value, "__dict__", value))
-        for part, attributes in parts.items()
+        (number, f"{type(part).__name__}.{name}"): digest
+        for number, (part, attributes) in enumerate(parts)
         for name, value in attributes.items()
-        if _is_foreign(value)
+        if (digest := _digest(value, own))
     }
+
+
+def _parts_of_model(trainer: Any) -> Iterator[object]:
+    for model in (trainer.model, trainer.model_wrapped):
+        yield from (*model.modules(), *model.parameters(), *model.buffers())
+
+
+def _digest(value: object, own: set[int]) -> str:
+    """Digest of all that a value refers to, but for `own` parts and those of the frameworks'
+    classes; tensors and models of torch count. Empty: there is nothing."""
+    digest, parts, seen, num = hashlib.blake2b(), [value], {}, 0
+    while parts:
+        part = parts.pop()
+        if id(part) in own or id(part) in seen:
+            continue
+        if isinstance(part, torch.Generator):
+            part = part.get_state()
+        if isinstance(part, Tensor):
+            text = str(checksum([part]))
+        elif isinstance(part, Module) or _is_foreign(part):
+            text = repr(part) if isinstance(part, _PLAIN) else type(part).__name__
+            if not isinstance(part, _PLAIN):
+                seen[id(part)] = part  # alive, so that no other one gets its id
+                parts += _inside(part)
+        else:
+            continue
+        digest.update(f"{text};".encode(errors="replace"))
+        num += 1
+    return digest.hexdigest() if num else ""
+
+
+def _inside(part: Any) -> list[object]:
+    """Parts of an object, as pickle finds them."""
+    if isinstance(part, dict):
+        return [*part, *part.values()]
+    if isinstance(part, (list, tuple, set, frozenset)):
+        return list(part)
+    try:
+        state = part.__reduce_ex__(4)
+    except Exception:  # of a lock, a file, a function
+        return [repr(part), getattr(part, "__dict__", {})]
+    return [list(inner) if isinstance(inner, Iterator) else inner for inner in state]
 
 
 def _is_foreign(part: object) -> bool:
@@ -313,8 +375,14 @@ def _is_foreign(part: object) -> bool:
     return type(part).__module__.partition(".")[0] not in ("torch", "accelerate", "transformers")
 
 
+def _has_persistent_workers(loader: Any) -> bool:
+    return hasattr(loader, "base_dataloader") and loader.persistent_workers
+
+
 def _why_other_order(loader: Any) -> str:
     """Reason why a loader would give other samples when it is begun again; empty: it would not."""
+    if _has_persistent_workers(loader):
+        return "persistent workers of the data loader outlive an epoch"
     part = loader
     while part is not None:
         drawn = isinstance(getattr(part, "generator", None), torch.Generator)

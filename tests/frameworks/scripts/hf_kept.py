@@ -53,6 +53,7 @@ def main_kept(**more: Any) -> None:
         gradient_accumulation_steps=8,
         eval_strategy="steps",
         eval_steps=6,
+        eval_on_start=bool(os.environ.get("EVALUATES_FIRST")),
         metric_for_best_model="eval_loss",
         include_num_input_tokens_seen="all",
         **more,
