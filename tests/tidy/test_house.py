@@ -29,7 +29,7 @@ MAX_WORDS = 40000
 BUDGETS = {
     "orchestrator": 53433,
     "workers": 26166,
-    "tests": 89012,
+    "tests": 89006,
     "orchestrator/api": 4509,
     "orchestrator/backends": 6324,
     "orchestrator/catalogue": 989,
