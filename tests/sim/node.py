@@ -119,8 +119,6 @@ class SimNode:
                 world.node_dies(self, visible=True, why="chaos")
             case commands.EndNode():
                 world.node_dies(self, visible=True, why=out.detail)
-            case _:
-                pass
 
     def written(self, buffer: int, part: int, parts: int, payload: Payload) -> None:
         """A worker has copied its part; a buffer with parts of different states holds none."""

@@ -47,13 +47,11 @@ def play(
     expected = ["failed" if world.poison is not None else "succeeded"]
     expected += ["cancelled"] if world.cancelled else []
     require(state.phase in expected, f"{state.phase}: {state.reason.text}")
-    if state.phase == "cancelled":
-        pass
-    elif state.phase == "succeeded":
+    if state.phase == "succeeded":
         final = world.total_steps - 1
         steps = [files[0].step for _mesh, files in world.storage.manifests.values()]
         require(final in steps, f"step {final} is not committed; {steps} are")
-    else:
+    elif state.phase == "failed":
         require("twice" in state.reason.text and bool(state.traceback), state.reason.text)
     world.log(f"{state.phase}: {state.reason.text}")
     return world

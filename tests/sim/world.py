@@ -232,7 +232,7 @@ class World(VirtualTime):
             (2, self._power_loss),
             (4, self._partition),
             (1, self._lose_heartbeats),
-            (0.3, self._blackout),
+            (0.3, self.blackout),
             (3, self._break_link),
             (6, self._crash_controller),
             (1, self._forks_fail),
@@ -305,9 +305,6 @@ class World(VirtualTime):
                 self.healed_ns(node), self.now + round(seconds * SECOND_NS)
             )
         return f"no heartbeat arrives for {seconds:.1f} s"
-
-    def _blackout(self) -> str:
-        return self.blackout()
 
     def blackout(self) -> str:
         live = [node for node in self.nodes.values() if node.alive]

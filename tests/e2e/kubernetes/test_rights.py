@@ -27,7 +27,7 @@ from tests.e2e.kubernetes.rig.run import Run
 from tests.e2e.kubernetes.rig.waiting import until
 from tests.e2e.ports import free_port
 from tests.unit.api.wrong_jobs import SCRIPT, job
-from tests.unit.runtime.observe.test_notifications import SECRET, hook
+from tests.unit.runtime.observe.test_notifications import SECRET, Hook, hook
 from tests.unit.ui.views import served
 
 pytestmark = pytest.mark.e2e
@@ -38,6 +38,8 @@ MODES = {"cluster-wide": [], "namespaced": ["--set", f"watchNamespaces={{{TEAM}}
 
 class Installed:
     """A control plane with the chart, and its operator as a process."""
+
+    hook: Hook  # of a job whose nodes never come
 
     def __init__(self, plane: ControlPlane, server: Server, ports: list[int]) -> None:
         self.plane, self.server, self._ports = plane, server, ports
@@ -81,7 +83,13 @@ def installed(
         installed = Installed(plane, server, ports)
         server.start()
         server.wait_ready(installed.leads, timeout_s=30)
-        yield installed
+        with hook() as installed.hook:
+            url = f"--from-literal=url={installed.hook.url()}"
+            installed.team.run("create", "secret", "generic", "hook", url)
+            wanted = {"secret": {"name": "hook", "key": "url"}, "when": ["waiting"]}
+            notify = [{**wanted, "format": "json"}]
+            installed.team.create(job({**SCRIPT, "notify": notify}, "waits"))
+            yield installed
 
 
 def command(ports: list[int], checkpoints: Path, chart: str) -> list[str]:
@@ -194,24 +202,6 @@ def test_the_page_has_no_button_for_what_its_reader_may_not_do(installed: Instal
     team.run("delete", "tj", "read")
 
 
-def test_a_message_goes_to_the_address_in_a_secret_and_nothing_else_has_it(
-    installed: Installed,
-) -> None:
-    """No node ever comes, so after a minute the job says that it waits."""
-    team = installed.team
-    with hook() as server:
-        team.run("create", "secret", "generic", "hook", f"--from-literal=url={server.url()}")
-        wanted = {"secret": {"name": "hook", "key": "url"}, "when": ["waiting"], "format": "json"}
-        team.create(job({**SCRIPT, "notify": [wanted]}, "waits"))
-        until(lambda: server.what() == ["waiting"], "the message", timeout_s=120)
-    (message,) = server.got
-    assert message["job"] == f"{TEAM}/waits" and "0 of 1 ready" in message["reason"]
-    assert message["command"] == f"holdfast status waits --kubernetes -n {TEAM}"
-    printed = team.run("get", "tj,events,configmaps", "--output=yaml")
-    assert SECRET not in printed + installed.server.log.read_text()
-    team.run("delete", "tj", "waits")
-
-
 def test_a_missing_gang_system_is_reported_without_missing_rights(installed: Installed) -> None:
     name = "with-kueue"
     installed.team.create(job({**SCRIPT, "queue": "q", "kubernetes": {"gang": "kueue"}}, name))
@@ -234,6 +224,20 @@ def test_jobs_of_other_namespaces_are_ignored_in_namespaced_mode(installed: Inst
         assert status(installed.others, "far") == {}
     for kubectl, name in ((installed.team, "near"), (installed.others, "far")):
         kubectl.run("delete", "tj", name)
+
+
+def test_a_message_goes_to_the_address_in_a_secret_and_nothing_else_has_it(
+    installed: Installed,
+) -> None:
+    """After a minute, in which other tests run, the job says that it waits."""
+    team, server = installed.team, installed.hook
+    until(lambda: server.what() == ["waiting"], "the message", timeout_s=120)
+    (message,) = server.got
+    assert message["job"] == f"{TEAM}/waits" and "0 of 1 ready" in message["reason"]
+    assert message["command"] == f"holdfast status waits --kubernetes -n {TEAM}"
+    printed = team.run("get", "tj,events,configmaps", "--output=yaml")
+    assert SECRET not in printed + installed.server.log.read_text()
+    team.run("delete", "tj", "waits")
 
 
 def arguments(pid: int) -> list[str]:

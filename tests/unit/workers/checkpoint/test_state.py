@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -23,8 +25,10 @@ from tests.unit.workers.checkpoint.fake_ranks import (
 )
 
 MESHES = [(1, 1), (1, 2), (2, 2), (1, 3), (1, 8)]
+staged_once = cache(staged)
 
 
+@cache
 def expected(replicate: int, shard: int, rank: int) -> dict[str, torch.Tensor]:
     """State of a rank that trained on this mesh from the start."""
     model, optimizer = build(replicate, shard, seed=1)
@@ -39,7 +43,7 @@ def expected(replicate: int, shard: int, rank: int) -> dict[str, torch.Tensor]:
 def test_any_mesh_restores_what_any_other_staged(
     old: tuple[int, int], new: tuple[int, int]
 ) -> None:
-    files = staged(*old)
+    files = staged_once(*old)
     for rank in range(new[1]):
         with as_rank(rank, new[0] * new[1]):
             got, _ = restored(files, *new, rank)
