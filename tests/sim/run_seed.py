@@ -24,8 +24,7 @@ def play(
         return world.oracle.finished and world.host.up and world.host.loop.ended
 
     done = world.run(BOUND_S, over)
-    host, require = world.host, world.oracle.require
-    state = host.state
+    host, require, state = world.host, world.oracle.require, world.host.state
     require(done, f"not over: {state.phase}, {state.reason.text}; timers {state.timers}")
     world.run(world.time_s + 60.0, lambda: False)
     require(not world.backend_nodes(), f"nodes are left: {world.backend_nodes()}")

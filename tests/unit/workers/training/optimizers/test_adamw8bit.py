@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ def trained(replicate: int, shard: int, steps: int) -> tuple[Net, AdamW8bit, Tra
     return model, optimizer, TrainingState(model, optimizer, None)
 
 
+@cache
 def files(replicate: int, shard: int) -> dict[int, bytes]:
     found = {}
     for rank in range(shard):
@@ -53,8 +55,7 @@ def files(replicate: int, shard: int) -> dict[int, bytes]:
 def test_every_mesh_continues_the_state_of_every_other(
     written: tuple[int, int], to: tuple[int, int]
 ) -> None:
-    stored = files(*written)
-    replicate, shard = to
+    stored, (replicate, shard) = files(*written), to
     for rank in range(shard):
         with as_rank(rank, replicate * shard):
             state = trained(replicate, shard, steps=0)[2]
