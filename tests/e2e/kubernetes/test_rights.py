@@ -229,7 +229,7 @@ def test_jobs_of_other_namespaces_are_ignored_in_namespaced_mode(installed: Inst
 def test_a_message_goes_to_the_address_in_a_secret_and_nothing_else_has_it(
     installed: Installed,
 ) -> None:
-    """After a minute, in which other tests run, the job says that it waits."""
+    """The job waits for nodes; other tests run in the minute until it sends that."""
     team, server = installed.team, installed.hook
     until(lambda: server.what() == ["waiting"], "the message", timeout_s=120)
     (message,) = server.got
