@@ -167,12 +167,12 @@ class Groups:
             return group, store
 
         @wraps(init)
-        def init_listed(module: DistributedDataParallel, *given: Any, **named: Any) -> None:
+        def init_listed(made: DistributedDataParallel, /, *given: Any, **named: Any) -> None:
             # Without connections it cannot compare its values, which the restore sets anyway.
             before = num_collectives()
-            init(module, *given, **named | ({} if self.connected else {"init_sync": False}))
+            init(made, *given, **named | ({} if self.connected else {"init_sync": False}))
             self.num_collectives += num_collectives() - before
-            self.replicated.add(module)
+            self.replicated.add(made)
 
         @wraps(update)
         def update_seen(scaler: GradScaler, *given: Any, **named: Any) -> None:

@@ -158,7 +158,7 @@ def test_groups_that_a_framework_makes_before_the_session_are_formed_again(
 def test_new_reducers_broadcast_buffers_whatever_the_last_forward_was() -> None:
     def work(rank: int, stores: list[Callable[[], Store]]) -> None:
         made, _ = joined(rank, stores[0](), connected=True)
-        model = DistributedDataParallel(torch.nn.BatchNorm1d(2))
+        model = DistributedDataParallel(module=torch.nn.BatchNorm1d(2))
         model.require_forward_param_sync = rank == 0  # rank 1 was in a micro-batch before the last
         made.reset()
         model.module.running_mean.fill_(rank)
