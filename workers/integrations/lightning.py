@@ -47,11 +47,7 @@ class LightningCallback(Callback):  # type: ignore[misc]
     def on_validation_batch_start(self, *_: Any) -> None:
         reporting.progress("evaluate")
 
-    def on_test_batch_start(self, *_: Any) -> None:
-        reporting.progress("evaluate")
-
-    def on_predict_batch_start(self, *_: Any) -> None:
-        reporting.progress("evaluate")
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         # The file is written after this call; the next batch, or the end, ends the phase.
@@ -60,8 +56,7 @@ class LightningCallback(Callback):  # type: ignore[misc]
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         reporting.enter("finish")
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        reporting.enter("finish")  # other callbacks may have saved when the training ended
+    on_fit_end = on_train_end  # other callbacks may have saved when the training ended
 
 
 def _last_step(trainer: Any) -> int:

@@ -8,6 +8,7 @@ staged with the model and the optimizers; batches that were trained are skipped.
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class InMemoryLightning(LightningCallback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._session: session.Session | None = None
+        self._joined: Any = None
         self._loss: Any = None
         self._ended = False
         self._generators: dict[int, torch.Generator] = {}
@@ -46,23 +47,24 @@ class InMemoryLightning(LightningCallback):
         if stage != "fit":
             return
         wrong = ""
-        if self._session is not None:
+        if self._joined is not None:
             wrong = "a second call of fit; expected one in a process; make a job of each training"
         elif not pl_module.automatic_optimization:
-            wrong = (
-                "manual optimization; expected automatic; or keep the state with session.restore"
-            )
+            wrong = "manual optimization; expected automatic; or use session.restore"
         elif trainer.world_size > 1 and not dist.is_initialized():
             wrong = f"{type(trainer.strategy).__name__} without a process group; expected DDP"
         if wrong:
             raise UserError(f"holdfast.integrations.InMemoryLightning: got {wrong}")
-        self._session = session.init()
+        self._joined = session.init()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Runs after the strategy has wrapped the model and made the optimizers, before a
         checkpoint of Lightning's is read."""
         if self._joined.restoring:
-            trainer._checkpoint_connector._loaded_checkpoint = {}
+            connector, read = trainer._checkpoint_connector, "_restore_modules_and_callbacks"
+            connector._loaded_checkpoint = {}
+            if trainer.strategy.restore_checkpoint_after_setup:  # it would be read after this
+                setattr(connector, read, lambda *_: delattr(connector, read))
             self._restore(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -85,9 +87,7 @@ class InMemoryLightning(LightningCallback):
         epoch = loop.epoch_progress.current.processed
         for loader in loop._combined_loader.flattened:
             for name in ("sampler", "batch_sampler"):
-                sampler = getattr(loader, name, None)
-                if sampler is None:
-                    continue
+                sampler: Any = getattr(loader, name, None)
                 if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(epoch)
                 elif getattr(sampler, "generator", self) is None:
@@ -108,11 +108,21 @@ class InMemoryLightning(LightningCallback):
             return  # accumulation: the optimizer has not stepped
         self._loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         loop = trainer.fit_loop.epoch_loop
-        if not (loop.batch_progress.is_last_batch or loop._is_training_done or trainer.should_stop):
+        if loop.batch_progress.is_last_batch or loop._is_training_done or trainer.should_stop:
+            return
+        by_metric = any(c.reduce_on_plateau for c in trainer.lr_scheduler_configs)
+        if loop._should_check_val_fx(trainer.fit_loop._data_fetcher) and not by_metric:
+            loop.val_loop.run = partial(self._validate, trainer, loop.val_loop)
+        else:
             self._finished(trainer)
 
+    def _validate(self, trainer: Any, loop: Any) -> None:
+        """A validation belongs to the step before it, with what it changes in callbacks."""
+        del loop.run
+        loop.run()
+        self._finished(trainer)
+
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """The validation at the end of an epoch belongs to its last step."""
         if trainer.global_step - 1 > self._step:
             self._finished(trainer)
 
@@ -128,11 +138,6 @@ class InMemoryLightning(LightningCallback):
         self._step = trainer.global_step - 1
         self._joined.step(self._step, loss=self._loss, total_steps=total_steps(trainer))
 
-    @property
-    def _joined(self) -> session.Session:
-        assert self._session is not None
-        return self._session
-
 
 class _KeptOfLightning:
     """State of a checkpoint beside tensors: schedules, and the progress of loops and callbacks."""
@@ -146,13 +151,12 @@ class _KeptOfLightning:
         trainer = self.trainer
         loops = trainer.fit_loop.state_dict()
         loops["state_dict"].pop("combined_loader", None)  # batches are skipped instead
-        callbacks = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
         epoch = trainer.fit_loop.epoch_progress.current
         state = {
             "loops": loops,
             "epoch_ended": epoch.processed == epoch.started,
             "world": trainer.world_size,
-            "callbacks": {key: value for key, value in callbacks.items() if value},
+            "callbacks": {c.state_key: kept for c in trainer.callbacks if (kept := c.state_dict())},
         }
         return {
             "trainer": pack(to_json(state)),
