@@ -313,6 +313,14 @@ def test_a_new_controller_applies_retention_to_what_it_finds() -> None:
     assert clean.reason.text == "checkpoint after 10 steps: the newest 1 are kept"
 
 
+def test_a_new_controller_deletes_nothing_while_storage_has_not_answered() -> None:
+    job = Transcript().started()
+    job.commit(9)
+    job.controller = job.replayed()
+    job.apply(ControllerStarted(incarnation=2))
+    assert not job.of(CleanStorage)
+
+
 def test_a_new_controller_counts_no_checkpoint_whose_deletion_is_under_way() -> None:
     job = Transcript(spec(checkpoint={"retention": {"keepLast": 2}})).started()
     job.commit(9)

@@ -311,8 +311,9 @@ def test_a_finish_that_fails_is_tried_again() -> None:
     assert not job.apply(ActionSucceeded(action_id=again.action_id - 1))
     assert job.state.finish_action == again.action_id
     assert not job.wait(60)
-    job.succeed(FinishJob)
+    job.apply(ActionSucceeded(action_id=again.action_id, detail="a pod is still there"))
     assert job.state.finish_action is None and job.state.inflight == {}
+    assert job.state.notes[-1][1] == "a pod is still there"
     assert not job.apply(ControllerStarted(incarnation=3)) and job.state.incarnation == 3
 
 

@@ -252,6 +252,14 @@ def test_a_message_that_waits_keeps_its_node_alive() -> None:
     assert detector.next_ns(["a", "b"], RECOVERY) == 105 * SECOND
 
 
+def test_nodes_are_current_for_one_and_a_half_heartbeat_intervals() -> None:
+    detector, interval_s = silent("a", "b"), RECOVERY.heartbeat_interval_s
+    until_ns = 100 * SECOND + round(1.5 * interval_s * SECOND)
+    assert detector.current_at(until_ns, ["a", "b"], RECOVERY)
+    detector.observed(until_ns, "a", RECOVERY)
+    assert not detector.current_at(until_ns + 1, ["a", "b"], RECOVERY), "b is late"
+
+
 def test_the_only_node_is_named_as_such() -> None:
     job = Transcript(spec({"min": 1, "max": 1})).started("a")
     job.apply(HeartbeatsLost(nodes=1, seconds=3.0, patience_s=12.0))

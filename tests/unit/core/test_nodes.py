@@ -31,6 +31,17 @@ from holdfast.orchestrator.protocol.messages import (
 from .harness import Transcript, facts, spec
 
 
+def test_the_smallest_main_memory_of_the_nodes_that_are_here_counts() -> None:
+    job = Transcript()
+    job.submit()
+    for name, gib in (("a", 8), ("b", 4), ("c", 4)):
+        job.join(name, facts=facts(name, memory_bytes=gib * 2**30))
+    nodes = job.state.nodes
+    for lost, gib in (("b", 4), ("c", 8)):
+        nodes.pop(lost)
+        assert nodes.least_memory() == (None, gib * 2**30)
+
+
 def test_only_free_nodes_with_enough_slots_are_usable() -> None:
     job = Transcript(spec({"min": 1, "max": 8}, shard="auto"))
     job.submit()

@@ -99,6 +99,14 @@ def test_training_without_a_read_checkpoint_is_remarked_on() -> None:
     assert "has not opened" not in notes(other)
 
 
+def test_the_remark_names_what_earlier_generations_wrote_again_and_again() -> None:
+    job = restarted()
+    job.apply(written("/o/checkpoint-20"))
+    job.apply(written("/o/new.pt", generation=2, times=3))
+    job.apply(CollectivesBegun(generation=2))
+    assert "has not opened a checkpoint such as /o/ckpt.pt" in notes(job)
+
+
 ERROR = {"code": 1, "error_type": "EOFError", "error_message": "Ran out of input"}
 
 

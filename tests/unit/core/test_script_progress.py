@@ -116,6 +116,16 @@ def test_an_incident_of_a_silent_script_is_over_when_its_ranks_begin_collectives
     assert incident.resumed_after_step is None and incident.shows_progress
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_collectives_do_not_end_the_incident_of_a_single_rank(workers: int) -> None:
+    """A single rank may need none."""
+    job = Transcript(spec({"min": 1, "max": 1}, workers, 1, script=True)).started("a", step=None)
+    job.apply(CollectivesBegun(generation=1))
+    job.exits(0, signal=9)
+    job.all_stopped(None)
+    assert job.state.incidents[-1].shows_progress == (workers > 1)
+
+
 def answers(*seen: tuple[float, int]) -> list[float | None]:
     """(seconds since the launch, collectives that all ranks had begun) -> its answers."""
     began = Began()
