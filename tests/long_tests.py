@@ -14,7 +14,8 @@ _NODES = "e2e/kubernetes/nodes/test_"
 _LONG = {
     # Import contracts say it of the text, in a second; here each part is really removed. `make
     # check` checks types: 100 s of a core in a fresh clone.
-    "tidy/test_": "removable; tools.py::test_the_tools_report_no_problem[types",
+    "tidy/test_": "removable.py::test_a; removable.py::test_the; "
+    "tools.py::test_the_tools_report_no_problem[types",
     # Every strategy through kills, resizes and reshards, and its variants; the rest of test_losses
     # trains each axis, and tests/e2e/local has the faults with FSDP, HSDP and DDP.
     "strategies/test_": "elastic; faults; own_loops; recipe; three_axes; variants",

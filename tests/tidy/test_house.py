@@ -29,7 +29,7 @@ MAX_WORDS = 40000
 BUDGETS = {
     "orchestrator": 53433,
     "workers": 26165,
-    "tests": 89064,
+    "tests": 89220,
     "orchestrator/api": 4509,
     "orchestrator/backends": 6324,
     "orchestrator/catalogue": 989,

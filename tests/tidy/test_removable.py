@@ -1,14 +1,17 @@
-"""A part can be removed: without its files the rest imports and shows its help. parts.py names what
-the parts provide."""
+"""A part can be removed: without its files the rest imports, shows its help and passes its tests.
+parts.py names what the parts provide, the import contracts which files they are."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,89 +19,92 @@ import pytest
 from tests.documents import job_document
 
 ROOT = Path(__file__).parents[2]
-CLI, COMMANDS = "orchestrator/cli", "orchestrator/cli/commands"
-HOOKS = "workers/integrations"
-PARTS = {
-    "preflight": ("orchestrator/preflight", f"{COMMANDS}/preflight.py"),
-    "explorer": (
-        "orchestrator/explorer", "orchestrator/catalogue",
-        "orchestrator/runtime/observe/planned.py",
-        f"{COMMANDS}/plan.py", f"{CLI}/plan_text.py", f"{CLI}/calibration.py",
-    ),
-    "training": ("workers/training", "workers/agent/pool/warmup.py"),
-    "transformers": (f"{HOOKS}/transformers*.py", f"{HOOKS}/resumed_transformers.py"),
-    "lightning": (f"{HOOKS}/lightning*.py", f"{HOOKS}/resumed_lightning.py"),
-    "deepspeed": (f"{HOOKS}/deepspeed.py", f"{HOOKS}/resumed_deepspeed.py"),
-    "torchtitan": (f"{HOOKS}/torchtitan.py", "holdfast/torchtitan.py"),
-    "ray train": (f"{HOOKS}/ray_train.py", "orchestrator/client/ray_trainer.py", "holdfast/ray.py"),
-    "ui": ("orchestrator/ui",),
-    "client": ("orchestrator/client", "holdfast/ray.py"),
-    "local": (
-        "orchestrator/backends/local", "orchestrator/hosts/local", f"{CLI}/targets/local.py",
-        "orchestrator/client", "holdfast/ray.py",
-    ),
-    "kubernetes": (
-        "orchestrator/backends/kubernetes", "orchestrator/hosts/kubernetes", "orchestrator/kube",
-        "orchestrator/journal/configmap_store.py", f"{CLI}/targets/kubernetes",
-        f"{COMMANDS}/operator.py",
-    ),
-    "ray": (
-        "orchestrator/backends/ray", "orchestrator/hosts/ray", f"{CLI}/targets/ray",
-        "orchestrator/journal/gcs_store.py", "orchestrator/client/ray_trainer.py",
-        "holdfast/ray.py",
-    ),
+HOOKS, UNITS = "workers/integrations", "tests/unit"
+NAMES = ("transformers", "lightning", "deepspeed", "torchtitan")
+RAY_TRAIN = [f"{HOOKS}/ray_train.py", "orchestrator/client/ray_trainer.py", "holdfast/ray.py"]
+FRAMEWORKS = {name: [f"{HOOKS}/*{name}*.py", f"holdfast/{name}.py"] for name in NAMES}
+FRAMEWORKS["ray train"] = RAY_TRAIN
+"""Framework -> files of its integration, and those that are declared to need it."""
+TESTS = {
+    "explorer": [
+        "workers/training/test_calibrate.py", "cli/test_written_specs.py",
+        "cli/test_printed_commands.py",
+    ],
+    "preflight": ["cli/test_printed_commands.py"],
+    "page": ["cli/test_printed_commands.py"],
+    "transformers": [
+        f"{HOOKS}/test_counted_steps.py", f"{HOOKS}/test_resumed_trainers.py",
+        "workers/agent/pool/test_framework_hooks.py",
+    ],
+    "deepspeed": ["workers/agent/pool/test_framework_hooks.py"],
+    "client": ["cli/test_written_specs.py", f"{HOOKS}/test_ray_train.py"],
+    "local": ["cli", f"{HOOKS}/test_ray_train.py"],  # commands are tested on jobs of this machine
+    "integrations": ["workers/agent/pool/test_framework_hooks.py", "client/test_ray_trainer.py"],
+    "Kubernetes": ["cli/test_printed_commands.py"],
+    "Ray": ["backends/kubernetes/test_kuberay.py", f"{HOOKS}/test_ray_train.py"],
 }  # fmt: skip
-"""Part -> its files, and those that are declared to need it."""
+"""Part -> files of unit tests that need it, and are not beside those of the part itself."""
 
+
+def removable() -> dict[str, list[str]]:
+    """Part -> its files, and those that may import it: what the import contracts say."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    found = [one for one in settings["contracts"] if one["type"] == "protected"]
+    owners = [(one["protected_modules"], set(one["allowed_importers"])) for one in found]
+    parts = {}
+    for one in found:
+        name = re.sub("^the | (backend|is|are) .*", "", one["name"])
+        modules = {*one["protected_modules"], *one["allowed_importers"]}
+        for protected, importers in owners:
+            if any(f"{m}.".startswith(f"{top}.") for m in modules for top in protected):
+                modules |= importers
+        paths = [ROOT / module.replace(".", "/") for module in sorted(modules - {"holdfast"})]
+        files = [path if path.is_dir() else path.with_suffix(".py") for path in paths]
+        parts[name] = [
+            str(file.relative_to(ROOT)).replace("holdfast/orchestrator", "orchestrator")
+            .replace("holdfast/workers", "workers") for file in files
+        ]  # fmt: skip
+    return parts
+
+
+PARTS = {**removable(), **FRAMEWORKS}
+NEAR = ["api", "cli", "journal", "planner", "runtime/observe"]
+NEAR_WORKERS = ["workers/agent/pool", "workers/checkpoint", "workers/integrations"]
+"""Unit tests of what asks for a part, of the control plane or of workers."""
 IMPORT = """
-import importlib, os, sys
-def load(place):
-    sys.path.insert(0, place)
-    for name in open(f"{place}/modules").read().split():
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name.startswith("holdfast"):
-                sys.exit(f"{place}: {name}: {error}")
-load(sys.argv[1])  # with the libraries, once for all
-for place in sys.argv[1:]:
-    if os.fork() == 0:
-        for name in [name for name in sys.modules if name.startswith("holdfast")]:
-            del sys.modules[name]
-        load(place)
-        os._exit(0)
-    if os.wait()[1]:
-        sys.exit(1)
+import importlib, pathlib
+for file in [*pathlib.Path("orchestrator").rglob("*.py"), *pathlib.Path("workers").rglob("*.py")]:
+    try:
+        importlib.import_module(".".join(["holdfast", *file.with_suffix("").parts]))
+    except ModuleNotFoundError as error:
+        assert not error.name.startswith("holdfast"), f"{file}: {error}"
 """
 HELP = """
 from holdfast.orchestrator.cli.main import app
 for words in (["--help"], ["run", "--help"], ["spec", "--help"]):
     app(words, prog_name="holdfast", standalone_mode=False)
 """
-COMMAND = {"preflight": "│ preflight", "explorer": "│ plan", "ui": "│ ui"}
+COMMAND = {"preflight": "│ preflight", "explorer": "│ plan", "page": "│ ui"}
 
 
-def modules(place: Path, *tops: str) -> dict[str, Path]:
-    files = [file for top in tops for file in (place / top).rglob("*.py")]
-    names = {file: file.relative_to(place).with_suffix("").parts for file in files}
-    return {".".join(parts): file for file, parts in names.items() if parts[-1] != "__main__"}
+def removed(part: str, place: Path) -> list[Path]:
+    """Files and folders of a part and of its unit tests, which mirror them."""
+    paths = [UNITS / Path(file.removeprefix("orchestrator/")) for file in PARTS[part]]
+    tests = [path.with_name(f"test_{path.name}") if path.suffix else path for path in paths]
+    tests += [Path(UNITS, test) for test in TESTS.get(part, ())]
+    return [path for file in [*PARTS[part], *map(str, tests)] for path in place.glob(file)]
 
 
 def without(part: str, place: Path) -> Path:
-    """A copy of the tree without a part, and with a list of the modules that are left."""
-    for top in ("orchestrator", "workers", "holdfast"):
-        shutil.copytree(ROOT / top, place / top, symlinks=True)
-    for path in [path for pattern in PARTS[part] for path in place.glob(pattern)]:
+    """A copy of the tree without a part."""
+    for path in ROOT.iterdir():
+        if path.name in ("orchestrator", "workers", "holdfast", "tests"):
+            shutil.copytree(path, place / path.name, symlinks=True)
+        elif not path.name.startswith("."):
+            (place / path.name).symlink_to(path)
+    for path in removed(part, place):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    names = sorted(f"holdfast.{name}" for name in modules(place, "orchestrator", "workers"))
-    (place / "modules").write_text("\n".join(names))
     return place
-
-
-@pytest.fixture(scope="module")
-def copies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Part -> a tree without it."""
-    return {part: without(part, tmp_path_factory.mktemp("part")) for part in PARTS}
 
 
 def run(place: Path, *words: str | Path, code: int = 0) -> str:
@@ -111,20 +117,21 @@ def run(place: Path, *words: str | Path, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.timeout(600)
-def test_the_rest_imports_without_a_part(copies: dict[str, Path]) -> None:
-    run(ROOT, "-c", IMPORT, *copies.values())
-
-
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", PARTS)
-def test_the_command_shows_its_help_without_a_part(copies: dict[str, Path], part: str) -> None:
-    shown = run(copies[part], "-c", HELP)
+def test_the_rest_works_without_a_part(tmp_path: Path, part: str) -> None:
+    place = without(part, tmp_path)
+    run(place, "-c", IMPORT)
+    shown = run(place, "-c", HELP)
     for owner, command in COMMAND.items():
         assert (f"{command} " in shown) == (part != owner)
+    near = NEAR_WORKERS if any(file.startswith("workers") for file in PARTS[part]) else NEAR
+    folders = [f"{UNITS}/{folder}" for folder in near if (place / UNITS / folder).exists()]
+    run(place, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *folders)
 
 
-def test_a_recipe_that_is_not_installed_is_rejected_before_a_job(copies: dict[str, Path]) -> None:
-    place = copies["training"]
+def test_a_recipe_that_is_not_installed_is_rejected_before_a_job(tmp_path: Path) -> None:
+    place = without("recipe", tmp_path)
     spec = {"entrypoint": {"recipe": {"name": "pretrain"}}}
     (place / "job.yaml").write_text(json.dumps(job_document("demo", spec)))
     command = "import sys; from holdfast.orchestrator.cli.main import main; sys.exit(main())"
@@ -135,15 +142,27 @@ def test_a_recipe_that_is_not_installed_is_rejected_before_a_job(copies: dict[st
     assert not [*place.glob("home/jobs/*")]
 
 
-@pytest.mark.timeout(1800)
-def test_a_launch_is_decided_and_shown_without_the_explorer(tmp_path: Path) -> None:
-    """Unit tests of the packages that ask for it, except tests that import it."""
-    place = without("explorer", tmp_path)
-    shutil.copytree(ROOT / "tests", place / "tests")
-    for name in ("pyproject.toml", "tools", "docs", "examples"):
-        (place / name).symlink_to(ROOT / name)
-    packages = [f"tests/unit/{name}" for name in ("core", "planner", "runtime/observe")]
-    needs = re.compile(r"orchestrator\.(explorer|catalogue)\b")
-    files = [file for room in packages for file in (place / room).rglob("test_*.py")]
-    rest = [file for file in files if not needs.search(file.read_text())]
-    run(place, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *rest)
+@functools.cache
+def imports(file: Path) -> set[str]:
+    """Modules, and names in modules, that a file imports outside of functions."""
+    package, names = file.relative_to(ROOT).parts[:-1], set[str]()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*above, *filter(None, [node.module])])
+            names |= {f"{module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_no_unit_test_of_the_rest_imports_a_part(part: str) -> None:
+    gone = removed(part, ROOT)
+    paths = [path.relative_to(ROOT).with_suffix("") for path in gone]
+    modules = [".".join(path.parts) for path in [*paths, *(Path("holdfast") / p for p in paths)]]
+    for file in (ROOT / UNITS).rglob("*.py"):
+        if not any(file.is_relative_to(path) for path in gone):
+            names = imports(file)
+            wrong = [n for n in names if any(f"{n}.".startswith(f"{m}.") for m in modules)]
+            assert not wrong, f"{file.relative_to(ROOT)} belongs to the tests of {part}: {wrong}"

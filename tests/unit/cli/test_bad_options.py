@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.orchestrator.kube.kubeconfig import problem
-
 from .conftest import Holdfast
 from .test_bad_input import SCRIPT
 
@@ -57,16 +55,6 @@ def test_a_path_that_is_too_long_is_not_a_directory(holdfast: Holdfast) -> None:
     result = holdfast("checkpoint", "list", "./" + 5000 * "a")
     assert result.code == 2
     assert "JOB_OR_PATH: got ./aaa" in result.err and "a directory, a URL or a job" in result.err
-
-
-def test_a_kubeconfig_that_is_a_directory_is_reported_as_one(tmp_path: Path) -> None:
-    assert f"--kubeconfig: got {tmp_path} (a directory)" in str(problem(None, tmp_path))
-
-
-@pytest.mark.parametrize("text", ["a: 2024-13-45", DEEP], ids=["no date", "deep"])
-def test_a_file_that_cannot_be_parsed_is_not_a_kubeconfig(text: str, tmp_path: Path) -> None:
-    (tmp_path / "config").write_text(text)
-    assert "which is not a kubeconfig" in str(problem(None, tmp_path / "config"))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from holdfast.orchestrator.api.v1alpha1.remarks import remarks
 from holdfast.orchestrator.core.rank_assignment import mesh_for
 from holdfast.orchestrator.explorer.plan import make_plan
 from holdfast.orchestrator.planner.choose import memory_on
@@ -11,6 +12,7 @@ from holdfast.orchestrator.protocol.facts import Gpu, NodeFacts
 from holdfast.orchestrator.protocol.mesh import Mesh
 
 from ..planner.builders import FACTS, make_job
+from ..planner.test_micro_batch import GIB, batch_job, offloading
 
 
 def test_a_script_gets_a_mesh_but_no_memory_table() -> None:
@@ -125,3 +127,34 @@ def test_main_memory_of_a_machine_without_the_gpus_of_the_job_is_not_planned_wit
     job = make_job(nodes=(2, 2), recipe={}, parallelism={"shard": 4}, resources={"gpu": 1})
     plan = make_plan(job, replace(FACTS, memory_bytes=2**30))
     assert plan is not None and plan.host_memory is None
+
+
+def test_the_plan_names_why_the_micro_batch_is_smaller() -> None:
+    node = replace(FACTS, gpus=(Gpu("H100", 24 * GIB),) * 8)
+    plan = make_plan(batch_job(512), node)
+    assert plan is not None and plan.estimate is not None and plan.fits
+    assert plan.estimate.num_micro_batches > 1
+    assert plan.micro_batch_why.startswith("microBatch auto: all 64 samples of a rank at once")
+    written = make_plan(batch_job(512, 2), node)
+    assert written is not None and written.micro_batch_why == ""
+
+
+def test_the_plan_names_the_main_memory_for_offloaded_states() -> None:
+    case, gpus = offloading(), (Gpu("H100", 80 * GIB),) * 8
+    plan = make_plan(case.job, replace(FACTS, gpus=gpus, memory_bytes=2048 * GIB))
+    assert plan is not None and plan.fits and "229.4 GiB" in plan.offload_memory
+    assumed = make_plan(case.job, replace(FACTS, gpus=gpus))
+    assert assumed is not None and "assumed" in assumed.offload_memory
+
+
+def test_the_plan_warns_of_variables_in_the_words_of_the_other_commands() -> None:
+    job = make_job(env={"NCCL_TIMEOUT": "3600"}, resources={"gpu": 1})
+    plan, shown = make_plan(job, FACTS), remarks(job)
+    assert plan is not None and shown and set(shown) <= set(plan.warnings)
+
+
+def test_a_plan_without_gpus_warns_on_a_machine_that_has_gpus() -> None:
+    node = replace(FACTS, gpus=(Gpu("NVIDIA H100", 80 * GIB),) * 3)
+    plan = make_plan(make_job(resources={"gpu": 0}), node)
+    assert plan is not None
+    assert any("resources.gpu is 0" in text and "3 x NVIDIA" in text for text in plan.warnings)

@@ -7,23 +7,18 @@ import base64
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from holdfast.orchestrator.core.events import NodeLost
 from holdfast.orchestrator.core.journal import Record
 from holdfast.orchestrator.journal.chunk_journal import ChunkJournal, Store, read
-from holdfast.orchestrator.journal.configmap_store import ConfigMapStore
 from holdfast.orchestrator.journal.file_store import FileStore
-from holdfast.orchestrator.journal.gcs_store import GcsStore
-from holdfast.orchestrator.kube.client import KubeClient
-from holdfast.orchestrator.kube.errors import CONFIG_MAPS
-from holdfast.orchestrator.kube.names import Owner
-from tests.unit.hosts.kubernetes.operator_harness import StatefulFakeApi
-from tests.unit.hosts.ray.memory_store import MemoryStore
-from tests.unit.kube.fake_api import cluster_of
+from holdfast.orchestrator.parts import is_installed
 
-KINDS = ("files", "configmap", "gcs")
-OWNER = Owner("team", "llm", "uid-team-llm")
-PATH = CONFIG_MAPS.path("team", "llm-journal")
+_JOURNAL = "holdfast.orchestrator.journal"
+_STORES = {"files": "file_store", "configmap": "configmap_store", "gcs": "gcs_store"}
+KINDS = [kind for kind, name in _STORES.items() if is_installed(f"{_JOURNAL}.{name}")]
+PATH = "/api/v1/namespaces/team/configmaps/llm-journal"
 
 
 def record(number: int) -> Record:
@@ -33,16 +28,11 @@ def record(number: int) -> Record:
 class Place:
     """Place of the journal of one job, for any number of controllers and readers."""
 
-    def __init__(self, kind: str, directory: Path, cluster: KubeClient, api: StatefulFakeApi):
-        self.kind, self.directory, self.cluster, self.api = kind, directory, cluster, api
-        self.keys = MemoryStore()
-
-    def store(self) -> Store:
-        if self.kind == "files":
-            return FileStore(self.directory)
-        if self.kind == "gcs":
-            return GcsStore(self.keys, "llm")
-        return ConfigMapStore(self.cluster, OWNER)
+    def __init__(self, kind: str, directory: Path, store: Callable[[], Store], keeper: Any):
+        self.kind, self.directory, self.store = kind, directory, store
+        self.cluster: Any = None
+        self.api = self.keys = keeper
+        """The API server or dictionary that keeps the chunks; None: files do."""
 
     async def open(self) -> ChunkJournal:
         return await ChunkJournal.open(self.store())
@@ -50,8 +40,8 @@ class Place:
     def read(self) -> tuple[int, list[int]]:
         """(records that the snapshot covers, times of the records since), by a reader."""
         store = self.store()
-        if isinstance(store, ConfigMapStore):  # it is read only by its writer
-            store._data = self.api.objects[PATH]["binaryData"]
+        if self.kind == "configmap":  # it is read only by its writer
+            vars(store)["_data"] = self.api.objects[PATH]["binaryData"]
         chunks = read(store)
         store.close()
         times = [one.now_ns for chunk in chunks for one in chunk.records]
@@ -87,6 +77,23 @@ def play(kind: str, directory: Path, scenario: Callable[[Place], Awaitable[None]
 
 @asynccontextmanager
 async def _place(kind: str, directory: Path) -> AsyncIterator[Place]:
-    api = StatefulFakeApi()
-    async with cluster_of(api) as cluster:
-        yield Place(kind, directory / "journal", cluster, api)
+    place = directory / "journal"
+    if kind == "files":
+        yield Place(kind, place, lambda: FileStore(place), None)
+    elif kind == "gcs":
+        from holdfast.orchestrator.journal.gcs_store import GcsStore
+        from tests.unit.hosts.ray.memory_store import MemoryStore
+
+        keys = MemoryStore()
+        yield Place(kind, place, lambda: GcsStore(keys, "llm"), keys)
+    else:
+        from holdfast.orchestrator.journal.configmap_store import ConfigMapStore
+        from holdfast.orchestrator.kube.names import Owner
+        from tests.unit.hosts.kubernetes.operator_harness import StatefulFakeApi
+        from tests.unit.kube.fake_api import cluster_of
+
+        api, owner = StatefulFakeApi(), Owner("team", "llm", "uid-team-llm")
+        async with cluster_of(api) as cluster:
+            opened = Place(kind, place, lambda: ConfigMapStore(cluster, owner), api)
+            opened.cluster = cluster
+            yield opened

@@ -11,7 +11,9 @@ from holdfast.orchestrator.journal.chunk_journal import ChunkJournal
 from holdfast.orchestrator.journal.configmap_store import MAX_BYTES, WRITER, ConfigMapStore
 from holdfast.orchestrator.kube.names import Owner
 
-from .places import OWNER, PATH, Place, play, record, write
+from .places import PATH, Place, play, record, write
+
+OWNER = Owner("team", "llm", "uid-team-llm")
 
 
 def test_a_commit_that_no_configmap_holds_is_refused_and_its_snapshot_is_not(

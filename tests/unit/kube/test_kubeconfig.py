@@ -61,3 +61,13 @@ def test_a_cluster_without_the_crd_says_what_to_install(body: bytes) -> None:
     error = refused("https://h:1", "list", path, 404, body)
     assert "does not serve trainingjobs.holdfast.dev" in str(error) and "helm" in str(error)
     assert error.exit_code == 2
+
+
+def test_a_kubeconfig_that_is_a_directory_is_reported_as_one(tmp_path: Path) -> None:
+    assert f"--kubeconfig: got {tmp_path} (a directory)" in str(problem(None, tmp_path))
+
+
+@pytest.mark.parametrize("text", ["a: 2024-13-45", 3000 * "["], ids=["no date", "deep"])
+def test_a_file_that_cannot_be_parsed_is_not_a_kubeconfig(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config").write_text(text)
+    assert "which is not a kubeconfig" in str(problem(None, tmp_path / "config"))

@@ -9,7 +9,6 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
-from holdfast.orchestrator.explorer.plan import make_plan
 from holdfast.orchestrator.planner.choose import choose_mesh, may_fit, memory_on
 from holdfast.orchestrator.planner.memory import (
     MAIN_MEMORY_PER_DEVICE,
@@ -85,16 +84,6 @@ def test_a_shrink_keeps_the_global_batch_in_more_passes() -> None:
     assert device_bytes(work, half) <= USABLE * memory
 
 
-def test_the_plan_names_why_the_micro_batch_is_smaller() -> None:
-    node = replace(FACTS, gpus=(Gpu("H100", 24 * GIB),) * 8)
-    plan = make_plan(batch_job(512), node)
-    assert plan is not None and plan.estimate is not None and plan.fits
-    assert plan.estimate.num_micro_batches > 1
-    assert plan.micro_batch_why.startswith("microBatch auto: all 64 samples of a rank at once")
-    written = make_plan(batch_job(512, 2), node)
-    assert written is not None and written.micro_batch_why == ""
-
-
 def test_a_mesh_that_fits_in_one_pass_is_preferred() -> None:
     """A pass over a part of the samples gathers all parameters again."""
     recipe = {"globalBatch": 256, "model": MODEL, "data": {"sequenceLength": 2048}}
@@ -136,7 +125,3 @@ def test_the_memory_limit_that_a_node_reports_is_shared_by_its_workers() -> None
     host = memory_on(case.job, [large, small]).host
     assert host is not None and 0 < host < 16 * GIB / 8
     assert memory_on(case.job, [replace(FACTS, gpus=gpus)]).host is None
-    plan = make_plan(case.job, large)
-    assert plan is not None and plan.fits and "229.4 GiB" in plan.offload_memory
-    assumed = make_plan(case.job, replace(FACTS, gpus=gpus))
-    assert assumed is not None and "assumed" in assumed.offload_memory

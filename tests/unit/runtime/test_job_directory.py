@@ -10,15 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping, job_to_mapping
-from holdfast.orchestrator.core.events import JobSubmitted
-from holdfast.orchestrator.core.journal import Record
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.errors import HoldfastError, UserError
-from holdfast.orchestrator.hosts.local.job_records import create_job
 from holdfast.orchestrator.runtime import job_directory as home_module
 from holdfast.orchestrator.runtime.job_directory import HOME_VARIABLE, Home, copy_tree
 from tests.documents import job_document
-from tests.unit.journal import files
 
 
 def make_job(name: str = "tiny") -> TrainingJob:
@@ -58,42 +54,6 @@ def test_the_token_is_secret_and_new_for_every_job(tmp_path: Path) -> None:
     for path in (first.token_file, first.path / "job.json", first.path / "lock"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(first.path.stat().st_mode) == 0o700
-
-
-def test_a_taken_name_is_reported_with_the_state_of_the_job_and_the_fix(tmp_path: Path) -> None:
-    home = Home(tmp_path)
-    directory = home.create(make_job(), tmp_path)
-    submitted = JobSubmitted(job_id="x", spec=job_to_mapping(make_job()), spec_directory="/")
-    files.write(directory.journal, Record(1, submitted))
-    with pytest.raises(UserError) as raised:
-        create_job(home, make_job(), tmp_path)
-    assert "metadata.name: got tiny" in str(raised.value)
-    assert "(pending)" in str(raised.value)
-    assert "holdfast attach tiny" in str(raised.value)
-    assert raised.value.exit_code == 2
-    with directory.locked(), pytest.raises(UserError, match="holdfast status tiny"):
-        create_job(home, make_job(), tmp_path)
-    assert [path.name for path in home.jobs.iterdir()] == ["tiny"]
-
-
-def test_a_name_taken_by_a_damaged_job_is_reported_with_the_damage(tmp_path: Path) -> None:
-    home = Home(tmp_path)
-    directory = home.create(make_job(), tmp_path)
-    directory.journal.mkdir()
-    (directory.journal / "00000001").write_bytes(b"no journal at all, but long enough")
-    with pytest.raises(UserError, match=r"unreadable .*damaged: byte 0.*`holdfast delete tiny`"):
-        create_job(home, make_job(), tmp_path)
-
-
-def test_a_name_taken_by_an_unreadable_job_comes_without_advice_to_delete_it(
-    tmp_path: Path,
-) -> None:
-    home = Home(tmp_path)
-    directory = home.create(make_job(), tmp_path)
-    directory.journal.symlink_to("journal")  # a loop
-    with pytest.raises(UserError, match=r"unreadable .*journal: cannot be read .*readable") as it:
-        create_job(home, make_job(), tmp_path)
-    assert "holdfast delete" not in str(it.value)
 
 
 def test_there_is_one_controller(tmp_path: Path) -> None:

@@ -9,16 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.core.actions import RequestNodes
 from holdfast.orchestrator.core.events import CancelRequested
 from holdfast.orchestrator.core.journal import JournalLost
 from holdfast.orchestrator.errors import UserError
-from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.protocol.facts import StagedShard
 from holdfast.orchestrator.protocol.manifest import directory_name, shard_file_name
 from holdfast.orchestrator.protocol.mesh import Mesh
@@ -33,8 +30,7 @@ from holdfast.orchestrator.runtime.job_runtime import JobRuntime, JobRuntimeTimi
 from holdfast.workers.agent.storage import persist
 from holdfast.workers.checkpoint.layout import make_layout
 
-from .frames import Frames
-from .harness import BOUND_S, FakeBackend, make_job, node_facts, running
+from .harness import BOUND_S, FakeBackend, make_job
 from .test_commits import MemoryJournal
 
 
@@ -308,46 +304,3 @@ async def test_agents_learn_how_long_they_may_be_without_a_controller(
         assert job.runtime._welcome().controller_absence_s == seconds
     finally:
         await cluster.close()
-
-
-async def test_a_node_that_joins_learns_what_the_script_imports(tmp_path: Path) -> None:
-    harness = await running(tmp_path)
-    member, lost = harness.members()
-    assert [one.imports for one in member.received if isinstance(one, wire.Welcome)] == [()]
-    member.say(wire.ImportsLearned(modules=("transformers",)))
-    async with asyncio.timeout(BOUND_S):
-        while not harness.service.runtime._welcome().imports:
-            await asyncio.sleep(0)
-    before = set(harness.backend.agents)
-    harness.backend.kill(lost.name)
-    await harness.until(lambda view: set(harness.backend.agents) > before - {lost.name})
-    (name,) = set(harness.backend.agents) - before
-    new = harness.backend.agents[name]
-    await harness.back(new, 1)
-    (welcome,) = [one for one in new.received if isinstance(one, wire.Welcome)]
-    assert welcome.imports == ("transformers",)
-    await harness.kill_controller()
-
-
-async def test_a_node_of_another_protocol_is_lost_with_the_reason_of_its_rejection(
-    tmp_path: Path,
-) -> None:
-    harness = await running(tmp_path)
-    member, _other = harness.members()
-    place = member.directory.controller()
-    assert place is not None
-    frames = await Frames.dial(place["address"], place["port"])
-    hello = wire.Hello(
-        token=member.directory.token(), job=member.directory.name, node=member.name,
-        version=limits.PROTOCOL_VERSION + 1, release="7.1.0",
-        joined=wire.NodeJoined(facts=node_facts()),
-    )  # fmt: skip
-    frames.send(msgspec.structs.replace(hello, token="guessed"))
-    assert (await frames.receive()).detail.startswith("token: ")
-    frames = await Frames.dial(place["address"], place["port"])
-    frames.send(hello)
-    refused = await frames.receive()
-    assert refused.final and "got 7.1.0 (protocol 2)" in refused.detail, refused.detail
-    reason = f"{member.name} was lost (gone): {refused.detail}"
-    await harness.until(lambda view: view.reason == reason)
-    await harness.kill_controller()

@@ -1,18 +1,18 @@
 """Patches frameworks when a script imports them (workers/integrations/patches.py), and has saves of
 torch and safetensors raise audit events (file_audit.py).
 
-A framework may be imported already, or be imported by the script at any time, or never. Only the
-standard library is imported here.
+A framework may be imported already, or be imported by the script at any time, or never.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
+
+from holdfast.orchestrator.parts import is_installed, load
 
 PATCHES = {
     "deepspeed.runtime.engine": "resumed_deepspeed",
@@ -110,5 +110,5 @@ def _audit_safetensors(module: ModuleType) -> None:
 
 
 def _patch(module: ModuleType) -> None:
-    patches = importlib.import_module("holdfast.workers.integrations.patches")
-    patches.apply(module, PATCHES[module.__name__])
+    if is_installed(f"holdfast.workers.integrations.{PATCHES[module.__name__]}"):
+        load("holdfast.workers.integrations.patches:apply")(module, PATCHES[module.__name__])

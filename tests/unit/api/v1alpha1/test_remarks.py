@@ -11,9 +11,7 @@ import pytest
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.api.v1alpha1.remarks import remarks
 from holdfast.orchestrator.api.v1alpha1.variables import INEFFECTIVE
-from holdfast.orchestrator.explorer.plan import make_plan
 from holdfast.orchestrator.planner.gpus import with_gpus
-from holdfast.orchestrator.protocol.facts import NodeFacts
 
 HEADERS = ("ProcessGroupNCCL.hpp", "FlightRecorder.hpp", "FlightRecorderDetail.hpp", "Utils.hpp")
 
@@ -38,12 +36,6 @@ def test_a_variable_without_the_expected_effect_is_named_with_what_to_write(
 ) -> None:
     (remark,) = remarks(job(env={name: "1", "MY_FLAG": "x", "NCCL_DEBUG": "INFO"}))
     assert remark.startswith(f"spec.env.{name}: ") and words in remark
-
-
-def test_plan_warns_with_the_same_words() -> None:
-    given = with_gpus(job(env={"NCCL_TIMEOUT": "3600"}), 1)
-    plan = make_plan(given, NodeFacts(hostname="a", address="10.0.0.1", data_port=1, slots=1))
-    assert plan is not None and set(remarks(given)) <= set(plan.warnings)
 
 
 def test_settings_of_nccl_have_no_effect_without_gpus() -> None:

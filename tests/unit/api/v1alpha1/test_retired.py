@@ -101,6 +101,21 @@ def test_a_part_has_one_problem_and_other_mistakes_are_listed_beside_it() -> Non
     assert fields == ["name", "beta3"]
 
 
+@pytest.mark.parametrize(
+    "parallelism, fix",
+    [
+        ({"reshardAfterForward": True}, "remove reshardAfterForward"),
+        ({"activationCheckpointing": {"mode": "full"}}, "remove mode"),
+    ],
+)
+def test_settings_of_a_recipe_are_removed_from_the_job_of_a_script(
+    parallelism: dict[str, Any], fix: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        job_from_mapping(job({"entrypoint": {"script": "train.py"}, "parallelism": parallelism}))
+    assert [problem.fix for problem in caught.value.problems] == [fix]
+
+
 def test_packages_of_a_job_are_installed_by_uv() -> None:
     with pytest.raises(
         SpecError, match=r"spec.environment: .*write entrypoint.command: uv run --wi"

@@ -1,4 +1,4 @@
-"""Unusable ports and paths: a user error, and nothing is left behind."""
+"""Unusable ports, paths and names: a user error, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.orchestrator.api.v1alpha1 import job_to_mapping
+from holdfast.orchestrator.core.events import JobSubmitted
+from holdfast.orchestrator.core.journal import Record
 from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.hosts.local.job_records import create_job
 from holdfast.orchestrator.hosts.local.service import LocalJobHost, run_job
 from holdfast.orchestrator.runtime.job_directory import Home
-from tests.unit.runtime.harness import JobHarness, make_job
+from tests.unit.journal import files
+from tests.unit.runtime.harness import make_job
+
+from .harness import JobHarness
 
 
 def test_a_metrics_port_in_use_is_a_user_error_that_leaves_nothing(tmp_path: Path) -> None:
@@ -71,3 +78,39 @@ async def test_a_running_job_keeps_its_controller_when_another_job_writes_to_its
     second.start()
     await second.until(lambda view: len(second.service.runtime.links) == 2)
     assert (await second.finish()).state == "succeeded"
+
+
+def test_a_taken_name_is_reported_with_the_state_of_the_job_and_the_fix(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    directory = home.create(make_job(), tmp_path)
+    submitted = JobSubmitted(job_id="x", spec=job_to_mapping(make_job()), spec_directory="/")
+    files.write(directory.journal, Record(1, submitted))
+    with pytest.raises(UserError) as raised:
+        create_job(home, make_job(), tmp_path)
+    assert "metadata.name: got tiny" in str(raised.value)
+    assert "(pending)" in str(raised.value)
+    assert "holdfast attach tiny" in str(raised.value)
+    assert raised.value.exit_code == 2
+    with directory.locked(), pytest.raises(UserError, match="holdfast status tiny"):
+        create_job(home, make_job(), tmp_path)
+    assert [path.name for path in home.jobs.iterdir()] == ["tiny"]
+
+
+def test_a_name_taken_by_a_damaged_job_is_reported_with_the_damage(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    directory = home.create(make_job(), tmp_path)
+    directory.journal.mkdir()
+    (directory.journal / "00000001").write_bytes(b"no journal at all, but long enough")
+    with pytest.raises(UserError, match=r"unreadable .*damaged: byte 0.*`holdfast delete tiny`"):
+        create_job(home, make_job(), tmp_path)
+
+
+def test_a_name_taken_by_an_unreadable_job_comes_without_advice_to_delete_it(
+    tmp_path: Path,
+) -> None:
+    home = Home(tmp_path)
+    directory = home.create(make_job(), tmp_path)
+    directory.journal.symlink_to("journal")  # a loop
+    with pytest.raises(UserError, match=r"unreadable .*journal: cannot be read .*readable") as it:
+        create_job(home, make_job(), tmp_path)
+    assert "holdfast delete" not in str(it.value)

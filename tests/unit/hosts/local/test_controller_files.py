@@ -9,7 +9,9 @@ import pytest
 
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime
-from tests.unit.runtime.harness import JobHarness, drive, make_job
+from tests.unit.runtime.harness import drive, make_job
+
+from .harness import JobHarness
 
 
 def test_a_controller_file_of_the_previous_controller_is_ignored(

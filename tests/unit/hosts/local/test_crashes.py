@@ -13,7 +13,9 @@ from holdfast.orchestrator.hosts.local.job_records import read_view
 from holdfast.orchestrator.journal.chunk_journal import read
 from holdfast.orchestrator.journal.file_store import FileStore
 from holdfast.orchestrator.runtime.observe.view import JobView
-from tests.unit.runtime.harness import BOUND_S, JobHarness, make_job
+from tests.unit.runtime.harness import BOUND_S, make_job
+
+from .harness import JobHarness
 
 CRASHES = range(3, 28)
 """Events of the story without a crash are fewer than the last. A request for nodes whose result was

@@ -10,12 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.api.v1alpha1 import job_to_mapping
+from holdfast.orchestrator.cli.event_format import document
 from holdfast.orchestrator.core.events import (
     ActionFailed,
     ActionSucceeded,
     ActionUnknown,
     ControllerStarted,
     FromNode,
+    JobSubmitted,
     NodeLost,
 )
 from holdfast.orchestrator.errors import HoldfastError
@@ -23,9 +27,13 @@ from holdfast.orchestrator.hosts.local.job_records import read_view
 from holdfast.orchestrator.hosts.local.service import LocalHostTiming, LocalJobHost
 from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.runtime.job_loop import replay
+from holdfast.orchestrator.runtime.observe import notifications
 from holdfast.orchestrator.runtime.observe.view import JobView
 from tests.unit.journal.files import records
-from tests.unit.runtime.harness import BOUND_S, Frames, JobHarness, make_job, node_facts, running
+from tests.unit.runtime.harness import BOUND_S, Frames, drive, make_job, node_facts
+from tests.unit.runtime.observe.test_notifications import SECRET, SERVERS, TIMING, hook
+
+from .harness import JobHarness, running
 
 
 def journal(harness: JobHarness) -> list[Any]:
@@ -366,3 +374,112 @@ async def test_a_node_that_connects_twice_keeps_its_newest_connection(tmp_path: 
     assert view.generation == 1 and view.incidents == []
     frames.close()
     await harness.finish()
+
+
+async def test_a_node_that_joins_learns_what_the_script_imports(tmp_path: Path) -> None:
+    harness = await running(tmp_path)
+    member, lost = harness.members()
+    assert [one.imports for one in member.received if isinstance(one, wire.Welcome)] == [()]
+    member.say(wire.ImportsLearned(modules=("transformers",)))
+    async with asyncio.timeout(BOUND_S):
+        while not harness.service.runtime._welcome().imports:
+            await asyncio.sleep(0)
+    before = set(harness.backend.agents)
+    harness.backend.kill(lost.name)
+    await harness.until(lambda view: set(harness.backend.agents) > before - {lost.name})
+    (name,) = set(harness.backend.agents) - before
+    new = harness.backend.agents[name]
+    await harness.back(new, 1)
+    (welcome,) = [one for one in new.received if isinstance(one, wire.Welcome)]
+    assert welcome.imports == ("transformers",)
+    await harness.kill_controller()
+
+
+async def test_a_node_of_another_protocol_is_lost_with_the_reason_of_its_rejection(
+    tmp_path: Path,
+) -> None:
+    harness = await running(tmp_path)
+    member, _other = harness.members()
+    place = member.directory.controller()
+    assert place is not None
+    frames = await Frames.dial(place["address"], place["port"])
+    hello = wire.Hello(
+        token=member.directory.token(), job=member.directory.name, node=member.name,
+        version=limits.PROTOCOL_VERSION + 1, release="7.1.0",
+        joined=wire.NodeJoined(facts=node_facts()),
+    )  # fmt: skip
+    frames.send(msgspec.structs.replace(hello, token="guessed"))
+    assert (await frames.receive()).detail.startswith("token: ")
+    frames = await Frames.dial(place["address"], place["port"])
+    frames.send(hello)
+    refused = await frames.receive()
+    assert refused.final and "got 7.1.0 (protocol 2)" in refused.detail, refused.detail
+    reason = f"{member.name} was lost (gone): {refused.detail}"
+    await harness.until(lambda view: view.reason == reason)
+    await harness.kill_controller()
+
+
+def test_a_job_reports_its_recoveries_and_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A takeover repeats nothing. The server is slow; the recovery is not."""
+    monkeypatch.setattr(notifications, "NotifyTiming", lambda: TIMING)
+
+    async def scenario() -> None:
+        when = ["recovered", "finished"]
+        servers = [
+            {"url": server.url(), "format": "json", "when": when},
+            {"url": only_lost.url(), "format": "json", "when": ["lost-steps", "failed"]},
+        ]
+        job = JobHarness(tmp_path, make_job(notify=servers))
+        job.start()
+        await job.running()
+        for step in (5, 8):
+            for agent in job.members():
+                staged = agent.staged if step == 8 else ()
+                agent.advance(step)
+                agent.staged = staged or agent.staged
+            await job.until(lambda view, step=step: view.step == step)  # type: ignore[misc]
+        job.members()[0].exit_worker()
+        await job.running(2)
+        async with asyncio.timeout(10):
+            while not (server.got and only_lost.got):
+                await asyncio.sleep(0.01)
+        await job.kill_controller()
+        job.start()
+        await job.until(lambda view: view.state == "running" and view.controller_restarts == 1)
+        view = await job.finish()
+        assert view.state == "succeeded"
+
+    with hook("slow", 200) as server, hook() as only_lost:
+        drive(scenario())
+    assert server.what() == ["recovered", "finished"]
+    first, last = server.got
+    assert (first["cause"], first["steps_lost"]) == ("infrastructure", 3) and first["seconds"] > 0
+    assert "SIGKILL" in first["reason"] and last["seconds"] > 0
+    assert first["command"] == "holdfast status tiny --report"
+    assert only_lost.what() == ["lost-steps"]
+    spec = job_to_mapping(make_job(notify=SERVERS))
+    given = JobSubmitted(job_id="", spec=spec, spec_directory="", checkpoint_path="")
+    events = str(document(given))
+    assert SECRET not in events and "(hidden)" in events, "for `holdfast debug events`"
+
+
+def test_a_job_that_waits_for_nodes_reports_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifications, "NotifyTiming", lambda: TIMING)
+
+    async def scenario() -> None:
+        job = JobHarness(tmp_path, make_job(notify=[{"url": server.url(), "format": "json"}]))
+        job.backend.room = False
+        job.start()
+        async with asyncio.timeout(10):
+            while not server.got:
+                await asyncio.sleep(0.01)
+        await job.ask("cancel", by="test")
+        await job.until(lambda view: view.state == "cancelled")
+
+    with hook() as server:
+        drive(scenario())
+    assert server.what() == ["waiting"] and "node" in server.got[0]["reason"]

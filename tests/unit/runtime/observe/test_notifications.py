@@ -9,24 +9,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.orchestrator.api.v1alpha1 import job_to_mapping
 from holdfast.orchestrator.api.v1alpha1.notify import Notify
-from holdfast.orchestrator.cli.event_format import document
-from holdfast.orchestrator.core.events import JobSubmitted
 from holdfast.orchestrator.errors import SpecError
-from holdfast.orchestrator.runtime.observe import notifications
 from holdfast.orchestrator.runtime.observe.notifications import (
     JobMessage,
     Notifications,
     NotifyTiming,
     post,
 )
-from tests.unit.runtime.harness import JobHarness, drive, make_job
+from tests.unit.runtime.harness import make_job
 
 SECRET = "xoxb-1234"
 SERVERS = [{"url": f"https://hooks.example/{SECRET}"}]
@@ -204,69 +199,3 @@ def test_slack_gets_text_in_which_a_jobs_texts_stay_texts() -> None:
         "after 8 steps, 3 steps lost, 2 more of this cause\n`holdfast status llm --report`"
     }
     assert json.loads(one.body("json"))["steps_lost"] == 3
-
-
-def test_a_job_reports_its_recoveries_and_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A takeover repeats nothing. The server is slow; the recovery is not."""
-    monkeypatch.setattr(notifications, "NotifyTiming", lambda: TIMING)
-
-    async def scenario() -> None:
-        when = ["recovered", "finished"]
-        servers = [
-            {"url": server.url(), "format": "json", "when": when},
-            {"url": only_lost.url(), "format": "json", "when": ["lost-steps", "failed"]},
-        ]
-        job = JobHarness(tmp_path, make_job(notify=servers))
-        job.start()
-        await job.running()
-        for step in (5, 8):
-            for agent in job.members():
-                staged = agent.staged if step == 8 else ()
-                agent.advance(step)
-                agent.staged = staged or agent.staged
-            await job.until(lambda view, step=step: view.step == step)  # type: ignore[misc]
-        job.members()[0].exit_worker()
-        await job.running(2)
-        async with asyncio.timeout(10):
-            while not (server.got and only_lost.got):
-                await asyncio.sleep(0.01)
-        await job.kill_controller()
-        job.start()
-        await job.until(lambda view: view.state == "running" and view.controller_restarts == 1)
-        view = await job.finish()
-        assert view.state == "succeeded"
-
-    with hook("slow", 200) as server, hook() as only_lost:
-        drive(scenario())
-    assert server.what() == ["recovered", "finished"]
-    first, last = server.got
-    assert (first["cause"], first["steps_lost"]) == ("infrastructure", 3) and first["seconds"] > 0
-    assert "SIGKILL" in first["reason"] and last["seconds"] > 0
-    assert first["command"] == "holdfast status tiny --report"
-    assert only_lost.what() == ["lost-steps"]
-    spec = job_to_mapping(make_job(notify=SERVERS))
-    given = JobSubmitted(job_id="", spec=spec, spec_directory="", checkpoint_path="")
-    events = str(document(given))
-    assert SECRET not in events and "(hidden)" in events, "for `holdfast debug events`"
-
-
-def test_a_job_that_waits_for_nodes_reports_it_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(notifications, "NotifyTiming", lambda: TIMING)
-
-    async def scenario() -> None:
-        job = JobHarness(tmp_path, make_job(notify=[{"url": server.url(), "format": "json"}]))
-        job.backend.room = False
-        job.start()
-        async with asyncio.timeout(10):
-            while not server.got:
-                await asyncio.sleep(0.01)
-        await job.ask("cancel", by="test")
-        await job.until(lambda view: view.state == "cancelled")
-
-    with hook() as server:
-        drive(scenario())
-    assert server.what() == ["waiting"] and "node" in server.got[0]["reason"]

@@ -8,6 +8,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -22,10 +23,9 @@ from holdfast.workers.checkpoint.layout import Bytes, Header
 from holdfast.workers.checkpoint.restore import restore
 from holdfast.workers.checkpoint.shard_sources import MappedShard, UnreadableCheckpoint
 from holdfast.workers.checkpoint.stage import Stager
-from holdfast.workers.checkpoint.state import Extra, TrainingState, empty_like
+from holdfast.workers.checkpoint.state import Extra, TrainingState, box_of, empty_like, local_of
 from holdfast.workers.checkpoint.twin_parts import WritableBuffer
 from holdfast.workers.checkpoint.upload import Uploader
-from holdfast.workers.training.initial_values import fill
 
 
 class Net(nn.Module):
@@ -101,6 +101,17 @@ def as_rank(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def fill(parameter: torch.Tensor, seed: int, name: str) -> None:
+    """Values that depend on seed, name and position only, so they are the same on each mesh."""
+    box = box_of(parameter)
+    generator = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
+    whole = torch.empty(box.global_shape).normal_(generator=generator)
+    for dim, (begin, size) in enumerate(zip(box.offset, box.shape, strict=True)):
+        whole = whole.narrow(dim, begin, size)
+    with torch.no_grad():
+        local_of(parameter).copy_(whole)
+
+
 def build(replicate: int, shard: int, seed: int, width: int = 7) -> tuple[Net, torch.optim.AdamW]:
     """A rank's model (first values from `seed`) and its optimizer, without state."""
     with torch.device("meta"):
@@ -111,7 +122,7 @@ def build(replicate: int, shard: int, seed: int, width: int = 7) -> tuple[Net, t
         fully_shard(model, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names))
     model._apply(lambda t: empty_like(t, device=torch.device("cpu")))
     for name, parameter in model.named_parameters():
-        fill(parameter, seed, name, 1.0)
+        fill(parameter, seed, name)
     model.seen.copy_(torch.tensor([3, 1]))
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
@@ -120,7 +131,7 @@ def step(model: Net, optimizer: torch.optim.Optimizer, seed: int) -> None:
     """One optimizer step with gradients from `seed`: the same at any world size."""
     for name, parameter in model.named_parameters():
         gradient = empty_like(parameter)
-        fill(gradient, seed, name, 1.0)
+        fill(gradient, seed, name)
         parameter.grad = gradient
     optimizer.step()
     optimizer.zero_grad()

@@ -12,30 +12,12 @@ from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.session import Session
 from holdfast.workers.session.context import divide
 from holdfast.workers.session.distributed import RankEnv
-from holdfast.workers.training.data import MicroBatch, divide_batches
 from tests.unit.workers.checkpoint.fake_ranks import as_rank
 
 INPUTS_BT = torch.arange(16).view(2, 8)
 
 
-@pytest.mark.parametrize(("rank", "positions"), [(0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])])
-def test_a_rank_has_one_early_and_one_late_piece_of_each_sequence(
-    rank: int, positions: list[int]
-) -> None:
-    batch = MicroBatch(INPUTS_BT, INPUTS_BT + 1, torch.ones(2))
-    with as_rank(rank, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("context",))
-        with divide_batches(mesh, [batch]) as (part,):
-            assert part.positions_t is not None and part.positions_t.tolist() == positions
-            assert torch.equal(part.inputs_bt, INPUTS_BT[:, positions])
-            assert torch.equal(part.targets_bt, INPUTS_BT[:, positions] + 1)
-    assert torch.equal(batch.inputs_bt, torch.arange(16).view(2, 8)), "the whole has changed"
-
-
 def test_without_a_context_axis_the_sequences_are_whole() -> None:
-    batch = MicroBatch(INPUTS_BT, INPUTS_BT, torch.ones(2))
-    with divide_batches(None, [batch]) as (part,):
-        assert part is batch
     session = Session(RankEnv(), torch.device("cpu"), Mesh())
     with session.context_parallel(INPUTS_BT) as (inputs_bt, positions_t):
         assert inputs_bt is INPUTS_BT and positions_t.tolist() == list(range(8))

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from holdfast.orchestrator.api.v1alpha1 import Pretrain
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers.session.order import permuted, share
 from holdfast.workers.training.corpus import END_OF_DOCUMENT, MAX_STDLIB_BYTES, Corpus
-from holdfast.workers.training.data import Dataset
+from holdfast.workers.training.data import Dataset, MicroBatch, divide_batches
+from tests.unit.workers.checkpoint.fake_ranks import as_rank
 
 FIELD = "spec.entrypoint.recipe.config.data"
 
@@ -197,3 +199,39 @@ def test_the_data_of_a_huge_corpus_cost_no_memory(monkeypatch: pytest.MonkeyPatc
     ids = samples.ids(tuple(range(10**12, 10**12 + 4096)))
     assert len(set(ids)) == 4096 and max(ids) > len(samples.train) // 2
     assert permuted(np.array([], dtype=np.uint64), 5, 0).tolist() == []
+
+
+def test_a_path_begins_at_the_given_directory_or_at_the_users_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "text").write_text("some text")
+    assert bytes(Corpus("~/text", "/nowhere").read(0, 9).tolist()) == b"some text"
+    with pytest.raises(UserError, match=r"/nowhere/text: No such file"):
+        Corpus("text", "/nowhere")
+    with pytest.raises(UserError, match=r"got '~no-such-user/x', .*no home is known here"):
+        Corpus("~no-such-user/x", "/")
+
+
+# -- a context axis --
+INPUTS_BT = torch.arange(16).view(2, 8)
+
+
+@pytest.mark.parametrize(("rank", "positions"), [(0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])])
+def test_a_rank_has_one_early_and_one_late_piece_of_each_sequence(
+    rank: int, positions: list[int]
+) -> None:
+    batch = MicroBatch(INPUTS_BT, INPUTS_BT + 1, torch.ones(2))
+    with as_rank(rank, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("context",))
+        with divide_batches(mesh, [batch]) as (part,):
+            assert part.positions_t is not None and part.positions_t.tolist() == positions
+            assert torch.equal(part.inputs_bt, INPUTS_BT[:, positions])
+            assert torch.equal(part.targets_bt, INPUTS_BT[:, positions] + 1)
+    assert torch.equal(batch.inputs_bt, torch.arange(16).view(2, 8)), "the whole has changed"
+
+
+def test_without_a_context_axis_a_batch_is_whole() -> None:
+    batch = MicroBatch(INPUTS_BT, INPUTS_BT, torch.ones(2))
+    with divide_batches(None, [batch]) as (part,):
+        assert part is batch

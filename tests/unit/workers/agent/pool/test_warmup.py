@@ -83,6 +83,14 @@ def test_a_missing_script_does_not_call_the_session(tmp_path: Path) -> None:
     assert not calls_session(job({"script": "missing.py"}), str(tmp_path))
 
 
+def test_a_script_in_the_users_home_calls_the_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "train.py").write_text("import holdfast.session")
+    assert calls_session(job({"script": "~/train.py"}), "/nowhere")
+
+
 INNER_AXES = {"parallelism": {"tensor": 2, "context": 2}}
 STAGES = {"parallelism": {"pipeline": {"ranks": 2, "schedule": "zbvZeroBubble"}}}
 

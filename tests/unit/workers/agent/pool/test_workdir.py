@@ -10,12 +10,9 @@ import msgspec
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
-from holdfast.orchestrator.errors import UserError
 from holdfast.workers import worker_protocol, worker_transport
-from holdfast.workers.agent.pool.warmup import calls_session
 from holdfast.workers.agent.pool.worker_main import enter_directory
 from holdfast.workers.session.core import working_directory
-from holdfast.workers.training.corpus import Corpus
 from tests.documents import job_document
 
 from .test_worker_pool import ASSIGN
@@ -46,18 +43,16 @@ def test_the_directory_of_the_spec_is_entered_if_it_exists(
     assert Path.cwd() == tmp_path / "elsewhere" / "src"
 
 
-def test_a_recipe_without_that_directory_runs_beside_its_logs_and_reads_no_data_there(
+def test_a_recipe_without_that_directory_runs_beside_its_logs(
     assign: worker_protocol.Assign, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = job(RECIPE)
-    (tmp_path / "logs" / "text").write_text("not this one")
     assert enter_directory(assign, recipe) is None
     assert Path.cwd() == tmp_path / "logs"
     assert str(tmp_path / "elsewhere") in capsys.readouterr().err
     ours, _ = worker_transport.pair()
     directory = working_directory(worker_transport.Attached(link=ours, assign=assign, job=recipe))
-    with pytest.raises(UserError, match=f"{tmp_path}/elsewhere/text: No such file"):
-        Corpus("text", directory)
+    assert directory == str(tmp_path / "elsewhere"), "its data is not looked for beside the logs"
 
 
 def test_a_working_directory_of_the_spec_is_never_replaced(assign: worker_protocol.Assign) -> None:
@@ -85,16 +80,13 @@ def test_a_path_may_begin_with_the_home_of_the_user(
     """The check before a job starts resolves it in the same way."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "src").mkdir()
-    (tmp_path / "text").write_text("some text")
-    (tmp_path / "train.py").write_text("import holdfast.session")
+    (tmp_path / "train.py").touch()
     at_home = job({"script": "~/train.py"}, workingDirectory="~/src")
     assert enter_directory(assign, at_home) is None
     assert Path.cwd() == tmp_path / "src"
     with socket.socket() as link:
         attached = worker_transport.Attached(link, assign, at_home)
         assert working_directory(attached) == str(tmp_path / "src")
-    assert calls_session(at_home, "/nowhere")
-    assert bytes(Corpus("~/text", "/nowhere").read(0, 9).tolist()) == b"some text"
 
 
 @pytest.mark.parametrize(
@@ -115,10 +107,3 @@ def test_an_unknown_home_is_a_problem_and_not_a_traceback(
     problem = enter_directory(assign, job(entrypoint, **spec))
     assert problem is not None and problem.field == field
     assert "~no-such-user/x: no home is known here for its ~ on this node" in problem.got
-
-
-def test_data_in_an_unknown_home_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"got '~no-such-user/x', .*no home is known here for its ~"
-    ):
-        Corpus("~no-such-user/x", "/")

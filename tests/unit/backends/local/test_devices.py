@@ -16,10 +16,8 @@ from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_to_mapping
 from holdfast.orchestrator.backends import devices
 from holdfast.orchestrator.backends.base import NoRoom
 from holdfast.orchestrator.backends.local import LocalBackend, LocalPaths, node_limit
-from holdfast.orchestrator.cli.job_checks import local_facts
 from holdfast.orchestrator.cli.targets.local import _check_size
 from holdfast.orchestrator.errors import SpecError
-from holdfast.orchestrator.explorer.plan import make_plan
 from holdfast.orchestrator.protocol.facts import Gpu
 from holdfast.workers.agent.linux.inventory import num_visible
 from tests.unit.runtime.harness import make_job
@@ -169,12 +167,6 @@ def test_nodes_of_workers_with_several_gpus_get_all_of_them(three_gpus: None) ->
     assert devices.gpus_per_node(job(2, entrypoint=script)) == 4
     assert node_limit(job(2, entrypoint=script)) == 0
     assert node_limit(job(3, entrypoint=script, workersPerNode=1, parallelism={})) == 1
-
-
-def test_a_plan_without_gpus_warns_on_a_machine_that_has_gpus(three_gpus: None) -> None:
-    plan = make_plan(job(gpu=0), local_facts(2))
-    assert plan is not None
-    assert any("resources.gpu is 0" in text and "3 x NVIDIA" in text for text in plan.warnings)
 
 
 def test_more_nodes_than_there_are_gpus_for_are_refused(three_gpus: None, tmp_path: Path) -> None:

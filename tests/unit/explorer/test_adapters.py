@@ -19,7 +19,8 @@ from holdfast.orchestrator.planner.memory import (
 from holdfast.orchestrator.planner.model import Architecture, count_parameters
 from holdfast.orchestrator.planner.workload import ParallelLayout, Workload
 from holdfast.orchestrator.protocol.mesh import Mesh
-from tests.unit.explorer.clusters import cluster, hardware, workload
+
+from .clusters import cluster, hardware, workload
 
 AGAIN = ActivationCheckpointing.model_validate({"full": {}})
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from holdfast.orchestrator.api.v1alpha1 import Recovery
 from holdfast.orchestrator.core.quiesce import PACE_S
 from holdfast.orchestrator.protocol import messages as wire
+from tests.unit.runtime.harness import make_job
 
-from .harness import make_job, running
+from .harness import running
 
 
 async def test_a_suspend_can_be_withdrawn_before_workers_stop(tmp_path: Path) -> None:
