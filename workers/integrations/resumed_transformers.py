@@ -17,7 +17,7 @@ from holdfast.workers.agent.storage import script_checkpoints
 from . import patches
 from .patches import MAX_NAMES, agreed, chosen, second_training, written_since
 
-TRIED = ("5.23.0",)
+TRIED = ("5.23.0", "5.24.0")
 WITHOUT = "Trainer.train() begins where the script says, and its steps are not counted"
 
 

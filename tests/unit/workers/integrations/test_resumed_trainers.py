@@ -123,8 +123,8 @@ def test_searches_and_checkpoints_without_the_optimizer_begin_at_step_0(
     ("version", "why"),
     [
         ("5.23.9", "it is not as expected: train has no resume_from_checkpoint=None"),
-        ("5.24.0", "tried with 5.23.0"),
-        (None, "tried with 5.23.0"),
+        ("5.25.0", "tried with 5.23.0, 5.24.0"),
+        (None, "tried with 5.23.0, 5.24.0"),
     ],
 )
 def test_an_unknown_trainer_is_left_alone_and_named_once(
