@@ -11,8 +11,6 @@ import yaml
 
 from holdfast.orchestrator.errors import Problem
 
-Fields = dict[str, Any]
-
 MOVED: dict[str, dict[str, str]] = {
     "spec": {"environment": ""},
     "spec.entrypoint.recipe.config.optimizer": {
@@ -58,6 +56,7 @@ def without_retired(document: Mapping[str, Any]) -> tuple[Mapping[str, Any], lis
     """The document in the present form, and one problem for each part in the earlier one."""
     copied = json.loads(json.dumps(document))
     problems: list[Problem] = []
+    recipe = "'recipe': " in str(copied.get("spec"))  # else its settings had no effect
     for place, moved in MOVED.items():
         part = copied
         for key in place.split("."):
@@ -66,18 +65,18 @@ def without_retired(document: Mapping[str, Any]) -> tuple[Mapping[str, Any], lis
             got, expected = "packages to install", "them in the image, or installed by uv"
             fix = "write entrypoint.command: uv run --with-requirements requirements.txt SCRIPT"
             problems.append(Problem(f"{place}.environment", got, expected, fix))
-        elif isinstance(part, dict) and (changed := _change(part, moved)):
+        elif isinstance(part, dict) and (changed := _change(part, moved, recipe)):
             field, fix = f"{place}.{changed[0]}", changed[1]
             problems.append(Problem(field, "its earlier form", "each choice as a key", fix))
     return (copied if problems else document), problems
 
 
-def _change(part: Fields, moved: dict[str, str]) -> tuple[str, str] | None:
+def _change(part: dict[str, Any], moved: dict[str, str], recipe: bool) -> tuple[str, str] | None:
     """Change a part to its present form. Its first earlier field, and what to write; None: it has
     none."""
     old = {k: part[k] for k in moved if not isinstance(part.get(k), (dict, type(None)))}
     present = {k: next((c for c in words if c in part), words[0]) for k, words in CHOICES.items()}
-    chosen = {**present, **old}
+    chosen = {**present, **old} if recipe else {**present, **old, "mode": "none"}
     if not old or any(chosen[key] not in words for key, words in CHOICES.items()):
         return None
     before = [*part]
@@ -94,7 +93,7 @@ def _change(part: Fields, moved: dict[str, str]) -> tuple[str, str] | None:
         _set(part, [first, *rest], {} if moved[key].endswith("}") else value)
     if "pipeline" in touched and part["pipeline"].get("ranks", 1) == 1:
         del part["pipeline"]
-    if "fsdp" in touched and {"ddp", "pipeline"} & {*part}:
+    if "fsdp" in touched and ({"ddp", "pipeline"} & {*part} or not recipe):
         del part["fsdp"]  # it had no effect
     written = {name: part[name] for name in touched if name in part}
     line = yaml.safe_dump(written, default_flow_style=True, sort_keys=False, width=1 << 20)[1:-2]
@@ -103,7 +102,7 @@ def _change(part: Fields, moved: dict[str, str]) -> tuple[str, str] | None:
     return next(iter(old)), "; ".join([*steps, *[f"remove {', '.join(gone)}"] * bool(gone)])
 
 
-def _set(part: Fields, path: list[str], value: Any) -> None:
+def _set(part: dict[str, Any], path: list[str], value: Any) -> None:
     if not {"auto", "none"} & {*path}:
         for name in path[:-1]:
             part = part.setdefault(name, {})
