@@ -285,7 +285,7 @@ def read(launcher: str, words: list[str]) -> Program:
     parser.add_argument("args", nargs=argparse.REMAINDER)
     ns, unknown = parser.parse_known_args(words)
     if launcher == "swift" and not unknown:
-        return _by_swift(ns.script, tuple(ns.args))
+        return _swift_program(ns.script, tuple(ns.args))
     if unknown:
         parser.error(f"the unknown option {unknown[0]}")
     pairs = [(option, vars(ns)[dest]) for dest, option in options.items() if dest in vars(ns)]
@@ -293,7 +293,7 @@ def read(launcher: str, words: list[str]) -> Program:
     return _launched(launcher, ns.script, tuple(ns.args), pairs, own)
 
 
-def _by_swift(verb: str, args: tuple[str, ...]) -> Program:
+def _swift_program(verb: str, args: tuple[str, ...]) -> Program:
     """`swift sft ARGS` runs a module; a file of arguments is read by the program itself."""
     if args and args[0].endswith((".json", ".yaml", ".yml")):
         raise CommandRefused(

@@ -1,7 +1,7 @@
 """The architecture in a Hugging Face config.json, of the types that can be counted exactly.
 
 Source: the modelling code of transformers 4.57 for each type, with its default where a field may be
-left out. Everything else is refused by name: an approximate count would make an approximate plan.
+left out. Everything else is rejected by name: an approximate count would make an approximate plan.
 """
 
 from __future__ import annotations

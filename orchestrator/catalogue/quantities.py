@@ -1,6 +1,6 @@
 """Quantities with units in a catalogue file: 80GiB, 900GB/s, 989TFLOP/s, 12us, 3.39USD/h.
 
-A number without a unit is refused, as 80 could be GB or GiB, and 400 could be GB/s or Gbit/s.
+A number without a unit is rejected, as 80 could be GB or GiB, and 400 could be GB/s or Gbit/s.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def _refused(got: str, expected: str) -> UserError:
 
 def config_file(program: Program, work: Path, env: Mapping[str, str]) -> tuple[str, Path] | None:
     """(name, path) of the configuration file that accelerate reads; None: none. `env`: of the
-    workers. The default place is that of accelerate's config_args.py."""
+    workers. accelerate's config_args.py defines the default place."""
     words = program.launcher_args
     if program.launcher != "accelerate launch":
         return None

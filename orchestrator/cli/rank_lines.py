@@ -21,7 +21,7 @@ MAX_LINES = 200
 
 
 class RankLines:
-    """Shows lines that are written inside of the context, also those of later generations."""
+    """Shows lines that are written inside of the context, also by later generations."""
 
     def __init__(
         self,

@@ -111,7 +111,7 @@ class Client:
         docs/user/python-client.md), so it can be a function of a notebook, a lambda or a method.
 
         On a cluster the directory is uploaded. Raises SpecError for a wrong
-        spec, UserError for what is refused, and then nothing has been started.
+        spec, UserError for invalid arguments, and then nothing has been started.
         """
         variables = {key: number_as_text(value) for key, value in (env or {}).items()}
         fields: dict[str, Any] = {"name": name, "nodes": nodes, "workers": workers, "gpus": gpus,
@@ -181,7 +181,7 @@ class Client:
         return place
 
     def _start(self, file: Path, name: str) -> JobHandle:
-        """Raises UserError for what the target refuses."""
+        """Raises UserError for what the target rejects."""
         self._access.run("submit", str(file), "--json")
         return JobHandle(self._access, name)
 

@@ -16,7 +16,7 @@ from .access import Access
 class JobHandle:
     """A job by its name; `Client.submit` and `Client.job` make it. It holds no connection: every
     call looks at the job as it is now. Every method raises HoldfastError when the job or its target
-    cannot be reached, and UserError for what is refused; the text says why."""
+    cannot be reached, and UserError for invalid requests; the text says why."""
 
     def __init__(self, access: Access, name: str) -> None:
         self._access, self._name = access, name
@@ -34,13 +34,13 @@ class JobHandle:
 
     def wait(self, timeout_s: float | None = None) -> JobView:
         """Wait until the job has ended, however it ended; its last view. Raises TimeoutError after
-        `timeout_s` seconds, and the job goes on; also HoldfastError when nothing controls the job
+        `timeout_s` seconds, and the job continues; also HoldfastError when nothing controls the job
         any more."""
         try:
             return self._access.wait(self.name, timeout_s)
         except TimeoutError:
             raise TimeoutError(
-                f"job {self.name}: has not ended after {timeout_s:g} s; it goes on"
+                f"job {self.name}: has not ended after {timeout_s:g} s; it continues"
             ) from None
 
     @overload

@@ -33,7 +33,7 @@ class ScalingConfig:
     """Number of workers, and what each needs. Raises UserError for what is not supported."""
 
     num_workers: int | tuple[int, int] = 1
-    """A number, or the least and the most: then the job goes on with fewer while nodes are lost."""
+    """A number, or (least, most): the job then continues with fewer while nodes are lost."""
     use_gpu: bool = False
     """One GPU for each worker."""
     resources_per_worker: Mapping[str, float] | None = None
@@ -130,7 +130,7 @@ class RunConfig:
     """The name of a run, and where its checkpoints are kept."""
 
     name: str | None = None
-    """A run with the name of an earlier one goes on from its newest checkpoint. None: a new one."""
+    """A run with the name of an earlier one resumes from its newest checkpoint. None: a new one."""
     storage_path: str | os.PathLike[str] | None = None
     """A directory that all nodes and this process see; ~/ray_results by default."""
     storage_filesystem: Any = None
@@ -285,7 +285,7 @@ class RayTrainer:
     def fit(self) -> Result:
         """Run the function on the cluster that this process is connected to, or on $RAY_ADDRESS or
         the cluster of this machine, until it has ended. Ctrl-C cancels the job. Raises UserError
-        for what is refused, and TrainingFailedError with the reason of a job that fails."""
+        for invalid arguments, and TrainingFailedError with the reason of a job that fails."""
         from ..backends.ray import cluster
         from ..cli.options import ray_address
 

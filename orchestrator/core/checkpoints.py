@@ -239,7 +239,7 @@ def compare(ctx: StepContext, files: tuple[ShardFile, ...]) -> None:
 
 
 def listed(ctx: StepContext, event: CheckpointsListed) -> None:
-    """A user wants a job to go on that holds: storage may have a repaired checkpoint."""
+    """A user resumes a job that holds: storage may have a repaired checkpoint."""
     state = ctx.state
     if state.group.active:
         return

@@ -58,7 +58,7 @@ def suspend(ctx: StepContext) -> None:
 
 
 def hold(ctx: StepContext, text: str) -> None:
-    """Suspend the job until a user decides how it goes on."""
+    """Suspend the job until a user decides how it continues."""
     ctx.hold(text)
     ctx.note(text)
     suspend(ctx)

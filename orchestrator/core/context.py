@@ -88,7 +88,7 @@ class StepContext:
             self.state.hold = None
 
     def hold(self, text: str, reason: str = "", *, ignored: bool = False) -> None:
-        """Suspend the job until a user decides how it goes on."""
+        """Suspend the job until a user decides how it continues."""
         self.state.hold = Hold(self.now_ns, text, ignored)
         self.want("suspend", reason or text)
 

@@ -125,7 +125,7 @@ def _after_the_end(ctx: StepContext, event: e.AnyEvent) -> None:
 
 # -- reconcilers ------------------------------------------------------------------------------
 def _conclude(ctx: StepContext) -> None:
-    """A generation has stopped on all its nodes: the job goes on, ends, or is suspended."""
+    """A generation has stopped on all its nodes: the job continues, ends, or is suspended."""
     state, stop = ctx.state, ctx.state.stop
     if stop is None or stop.waiting:
         return

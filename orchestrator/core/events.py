@@ -144,7 +144,7 @@ class HangDetected(Event, frozen=True, kw_only=True, tag="hang-detected"):
 
 class HangSuspected(Event, frozen=True, kw_only=True, tag="hang-suspected"):
     """The progress monitor observed no progress for almost the hang limit. The workers are
-    inspected and go on; nothing is charged."""
+    inspected and continue; nothing is charged."""
 
     generation: int
     evidence: str

@@ -24,7 +24,7 @@ OTHER_FAULTS = (
 )  # fmt: skip
 """Rules of failures that have nothing to do with kept processes."""
 NOT_KEPT = "not-kept"
-"""The rule of an incident in which kept processes could not go on; it charges no restart."""
+"""The rule of an incident in which kept processes could not continue; it charges no restart."""
 
 
 def may_keep(state: JobState, cause: Cause) -> bool:
@@ -108,5 +108,5 @@ def failed(ctx: StepContext, failure: Failure) -> str:
     if diverged or keeping.num_failures >= TRIES:
         keeping.why_never = f"{failure.title}: {failure.evidence}"
     then = "no process is kept any more" if keeping.why_never else "all workers are forked again"
-    ctx.note(f"kept processes could not go on ({failure.evidence}); {then}")
+    ctx.note(f"kept processes could not continue ({failure.evidence}); {then}")
     return DIVERGED if diverged else NOT_KEPT

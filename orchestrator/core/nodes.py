@@ -230,7 +230,7 @@ def preemption_noticed(ctx: StepContext, name: str, fact: PreemptionNoticed) -> 
 
 
 def replace_slow(ctx: StepContext, name: str, evidence: str) -> None:
-    """A spare takes the ranks of a slow node, as it does those of one that will be preempted."""
+    """A spare takes the ranks of a slow node, or of a node that will be preempted."""
     state = ctx.state
     node = state.nodes.get(name)
     spares = [spare for spare in usable(state) if not state.is_member(spare.name)]

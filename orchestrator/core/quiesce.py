@@ -148,7 +148,7 @@ def end(ctx: StepContext) -> None:
 
 
 def drop_if_withdrawn(ctx: StepContext) -> None:
-    """No request asks for it any more. Workers that wait after the staged step just go on."""
+    """No request asks for it any more. Workers that wait after the staged step continue."""
     quiesce = ctx.state.quiesce
     if quiesce is not None and quiesce.requested_ns < ctx.now_ns:
         end(ctx)

@@ -292,7 +292,7 @@ def group_stopped(ctx: StepContext, node: str, fact: GroupStopped) -> None:
 
 # -- concluding -------------------------------------------------------------------------------
 def conclude(ctx: StepContext) -> Reason | None:
-    """All nodes have stopped, or are lost. Returns why the job must fail; None: it goes on."""
+    """All nodes have stopped, or are lost. Returns why the job must fail; None: it continues."""
     state, stop = ctx.state, ctx.state.stop
     assert stop is not None and not stop.waiting
     state.stop, state.group.active = None, False
@@ -429,7 +429,7 @@ def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> Rea
 
 def _follows_model(ctx: StepContext, failure: Failure, incident: IncidentRecord) -> bool:
     """The spec leaves the mesh to Holdfast, and the script has sharded its model over all ranks: so
-    does the mesh from now on. That is no failure."""
+    does the mesh from now on. This is not a failure."""
     exit = failure.exit
     job = sharded_over_world(ctx.state.job)
     if exit is None or exit.error_type != SHARDED_OVER_WORLD or job is None:
@@ -544,7 +544,7 @@ def _not_this_size(ctx: StepContext, failure: Failure, incident: IncidentRecord)
 
 
 def _same_mistake(ctx: StepContext, failure: Failure) -> Reason | None:
-    """Reason why a restart is no use: failures at one place again and again are the training
+    """Reason why a restart does not help: failures at one place again and again are the training
     program's, not bad luck and not the machine's."""
     state, exit = ctx.state, failure.exit
     if exit is not None and exit.error_type in HOPELESS_TYPES:

@@ -1,5 +1,5 @@
 """The phases of a job and every transition between them; docs/concepts/job-phases.md is generated
-from this table, and StepContext.move refuses a transition that it does not have."""
+from this table, and StepContext.move rejects any other transition."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ _RAISED = {"tensor": 0.6, "context": 0.8, "pipeline": 1.0}
 
 def _raised(job: TrainingJob, axis: str, size: int, most: int) -> Iterator[_Change]:
     """A larger axis of a model. Where a number of shards is written it falls by as much, so that
-    each replica keeps its ranks. What the recipe cannot divide is refused when it is validated."""
+    each replica keeps its ranks. Validation rejects what the recipe cannot divide."""
     shard = job.spec.parallelism.shard
     for times in (2, 4, 8):
         if size * times > most:

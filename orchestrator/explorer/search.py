@@ -52,7 +52,7 @@ class Cluster(NamedTuple):
     memory_bytes: int
     """Memory of one device."""
     host_bytes: int | None = None
-    """Main memory for the offloaded states of one device; None: that of the usual nodes."""
+    """Main memory for the offloaded states of one device; None: as in the usual nodes."""
 
 
 class Candidate(NamedTuple):

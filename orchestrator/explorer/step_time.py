@@ -40,7 +40,7 @@ class Hardware(NamedTuple):
     """Link of one device to the devices of other nodes."""
     calibration: Calibration | None = None
     efficiency: Efficiency | None = None
-    """None: EFFICIENCY, that of GPUs, with the shares of the device."""
+    """None: the GPUs' EFFICIENCY, with the device's shares."""
 
     @property
     def shares(self) -> Efficiency:
@@ -72,7 +72,7 @@ class Efficiency(NamedTuple):
 
 EFFICIENCY = Efficiency()
 EAGER_PASSES = 3.1
-"""Passes over memory of eager blocks / those of compiled ones, fitted as EFFICIENCY."""
+"""Passes over memory of eager blocks / of compiled blocks, fitted as EFFICIENCY."""
 RING_ATTENTION = 1.1
 """Time of attention in parts over a context axis / of attention in one piece, fitted as EFFICIENCY;
 TorchTitan's rows with context 2, 4 and 8 are between 0.9 and 1.3."""

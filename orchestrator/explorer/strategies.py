@@ -2,7 +2,7 @@
 the way that it has. `holdfast spec plan JOB` shows them; nothing is launched.
 
 Each layout is one that the job could be changed to: its fields are written into the job, and what
-validation refuses is left out.
+validation rejects is left out.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def blocks_computed_twice(layout: ParallelLayout, num_layers: int) -> int:
 
 
 def _scatter_factor(work: Workload) -> int:
-    """Bytes that a reduce-scatter sends / those of a ring's."""
+    """Bytes that a reduce-scatter sends / a ring's bytes."""
     return 1 if work.on_gpu else 2
 
 

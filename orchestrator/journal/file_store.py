@@ -41,7 +41,7 @@ VERSION = 1
 HEADER = MAGIC + struct.pack("<I", VERSION)
 NAME_BYTES = len(TAIL) + 8
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors that end when space is freed. The controller of a job that trains goes on."""
+"""Errors that end when space is freed. The controller of a job that trains continues."""
 ZERO_TAIL_BYTES = 16
 """This many zero bytes at the end of a file are blocks that never reached the disk; no event ends
 with that many."""

@@ -46,7 +46,7 @@ class Credentials:
         """True if `api` now has other credentials than those that were refused."""
         async with self._lock:
             if self.auth != refused:
-                return True  # another request was refused too and has reloaded them
+                return True  # another request was rejected too and has reloaded them
             if self._load is None:
                 return False
             try:
@@ -67,7 +67,7 @@ class Credentials:
                 self._replaced.append(self.api)
                 self.api = library.ApiClient(headers)
             self.auth = auth
-            log.info("the API server refused the credentials; they were reloaded")
+            log.info("the API server rejected the credentials; they were reloaded")
             return True
 
     async def close(self) -> None:

@@ -45,7 +45,7 @@ JOBS = Resource(names.GROUP, names.VERSION, names.PLURAL)
 
 
 class ApiError(HoldfastError):
-    """The API server refused a request or did not answer."""
+    """The API server rejected a request or did not answer."""
 
     def __init__(self, text: str, *, status: int = 0, reason: str = "", message: str = "") -> None:
         super().__init__(text)
@@ -65,7 +65,7 @@ class NotAuthenticated(ApiError):
 
 
 class Forbidden(ApiError):
-    """403: a right is missing, or admission (a quota, a policy) refused it."""
+    """403: a right is missing, or admission (a quota, a policy) rejected it."""
 
     exit_code = 2
 

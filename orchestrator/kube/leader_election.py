@@ -107,7 +107,7 @@ class LeaderElection:
 
         While the API server does not answer, no candidate can take the lease. `no_other_leads` is
         asked then: true means that none has taken it in a part of the network that this candidate
-        does not reach, and it goes on leading."""
+        does not reach, and it remains the leader."""
         loop = asyncio.get_running_loop()
         renewed = loop.time()
         limit_s = RENEW_DEADLINE_SHARE * self._lease_s

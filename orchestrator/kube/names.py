@@ -68,7 +68,7 @@ def job_key(namespace: str, name: str) -> str:
 
 
 def new_node_name(job: str) -> str:
-    """A random pod name; one in 14 million is drawn twice, and the API server refuses that one."""
+    """A random pod name; one in 14 million is drawn twice, and the API server rejects that one."""
     return f"{job}-{''.join(secrets.choice(_LETTERS) for _ in range(SUFFIX_LENGTH))}"
 
 

@@ -26,7 +26,7 @@ _FSDP2 = "FSDP2 of torch; not traced with frozen blocks"
 
 
 def trained(work: Workload) -> int:
-    """Parameters with gradients and optimizer state: all, or those of the adapters."""
+    """Parameters with gradients and optimizer state: all, or the adapters' only."""
     if work.method == "full":
         return work.counts.total
     each = sum(n * (rows + columns) for (rows, columns), n in block_matrices(work.model).items())

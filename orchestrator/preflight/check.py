@@ -1,4 +1,4 @@
-"""All checks of `holdfast spec preflight`: those of a script, and those of a job's own fields."""
+"""All checks of `holdfast spec preflight`: of a script, and of a job's own fields."""
 
 from __future__ import annotations
 

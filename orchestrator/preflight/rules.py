@@ -146,7 +146,7 @@ _TABLE = [
          "build on torch.device('meta') and load into shards, or low_cpu_mem_usage=True",
          "ms-swift#9980 (X29, M28)"),
     LintRule("FSDP216", _W, "an option that accelerate removed with fsdp_version 2",
-         "accelerate ignores it with a warning, or refuses it", "remove it",
+         "accelerate ignores it with a warning, or rejects it", "remove it",
          "accelerate's guide FSDP1 vs FSDP2 (T02, T04, T08, X19)"),
     LintRule("FSDP217", _W, "FSDP1 and LoRA without use_orig_params=True",
          "a flat parameter mixes frozen and trainable parameters",

@@ -43,7 +43,7 @@ class Module:
 
 @dataclass
 class Unreadable:
-    """A file that is no valid Python."""
+    """A file that is not valid Python."""
 
     path: Path
     line: int

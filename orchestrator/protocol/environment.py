@@ -170,7 +170,7 @@ def _devices(job: TrainingJob, seat: WorkerSeat, facts: NodeFacts) -> Iterator[S
     if not count:
         yield Setting(VISIBLE_DEVICES, "", why, "resources")
     elif count == 1 and is_mig(named) and seat.local_rank < len(named):
-        why = "CUDA shows one MIG device to a process: that of this worker"
+        why = "CUDA shows one MIG device to a process: this worker's"
         yield Setting(VISIBLE_DEVICES, named[seat.local_rank], why, "resources")
     elif count > 1:
         first = seat.local_rank * count
@@ -178,7 +178,7 @@ def _devices(job: TrainingJob, seat: WorkerSeat, facts: NodeFacts) -> Iterator[S
             mine = named[first : first + count]
         else:
             mine = tuple(str(index) for index in range(first, first + count))
-        yield Setting(VISIBLE_DEVICES, ",".join(mine), f"{why}: those of this worker", "resources")
+        yield Setting(VISIBLE_DEVICES, ",".join(mine), f"{why}: this worker's", "resources")
 
 
 def is_mig(names: Sequence[str]) -> bool:

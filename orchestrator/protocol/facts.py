@@ -148,7 +148,7 @@ def report_fields(report: StepReport) -> dict[str, Any]:
 
 
 def largest(reports: Sequence[StepReport]) -> dict[str, Any]:
-    """The largest of each number; the loss is that of the first report that has one."""
+    """The largest of each number; the loss comes from the first report that has one."""
     loss = next((report.loss for report in reports if report.loss is not None), None)
     names = [name for name in StepReport.__struct_fields__ if name != "loss"]
     return {"loss": loss} | {name: max(map(attrgetter(name), reports)) for name in names}

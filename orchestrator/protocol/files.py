@@ -100,5 +100,5 @@ def make_directory(system: Any, path: str) -> None:
 
 
 def is_local(system: Any) -> bool:
-    """True if an fsspec file system is that of this machine."""
+    """True if an fsspec file system is this machine's own."""
     return "file" in fsspec_protocols(system)

@@ -116,7 +116,7 @@ def decode_manifest(data: bytes, directory: str) -> Manifest:
         raise ValueError(f"format: got {manifest.format!r}; expected {FORMAT!r}")
     expect_files(manifest.files, manifest.mesh, manifest.step, manifest.generation)
     if manifest.directory != directory:
-        raise ValueError(f"got the manifest of {manifest.directory}; expected that of {directory}")
+        raise ValueError(f"got the manifest of {manifest.directory}; expected {directory}'s")
     return manifest
 
 

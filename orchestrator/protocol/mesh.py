@@ -38,7 +38,7 @@ class Mesh(msgspec.Struct, frozen=True):
 
     @property
     def num_fsdp_shards(self) -> int:
-        """Ranks among which FSDP2 divides a parameter; those of a context axis hold the same."""
+        """Ranks among which FSDP2 divides a parameter; ranks of a context axis hold the same."""
         return self.shard * self.context
 
     @property
@@ -78,7 +78,7 @@ class Mesh(msgspec.Struct, frozen=True):
         return at["replicate"] * self.shard + at["shard"]
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
-        """All ranks whose coordinates equal those of `rank` except on `axis`."""
+        """All ranks whose coordinates equal `rank`'s except on `axis`."""
         at = self.coordinates(rank)
         size = dict(zip(AXES, self.sizes, strict=True))[axis]
         return tuple(self.rank(**{**at, axis: index}) for index in range(size))

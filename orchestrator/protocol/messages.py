@@ -2,7 +2,7 @@
 
 A frame is a 4-byte big-endian length and a msgpack map with a `type`. An agent connects and sends
 Hello; the controller answers Welcome or Refused. A message of another generation than the
-receiver's is refused or ignored, never obeyed.
+receiver's is rejected or ignored, never obeyed.
 """
 
 from __future__ import annotations
@@ -321,13 +321,13 @@ class StopWorkers(Message, frozen=True, kw_only=True, tag="stop"):
 
 
 class Inspect(Message, frozen=True, kw_only=True, tag="inspect"):
-    """Report what every worker of the generation does. It goes on undisturbed."""
+    """Report what every worker of the generation does. It continues undisturbed."""
 
     generation: int
 
 
 class ShowStacks(Message, frozen=True, kw_only=True, tag="show-stacks"):
-    """A user asks what these ranks do. They go on undisturbed."""
+    """A user asks what these ranks do. They continue undisturbed."""
 
     question: int
     generation: int
@@ -335,7 +335,7 @@ class ShowStacks(Message, frozen=True, kw_only=True, tag="show-stacks"):
 
 
 class RecordProfile(Message, frozen=True, kw_only=True, tag="record-profile"):
-    """A user asks where a rank spends its time. It goes on undisturbed."""
+    """A user asks where a rank spends its time. It continues undisturbed."""
 
     question: int
     generation: int
@@ -445,7 +445,7 @@ Report = (
 )  # fmt: skip
 Fact = NodeJoined | Report
 """Taken in by the core as they are (core.events.FromNode). A node joins by its Hello alone, which
-the controller may refuse."""
+the controller may reject."""
 FromAgent = Hello | Report | Launched | ShardStaged | AgentEvent | ImportsLearned
 ToAgent = (
     Welcome | Refused | LaunchWorkers | StopWorkers | Stage | StageEvery | Persist | CopyStep

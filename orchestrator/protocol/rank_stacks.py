@@ -1,6 +1,6 @@
 """Stacks of ranks, for people who ask: ranks with an equal stack share one entry.
 
-Agents fold the ranks of their node, the controller those of the job, with the same function.
+Agents fold the ranks of their node, and the controller all ranks, with the same function.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RankStacks(msgspec.Struct, frozen=True):
 
 
 def fold(entries: Iterable[RankStacks]) -> list[RankStacks]:
-    """One entry for each distinct stack; those of most ranks first."""
+    """One entry for each distinct stack; the most common first."""
     alike: dict[tuple[object, ...], list[RankStacks]] = {}
     for entry in entries:
         key = (entry.frames, entry.activity, entry.state, entry.problem)

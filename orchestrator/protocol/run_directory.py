@@ -55,7 +55,7 @@ class TrainCheckpoint:
 
     @property
     def filesystem(self) -> NoReturn:
-        """Raises UserError: there is no other than that of the node."""
+        """Raises UserError: a run has no rank but the node's own."""
         raise _not_local("Checkpoint.filesystem", "a use")
 
     def get_metadata(self) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def choosing_context(choose: Choose) -> ssl.SSLContext:
         if chosen is None:
             return ssl.AlertDescription.ALERT_DESCRIPTION_UNRECOGNIZED_NAME
         # This replaces certificate and trust anchor; the requirement of a client certificate and
-        # the TLS version remain those of the accepting context, which are the same.
+        # the TLS version remain the accepting context's, which are the same.
         connection.context = chosen
         return None
 

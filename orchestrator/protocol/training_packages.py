@@ -14,7 +14,7 @@ PARTS = ("numpy", "safetensors", "xxhash", "psutil")
 
 def problem(*more: str) -> str:
     """Message that says how to install what is missing or too old here; empty: nothing is. `more`:
-    packages that are needed beside those of every node."""
+    packages that are needed beside every node's."""
     oldest, torch, texts = ".".join(map(str, OLDEST_TORCH)), "torch" in more, list[str]()
     needed = (*more, *PARTS)
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:

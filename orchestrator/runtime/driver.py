@@ -1,6 +1,6 @@
 """Drives the loop of one job: waits for events and deadlines, and keeps the journal.
 
-The order is that of job_loop.py: persist, then act.
+The order is the same as in job_loop.py: persist, then act.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bounds the stacks and tracebacks of one generation before they become events.
 
 A thousand ranks report mostly the same. All facts of every rank are kept; only long texts are cut,
-first those of ranks that waited for their peers.
+first ranks that waited for their peers.
 """
 
 from __future__ import annotations

@@ -287,7 +287,7 @@ class Home:
         try:
             new.mkdir(parents=True, mode=0o700)
             self._fill(new, job, place, job_id or secrets.token_hex(8))
-            # A rename is atomic and refuses to replace a directory that is not empty: if two
+            # A rename is atomic and fails to replace a directory that is not empty: if two
             # processes create the same job at once, one wins.
             new.rename(directory.path)
             sync_directory(self.jobs)

@@ -80,7 +80,7 @@ class JobLoop:
         records after it."""
         state, memory = snapshot.decode(data) if data is not None else (None, None)
         records = list(records)
-        # A journal holds the spec that was submitted, which may differ from that of `job`.
+        # A journal holds the spec that was submitted, which may differ from `job`'s.
         fresh = state is None and not records
         controller = make_controller(state, job if fresh else None)
         loop = cls(job, controller, JobProjection(job, memory, state))

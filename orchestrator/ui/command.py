@@ -100,7 +100,7 @@ def ui(
 @contextlib.contextmanager
 def beside(target: Any) -> Iterator[None]:
     """The page in a process of its own. It ends with the context, and with the command however that
-    ends: a supervised command goes on in a child, which cannot wait for the page."""
+    ends: a supervised command continues in a child, which cannot wait for the page."""
     from holdfast.orchestrator.protocol import python_command
 
     environment = dict(os.environ)

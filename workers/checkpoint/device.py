@@ -135,7 +135,7 @@ class CudaDevice:
 
 
 class PageLocks:
-    """Page-locks buffers; goes on without if the system refuses, which is printed once."""
+    """Page-locks buffers; if the system does not allow it, prints that once and does without."""
 
     def __init__(self, device: CopyDevice) -> None:
         self._device = device

@@ -60,9 +60,9 @@ def expect_stateless(wrapper: Any, inner: Iterable[Any]) -> None:
         return
     if any(value and all(s.get(key) is not value for s in states) for key, value in own.items()):
         raise UserError(
-            f"optimizer: got a {type(wrapper).__name__} with state of its own beside that of "
+            f"optimizer: got a {type(wrapper).__name__} with state of its own beside "
             f"{', '.join(type(o).__name__ for o in inner)}; expected a wrapper without state; "
-            "make it a subclass of the optimizer, so that its state is that of one object"
+            "make it a subclass of the optimizer, so that one object has the whole state"
         )
 
 
@@ -71,7 +71,7 @@ class OnlyThese:
     UserError if it has parameters of the model: its state would be in no checkpoint."""
 
     def __init__(self, known: Mapping[str, Any], given: Given, names: Mapping[int, str]) -> None:
-        """`names` are those of the parameters, by id."""
+        """`names`: the parameters' names, by id."""
         self._allowed = {id(optimizer) for optimizer in known.values()}
         self._allowed |= {id(wrapper) for wrapper, _ in wrappers(given)}
         self._names = names
@@ -150,7 +150,7 @@ def _walk(given: Given, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _inner(given: Given) -> dict[Any, Any] | None:
-    """The optimizers inside by key; None: it is no wrapper."""
+    """The optimizers inside by key; None: it is not a wrapper."""
     if isinstance(given, Mapping):
         for name in given:
             if SEPARATOR in str(name):

@@ -52,7 +52,7 @@ class VerifyResult:
 
 
 def find(path: str, step: int | None = None) -> Manifest:
-    """The newest committed checkpoint, or that of a step. Raises UserError if there is none."""
+    """The newest committed checkpoint, or a step's. Raises UserError if there is none."""
     store, committed = CheckpointFiles(path), []
     for name in filter(parse_directory_name, store.directories()):
         # Without a manifest, or with one that is damaged, a directory is not a checkpoint.

@@ -162,7 +162,7 @@ class OptimizerState:
 
     def _unknown_sharding(self, where: str, shape: tuple[int, ...], whole: Tensor) -> UserError:
         return UserError(
-            f"{where}: got shape {shape}; expected that of its parameter {tuple(whole.shape)}, "
+            f"{where}: got shape {shape}; expected its parameter's {tuple(whole.shape)}, "
             f"which is sharded, or a scalar, or a DTensor; the state of "
             f"{type(self.optimizer).__name__} cannot be divided among another number of shards; "
             "make the optimizer from model.parameters(), use one such as AdamW, or do not shard "
@@ -426,7 +426,7 @@ class OptimizerState:
     def _placements(self, key: str, whole: Tensor) -> Sequence[Any] | None:
         """Placements of an optimizer's state of its own shape on the mesh of the parameter, which
         its method `state_placements(key, parameter)` may say. With it, such state can be divided on
-        any mesh, that of one process included."""
+        any mesh, one process included."""
         say = getattr(self.optimizer, "state_placements", None)
         return say(key, whole) if say is not None and isinstance(whole, DTensor) else None
 

@@ -86,7 +86,7 @@ class _RepairedPart:
 
 
 def repair(path: str, step: int | None = None, *, write: bool, job: str = "") -> RepairResult:
-    """Repair the newest checkpoint, or that of a step. Without `write` nothing is changed. `job`:
+    """Repair the newest checkpoint, or a step's. Without `write` nothing is changed. `job`:
     the name for the new manifest if no manifest is left that has one. Raises UserError if there is
     nothing to repair, HoldfastError if the store cannot be read or written."""
     store = CheckpointFiles(path)

@@ -219,7 +219,7 @@ def _check_shapes(model: dict[str, _Target], header: Header, file: str) -> None:
 
 
 class _Names:
-    """The names of the tensors in the shards read so far, against those of the model."""
+    """The names of the tensors in the shards read so far, against the model's."""
 
     def __init__(self, state: TrainingState, model: Collection[str], stored_stages: int) -> None:
         self._state, self._model, self._stored_stages = state, model, stored_stages

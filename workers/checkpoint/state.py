@@ -297,7 +297,7 @@ class TrainingState:
         if changed:
             more = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
             self._say(
-                "the checkpoint's settings replace those of the script: "
+                "the checkpoint's settings replace the script's: "
                 f"{', '.join(changed[:_MAX_NAMED])}{more}; to change one, set it after s.restore, "
                 "such as optimizer.param_groups[0]['lr'] and its schedule's base_lrs"
             )

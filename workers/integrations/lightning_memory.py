@@ -1,4 +1,4 @@
-"""Lightning's Trainer with its state in the memory of the nodes: after a failure it goes on with
+"""Lightning's Trainer with its state in the memory of the nodes: after a failure it resumes with
 the next step, as a loop of one's own with the session does.
 
 The trainer keeps its loops. Their progress, which Lightning writes into its own checkpoints, is

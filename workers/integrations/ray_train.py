@@ -183,7 +183,7 @@ def report(
                 _delete_old(run)
             files.replace(run.path / run_directory.RESULT, text)
         if kept:
-            _any(True, run.device)  # no rank goes on before the checkpoint is complete
+            _any(True, run.device)  # no rank continues before the checkpoint is complete
             run.number += 1
     loss = metrics.get("loss")
     reporting.report(run.reports - 1, loss=float(loss) if rank == 0 and loss is not None else None)
@@ -225,7 +225,7 @@ def _plain(value: Any) -> Any:
 
 
 def get_checkpoint() -> TrainCheckpoint | None:
-    """The newest checkpoint of the run, from which to go on; None: there is none yet."""
+    """The newest checkpoint of the run, to resume from; None: there is none yet."""
     return run_directory.newest(_run("get_checkpoint").path)
 
 
@@ -347,7 +347,7 @@ def _with_part(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _is_plain_shuffle(sampler: object) -> bool:
-    """True if the sampler is that of `shuffle=True`: each sample once."""
+    """True if `shuffle=True` made the sampler: each sample once."""
     if type(sampler) is not RandomSampler:
         return False
     return not sampler.replacement and sampler.num_samples == len(sampler.data_source)

@@ -39,7 +39,7 @@ _OUTPUT_BYTES = 1500
 
 
 def patch(module: ModuleType) -> None:
-    """`module`: that of the engine."""
+    """`module` has the engine."""
     read_other_sizes(module.DeepSpeedEngine)
 
 

@@ -270,7 +270,7 @@ def skip(
 ) -> bool:
     """Lets Lightning's fetcher begin an epoch behind its first `num` batches; the loop counts
     these. A single DataLoader over a dataset with indices does not read them, others do. Returns
-    whether these batches are known to be those of `orders`."""
+    whether these batches are known to follow `orders`."""
     _note_orders()
     fetcher.combined_loader.reset()  # its workers may have read ahead, in another order
     loaders = fetcher.combined_loader.flattened

@@ -112,7 +112,7 @@ class ReportedCheckpoints(CheckpointManager):  # type: ignore[misc]
 
 
 class InMemoryCheckpoints(ReportedCheckpoints):
-    """Keeps the trainer's state in the nodes' memory: after a failure it goes on with the next
+    """Keeps the trainer's state in the nodes' memory: after a failure it resumes with the next
     step. What the nodes' memory or storage has comes before torchtitan's own checkpoints, which a
     first launch reads."""
 

@@ -1,4 +1,4 @@
-"""transformers' Trainer with its state in the memory of the nodes: after a failure it goes on with
+"""transformers' Trainer with its state in the memory of the nodes: after a failure it resumes with
 the next step, as a loop of one's own with the session does.
 
 The trainer keeps its loop. Before the loop the session restores what the trainer has built; after

@@ -336,7 +336,7 @@ class Session:
             )
             self._stager.prepare()
             self._channel.begin(self._last_step, "train")
-        self._say_whether_due()
+        self._share_whether_due()
         self._attempts.count_collectives()
         self._begin_step()
 
@@ -579,7 +579,7 @@ class Session:
         if hold and self._channel is not None:
             self._channel.hold()
             self._begin_step()
-        self._say_whether_due()
+        self._share_whether_due()
 
     def save(self) -> None:
         """Stages the state of the last finished step now, regardless of the interval.
@@ -657,10 +657,10 @@ class Session:
         hold = self._stage_requested(step)
         return hold is not None or self._is_due(step), bool(hold)
 
-    def _say_whether_due(self) -> None:
+    def _share_whether_due(self) -> None:
         if self._twins is not None:
             due, hold = self._due(self._last_step + 1)
-            self._twins.say(due=due, hold=hold)
+            self._twins.share(due=due, hold=hold)
 
     def _stage_requested(self, step: int) -> bool | None:
         """True if a planned stop follows this step; None: the agent has not requested the step. It

@@ -261,7 +261,7 @@ class _MapPlan(Sampler[Any]):
 
 @contextmanager
 def _seeded(seed: int, source: Any) -> Iterator[None]:
-    """The generators that a sampler may draw from, seeded; those of the process are put back."""
+    """The generators that a sampler may draw from, seeded; the process's own are put back."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)

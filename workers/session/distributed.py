@@ -40,7 +40,7 @@ class RankEnv:
 
 
 def rank_env() -> RankEnv:
-    """The ranks in the environment; those of a single process if there are none. Raises
+    """The ranks in the environment, or a single process's if there are none. Raises
     UserError."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
     values = []

@@ -44,7 +44,7 @@ of_script: list[Groups] = []
 
 
 class NotKept(HoldfastError):
-    """A kept process cannot go on in this generation; all ranks are forked again."""
+    """A kept process cannot continue in this generation; all ranks are forked again."""
 
 
 class ReplicasDiverged(HoldfastError):

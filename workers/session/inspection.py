@@ -76,7 +76,7 @@ def parse(dump: str | bytes) -> tuple[GroupProgress, ...]:
         if entry.get("is_p2p"):
             continue
         name, label = entry["process_group"][:2]
-        newest.pop(name, None)  # so that the order is that of the newest collective
+        newest.pop(name, None)  # so that the newest collective decides the order
         newest[name] = GroupProgress(
             group=name,
             label=label,

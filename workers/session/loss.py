@@ -52,7 +52,7 @@ class CudaScalars:
 
 
 class LossReport:
-    """The loss in a step report. On the CPU that of its own step."""
+    """The loss in a step report. On the CPU it belongs to its own step."""
 
     def __init__(self, device_type: str, reader: ScalarReader | None = None) -> None:
         self._device_type = device_type

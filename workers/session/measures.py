@@ -151,7 +151,7 @@ def _sent(entry: Mapping[str, Any], ranks: int) -> float | None:
     ring = (ranks - 1) / ranks
     match name.replace("_", ""):
         case "allgather":
-            # The sizes of results are not those of all ranks where a tensor stands for a list.
+            # Results have other sizes than on all ranks where a tensor stands for a list.
             return _bytes(entry) * (ranks - 1)
         case "reducescatter" | "alltoall":
             return _bytes(entry) * ring

@@ -27,7 +27,7 @@ class TwinGroup:
         self._group: Any = dist.new_group(
             list(self.ranks), timeout=TIMEOUT, backend="gloo", use_local_synchronization=True
         )
-        self._said = torch.zeros(2, dtype=torch.int32)
+        self._shared = torch.zeros(2, dtype=torch.int32)
         self._pending: Any = None
 
     def largest(self, number: int) -> int:
@@ -40,15 +40,15 @@ class TwinGroup:
         """Fills the rows of `into` with what each gives, in order of ranks. Collective."""
         dist.all_gather(list(into.unbind(0)), mine, group=self._group)
 
-    def say(self, *, due: bool, hold: bool) -> None:
+    def share(self, *, due: bool, hold: bool) -> None:
         """Tell the others whether to stage the next step and wait after it, without waiting."""
-        self._said = torch.tensor([due, hold], dtype=torch.int32)
+        self._shared = torch.tensor([due, hold], dtype=torch.int32)
         self._pending = dist.all_reduce(
-            self._said, op=dist.ReduceOp.MAX, group=self._group, async_op=True
+            self._shared, op=dist.ReduceOp.MAX, group=self._group, async_op=True
         )
 
     def agreed(self) -> tuple[bool, bool]:
         """Answers of the twins together, as (due, hold). Waits for them."""
         self._pending.wait()
-        due, hold = self._said.tolist()
+        due, hold = self._shared.tolist()
         return bool(due), bool(hold)

@@ -42,7 +42,7 @@ from holdfast.workers.training.parallel.precision import autocast, parameter_dty
 WARM_UP = 3
 """Runs before the measured ones: caches, allocators, and compilation."""
 BLOCKS_ON_CPU = 4
-"""A processor's caches hold the weights and activations of one block, but not those of a model."""
+"""A processor's caches hold the weights and activations of one block, but not of a model."""
 MESSAGES = (2**16, 2**24)
 """Bytes of the all-reduces that are timed: latency decides the first, bandwidth the second."""
 GROUP_TIMEOUT_S = 120.0

@@ -38,7 +38,7 @@ class Corpus:
         field: str = FIELD,
     ) -> None:  # fmt: skip
         """`source` is stdlib, or a file or directory, relative to `directory`; `stored` is
-        data.format. Raises UserError if it cannot be read, or is no file of such tokens."""
+        data.format. Raises UserError if it cannot be read, or is not a file of such tokens."""
         self.source, self._field, self._vocab_size = source, field, vocab_size
         self._dtype = np.dtype(_STORED[stored]).newbyteorder("<")
         self._separated = int(stored == "text")

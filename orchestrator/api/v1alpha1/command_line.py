@@ -81,7 +81,7 @@ _HARMLESS = {"-u"}
 
 
 def is_known(word: str) -> bool:
-    """True if a line that begins with this word is a command that is recognised, or refused by its
+    """True if a line that begins with this word is a command that is recognised, or rejected by its
     name."""
     name = program_name(word)
     return bool(

@@ -4,7 +4,7 @@ A structural schema (https://kubernetes.io/docs/tasks/extend-kubernetes/custom-r
 type at each node, no references, and defaults that the API server fills in. It differs from the
 JSON schema for editors:
 
-* Unknown fields: `kubectl` asks for strict validation, so the API server refuses them; from other
+* Unknown fields: `kubectl` asks for strict validation, so the API server rejects them; from other
   clients it drops (prunes) them with a warning. They never reach the operator.
 * `auto | integer` is int-or-string. A number or a word, or a boolean or an integer, has no
   structural type: such a field has none, and its values are restricted instead (`_untyped`).
@@ -42,7 +42,7 @@ RULED = {"spec.nodes.max": "minimum"}
 """Bounds that a CEL rule checks instead of the schema: its message says what to write."""
 UNITS = r"|[0-9.]+ *([kKMGTPE][iI]?[bB]|[bB](ytes?)?|[cC]ores?|[cC][pP][uU]s?)"
 """Quantities with units that users write, such as 64GB: the schema lets them pass, and an admission
-policy of the chart, or the operator, refuses them with what to write."""
+policy of the chart, or the operator, rejects them with what to write."""
 
 GONE = {
     "description": "A field that is gone.",

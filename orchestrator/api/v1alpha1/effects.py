@@ -262,7 +262,7 @@ def _optimizer_effects(spec: JobSpec, mesh: Parallelism, config: Pretrain) -> It
             f"on the rows that FSDP2 divides; remove one of the two"
         )
     # Each backward is a step, whose gradients are gone when all of them would be known. DDP reduces
-    # gradients later, and older versions of torch copy those of offloaded parameters.
+    # gradients later, and older versions of torch copy offloaded parameters' gradients.
     world, clip, size = _world(spec), optimizer.gradient_clip, config.micro_batch
     one_copy = (mesh.shard in ("auto", 1) or mesh.replicate == world) and mesh.context == 1
     half, shard = mesh.precision.parameters == "float16", f"parallelism.shard {mesh.shard}"

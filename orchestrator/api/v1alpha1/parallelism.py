@@ -16,7 +16,7 @@ Axis = Annotated[int, Field(ge=1, le=limits.MAX_NODES)]
 
 ONE_STAGE_PER_RANK = ("gpipe", "1f1b")
 ZERO_BUBBLE = ("interleavedZeroBubble", "zbvZeroBubble")
-"""Schedules that compute the gradients of weights apart from those of activations."""
+"""Schedules that compute the gradients of weights apart from activations' gradients."""
 
 
 class Precision(Part):

@@ -250,7 +250,7 @@ class RecipeConfig(Part):
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Packages that its workers import beside those of every worker."""
+        """Packages that its workers import beside every worker's."""
         return ()
 
     def rejects_axis(self, axis: str) -> str:
@@ -335,7 +335,7 @@ class Adapter(Part):
 
 class Finetune(RecipeConfig):
     """Training of a model in a directory as transformers writes it. The default learningRate is
-    1e-5 for method full and 2e-4 for adapters, that of weightDecay is 0."""
+    1e-5 for method full and 2e-4 for adapters, weightDecay's is 0."""
 
     main = PARTS["recipe finetune"]
     axes = ("tensor",)
@@ -358,7 +358,7 @@ class Finetune(RecipeConfig):
     epochs: int = Field(default=1, ge=1, le=limits.MAX_COUNT)
     """Number of times that each sample is trained on."""
     steps: int | None = Field(default=None, ge=1, le=limits.MAX_COUNT)
-    """Number of optimizer steps of the whole job. Default: those of all epochs."""
+    """Number of optimizer steps of the whole job. Default: all steps of all epochs."""
     sequence_length: int = Field(default=1024, ge=2, le=limits.MAX_COUNT)
     """Tokens of one sample, which several documents share; longer documents are cut."""
     validation: str | None = Field(default=None, min_length=1)
@@ -463,7 +463,7 @@ class Recipe(Part):
     config: SerializeAsAny[RecipeConfig] = Field(
         default=Pretrain(), validate_default=True, json_schema_extra=_open_mapping
     )
-    """Settings of every recipe, and those of this one, below."""
+    """Settings of every recipe, and of this one, below."""
 
     def missing(self) -> Problem | None:
         """Problem of a recipe whose part is not installed here; None: it is."""

@@ -1,4 +1,4 @@
-"""Checks as CEL rules in the CRD: immutable fields, and mistakes that the API server can refuse.
+"""Checks as CEL rules in the CRD: immutable fields, and mistakes that the API server can reject.
 
 Each rule repeats a validator of the models in the same words; tests apply the same wrong document
 to both. An admission policy of the chart checks what needs the chart's settings or has no type

@@ -118,7 +118,7 @@ class Entrypoint(Choice):
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Packages that Holdfast's Python on a node needs for it beside those of every node."""
+        """Packages that Holdfast's Python on a node needs for it beside every node's."""
         more = self.recipe.config.packages if self.recipe is not None else ()
         return () if self._program.is_foreign else ("torch", *more)
 
@@ -143,6 +143,6 @@ class Fabric(Part):
     """Network settings of the workers. auto: by the devices of the node; `holdfast spec plan` shows
     choice and reason."""
     interfaces: tuple[str, ...] = ()
-    """Network interfaces for sockets, such as eth0. Default: that of the node's address."""
+    """Network interfaces for sockets, such as eth0. Default: the one with the node's address."""
     hcas: tuple[str, ...] = ()
     """RDMA devices, such as mlx5_0. Default: chosen by the profile."""

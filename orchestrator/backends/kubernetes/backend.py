@@ -93,7 +93,7 @@ class Refusal:
         return max(0.0, self.until_s - now_s)
 
     def text(self, now_s: float) -> str:
-        """Empty when nothing was refused recently."""
+        """Empty when nothing was rejected recently."""
         return self.why if now_s < self.until_s + REFUSAL_FRESH_S else ""
 
 
@@ -119,7 +119,7 @@ class PodTracker:
         return {*pods, *self.creating} - inactive - self.ended - self.released
 
     def blamed(self, avoid: tuple[str, ...], pods: Mapping[str, Document]) -> dict[str, str]:
-        """Blamed node of the job -> Kubernetes node, including those of earlier operators."""
+        """Blamed node of the job -> Kubernetes node, also of earlier operators."""
         kubernetes_nodes: dict[str, str] = {}
         for pod in pods.values():
             text = pod["metadata"].get("annotations", {}).get(names.BLAMED)
@@ -341,7 +341,7 @@ class KubernetesBackend:
     async def _keep_part(
         self, nodes: tuple[str, ...], result: CreatedPods, refusal: ApiError
     ) -> tuple[str, ...]:
-        """Keep the created pods of a partly refused request if the job can train with them.
+        """Keep the created pods of a partly rejected request if the job can train with them.
         Otherwise delete them: they would only take up capacity."""
         created = result.created
         self._tracker.creating.difference_update(set(nodes) - set(created))

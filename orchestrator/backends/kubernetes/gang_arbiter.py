@@ -103,7 +103,7 @@ def _in_order(jobs: Iterable[Contender]) -> list[Contender]:
 
 
 def shown(ahead: GangPriority, namespace: str) -> str:
-    """The name of a job for users of a namespace: those of other namespaces have none."""
+    """The name of a job for users of a namespace; jobs of other namespaces have none."""
     if ahead.namespace == namespace:
         return f"job {ahead.name}"
     return "a job of another namespace"

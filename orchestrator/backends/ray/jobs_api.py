@@ -102,7 +102,7 @@ class JobsApi:
     def submit(
         self, name: str, entrypoint: str, runtime_env: dict[str, Any], metadata: dict[str, str]
     ) -> str:
-        """Raises UserError for what Ray refuses, HoldfastError when the cluster fails."""
+        """Raises UserError for what Ray rejects, HoldfastError when the cluster fails."""
         try:
             submitted: str = self._client.submit_job(
                 entrypoint=entrypoint, submission_id=name, runtime_env=runtime_env,
@@ -223,7 +223,7 @@ class JobsApi:
     def _gone(self, error: Exception) -> ServerGone:
         return ServerGone(
             f"the job server at {self._address} does not answer any more ({_reason(error)}). Jobs "
-            f"that it has accepted go on with the cluster; `holdfast status --ray ...` shows them"
+            f"it has accepted continue with the cluster; `holdfast status --ray ...` shows them"
         )
 
 

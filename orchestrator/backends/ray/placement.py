@@ -342,7 +342,7 @@ class GangPlacement:
             self._on_placed()
 
     def _in_use(self) -> set[str]:
-        """Ray nodes that a further group must avoid, also those of groups without nodes."""
+        """Ray nodes that a further group must avoid, also for groups without nodes."""
         return {node for group in self.groups.values() for node in group.ray_nodes.values()}
 
     def _gang_pending(self) -> bool:

@@ -71,7 +71,7 @@ def append(parts: Iterable[FilePart], offsets: dict[str, int], target: Path) -> 
 
 
 def _on_ray_nodes(nodes: Iterable[str], function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Results of `function` on those of these Ray nodes that answer."""
+    """Results of `function` on the Ray nodes that answer."""
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -127,7 +127,7 @@ POLL_S = 0.5
 NO_CONTROLLER_S = 60.0
 """Seconds without a controller, which alone commits; a new one usually comes within seconds."""
 BETWEEN_GENERATIONS = ("starting", "recovering")
-"""The controller refuses requests for a checkpoint now and accepts them again within seconds."""
+"""The controller rejects requests for a checkpoint now and accepts them again within seconds."""
 
 
 def save_and_wait(target: Target, name: str) -> Reply:
@@ -135,7 +135,7 @@ def save_and_wait(target: Target, name: str) -> Reply:
 
     A request ends with its generation, so each new generation gets a new request. Raises
     HoldfastError when the job does not train any more or has no controller, and UserError when the
-    controller refuses the request.
+    controller rejects the request.
     """
     from ...protocol.messages import Reply
 

@@ -182,7 +182,7 @@ def operator(
     from holdfast.orchestrator.hosts.kubernetes.reconciler import ReconcilerTiming
     from holdfast.orchestrator.protocol.messages import parse_endpoints
 
-    parse_endpoints(agent_endpoint, "--agent-endpoint")  # pods would refuse an invalid one
+    parse_endpoints(agent_endpoint, "--agent-endpoint")  # pods would reject an invalid one
     pods = PodSettings(
         endpoint=agent_endpoint,
         image=worker_image,

@@ -237,7 +237,7 @@ def again(
     if file is None and view.state in TERMINAL and isinstance(target, RunsEnded):
         raise typer.Exit(_shown(target, as_json, lines, lambda shown: target.run_ended(job, shown)))
     if lines:
-        expected = "it for a job that has ended; `holdfast logs -f` shows those of one that runs"
+        expected = "it for a job that has ended; `holdfast logs -f` shows a running job's output"
         raise UserError(str(Problem("--logs", f"it with {job}, which runs", expected)))
     directory = None
     if file is not None:

@@ -23,7 +23,7 @@ class RunResult(NamedTuple):
     """Result of `holdfast run`."""
 
     view: JobView | None
-    """None: the job goes on without this process, so there is nothing to report."""
+    """None: the job continues without this process, so there is nothing to report."""
     exit_code: int
 
 

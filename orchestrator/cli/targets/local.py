@@ -137,7 +137,7 @@ class LocalTransport:
 
     def check_code(self) -> bool:
         """Raises UserError for a job without code of the user, and for code that cannot start: the
-        job goes on with the old one."""
+        job continues with the old one."""
         from holdfast.orchestrator.protocol import files
 
         from .. import entrypoint_checks

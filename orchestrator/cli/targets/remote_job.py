@@ -42,7 +42,7 @@ class ControllerGone(HoldfastError):
 
 
 class RequestRefused(HoldfastError):
-    """The controller refused the request; the text is its reason."""
+    """The controller rejected the request; the text is its reason."""
 
     exit_code = 2
 

@@ -32,7 +32,7 @@ class OperatorState(NamedTuple):
     views: Mapping[JobKey, JobView]
     """Views of the jobs that have a controller here."""
     states: Mapping[JobKey, JobPhase]
-    """Phases of all other TrainingJob objects: ended, refused, suspended, or not started yet."""
+    """Phases of all other TrainingJob objects: ended, rejected, suspended, or not started yet."""
 
 
 def _requests(state: OperatorState) -> Iterator[Sample]:

@@ -3,7 +3,7 @@
 Conditions follow the API conventions: each exists from the first status on, `reason` and
 `message` are those of this condition. Ready and Progressing describe the present; Suspended,
 Succeeded and Failed are for `kubectl wait --for=condition=...`, and the last two are final. A job
-that is refused has Accepted=False: it starts when the cause is gone.
+that is rejected has Accepted=False: it starts when the cause is gone.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class ControllerActor:
         return reply
 
     async def watch(self, seen: Any) -> dict[str, Any]:
-        """{seen, view} once the view has changed since `seen`: that of the answer before, or -1."""
+        """{seen, view} once the view has changed since `seen`, from the answer before, or -1."""
         change: dict[str, Any] = await self._host.watch(seen)
         return change
 

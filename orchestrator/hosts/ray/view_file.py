@@ -34,7 +34,7 @@ class ViewFile:
 
     def write(self, view: JobView) -> float:
         """Returns how long to wait until the next write. Raises nothing: the file is a copy."""
-        began = time.thread_time()  # a disk that is busy is no reason to write later
+        began = time.thread_time()  # a busy disk must not delay the next write
         part = self._path.with_suffix(".part")
         try:
             part.write_text(json.dumps({"pid": os.getpid(), "view": view_body(view)}))

@@ -2,7 +2,7 @@
 
 A process of one job applies spec.env to its environment (job_environment), and every driver finds
 its settings there. A process of many jobs must not, or jobs would use each other's credentials: it
-passes options to each driver (options_of_one_job) and refuses variables that have no option.
+passes options to each driver (options_of_one_job) and rejects variables that have no option.
 
 Sources: the parameters of s3fs.S3FileSystem, the environment variables of botocore
 (https://docs.aws.amazon.com/sdkref/latest/guide/environment-variables.html) and fsspec's FSSPEC_*

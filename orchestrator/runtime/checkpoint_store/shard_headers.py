@@ -1,6 +1,6 @@
 """The boxes in the headers of shard files, read where the sums of the agents prove nothing.
 
-The format is that of workers/checkpoint/layout.py, whose readers check it; here only shapes count.
+workers/checkpoint/layout.py defines the format and its readers check it; here only shapes count.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class TimeAccounting:
             self._not_training(state, int((steps * step_s + event.ago_s) * SECOND_NS))
 
     def _assign_saved(self, step: int) -> None:
-        """The script goes on after this step. Those that were never reported were trained all the
+        """The script continues after this step. Those that were never reported were trained all the
         same, in time that was counted as recovery."""
         totals = self._totals
         if step <= totals.high:

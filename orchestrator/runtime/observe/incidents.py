@@ -25,7 +25,7 @@ KINDS = (
     ("resize", "job"), ("new-code", "job"), ("suspend", "job"), ("cancel", "job"),
     ("deadline", "job"),
 )  # fmt: skip
-"""The possible pairs of (class, what was lost): a user error is always that of a worker, and a
+"""The possible pairs of (class, what was lost): a user error always comes from a worker, and a
 planned interruption is one of the whole job."""
 
 

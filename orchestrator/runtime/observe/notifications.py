@@ -293,7 +293,7 @@ def for_job(
     options: str = "",
     addresses: Sequence[str] | None = None,
 ) -> Notifications | None:
-    """`addresses`: of its servers, empty for one that gets nothing. Default: those of the spec."""
+    """`addresses` of its servers, empty for one that gets nothing. Default: the spec's."""
     if not job.spec.notify:
         return None
     for number, setting in enumerate(job.spec.notify):

@@ -304,7 +304,7 @@ class JobProjection:
         view.stage_every_steps = state.stage_every_steps if view.staging else 0
 
     def _fill_progress(self, view: JobView, state: JobState, heartbeats: list[Heartbeat]) -> None:
-        """The newest numbers: of the last event, and over them those of newer heartbeats."""
+        """The newest numbers: from the last event, overridden by newer heartbeats."""
         numbers = report_fields(self.memory.progress or StepReport())
         workers = [worker for beat in heartbeats for worker in beat.workers]
         if workers:

@@ -157,7 +157,7 @@ class ProgressPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: ignore[misc]
-    """The numbers of StepReport are those of the newest step."""
+    """StepReport's numbers belong to the newest step."""
 
     name: str
     job_id: str = ""
@@ -224,7 +224,7 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     """Newest checkpoint of a script that keeps its own; empty: none was seen. None: Holdfast has
     the state."""
     hold: str = ""
-    """Reason why the job does not go on without a user's decision; empty: it does."""
+    """Reason why the job waits for a user's decision; empty: it does not."""
     checkpoint_path: str = ""
     result: str = ""
     """Directory of the trained model; empty: checkpoints have it."""

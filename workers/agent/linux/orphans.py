@@ -20,7 +20,7 @@ CLEAN_UP_S = 4.0
 """torch_shm_manager removes files 2 s after its last client has ended (SHUTDOWN_TIMEOUT in torch's
 manager.cpp). The next workers do not wait for it."""
 _CLEANERS = (b"resource_tracker", b"torch_shm_manager")
-"""Names of those of multiprocessing (and loky) and of torch's sharing strategy file_system."""
+"""Names used by multiprocessing (and loky) and by torch's sharing strategy file_system."""
 
 
 class Orphans:

@@ -110,7 +110,7 @@ class CheckpointTiers:
         seat: WorkerSeat,
         message: worker_protocol.BufferWanted | worker_protocol.BufferReturned,
     ) -> list[Command]:
-        """A worker cannot go on without a buffer, or a twin has not staged its part of one."""
+        """A worker cannot continue without a buffer, or a twin has not staged its part of one."""
         if isinstance(message, worker_protocol.BufferReturned):
             changes = self.buffers.returned(seat.local_rank, message.buffer)
         else:

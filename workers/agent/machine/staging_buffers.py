@@ -131,7 +131,7 @@ class StagingBuffers:
         return len(members) > 1
 
     def wait(self, slot: int) -> list[Change]:
-        """A worker cannot go on without a buffer."""
+        """A worker cannot continue without a buffer."""
         self.slots[slot].waits = True
         return self.settle()
 

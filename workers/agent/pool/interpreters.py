@@ -1,4 +1,4 @@
-"""Finds the Python that a job names: `entrypoint.python`, or that of `uv run` and the like."""
+"""Finds the Python that a job names: `entrypoint.python`, or what `uv run` and the like use."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def run(
     inherited: frozenset[str],
 ) -> NoReturn:
     """Everything from the fork to the end of the process. `inherited`: the modules that every
-    worker has; the others are those of the script."""
+    worker has; the others are the script's."""
     link = socket.socket(fileno=descriptors.wire)
     code = 1
     reserve: list[bytearray] = []

@@ -151,7 +151,7 @@ class DataPort:
 
     def open(self, address: str) -> int:
         """Listen at an address of this node, at all if it is none; returns the port. Listening at
-        another address before ends; transfers go on."""
+        another address before ends; transfers continue."""
         if self._serving is not None and address == self._address:
             return self.port
         self.close()

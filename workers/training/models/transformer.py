@@ -118,7 +118,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.dim)
         self.head = Head(config.dim, config.vocab_size, bias=False)
         self.sequence_parts = 1
-        """Ranks that divide the sequence between two blocks: those of a tensor axis."""
+        """Ranks that divide the sequence between two blocks: the tensor axis."""
 
     def edges(self) -> list[list[nn.Module]]:
         """This rank's modules beside blocks, as FSDP groups."""

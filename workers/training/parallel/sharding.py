@@ -28,7 +28,7 @@ Parts = Iterable[nn.Module | list[nn.Module]]
 
 
 def shard(parts: Parts, session: Session, parallelism: Parallelism, dtype: torch.dtype) -> None:
-    """FSDP2 of each part, the root last; `dtype` is that of forward and backward."""
+    """FSDP2 of each part, the root last; `dtype` is used in forward and backward."""
     offload: OffloadPolicy = OffloadPolicy()
     if offloads(session, parallelism):
         offload = CPUOffloadPolicy(pin_memory=True)

@@ -185,7 +185,7 @@ def print_logs(
 
 class LinesOfRank0:
     """Shows what rank 0 prints beside the display of a job, inside of the context: its lines go
-    through a file of this machine, so that the display shows them as those of a local job."""
+    through a file of this machine, so that the display shows them like a local job's."""
 
     def __init__(self, session: ClusterSession, display: Display) -> None:
         self._session, self._display = session, display
@@ -327,7 +327,7 @@ class _LogReader:
             self._filter.check_found()
         if not self._num_printed and self._selector.node is None:
             hint = self._session.hint("logs", self._name, "--node", next(iter(pods)))
-            text = f"job {self._name}: there is no output of workers; that of an agent: {hint}"
+            text = f"job {self._name}: workers have printed nothing; output of an agent: {hint}"
             stderr().print(text, style="yellow", soft_wrap=True)
 
     async def follow(self, cluster: KubeClient, namespace: str, *, only_new: bool = False) -> None:

@@ -114,7 +114,7 @@ async def follow_job(
 
 
 def events_selector(document: Document) -> str:
-    """Field selector of the Events of a job, without those of earlier jobs of the same name."""
+    """Field selector of the Events of a job, without Events of earlier jobs of the same name."""
     return f"involvedObject.uid={document['metadata']['uid']}"
 
 

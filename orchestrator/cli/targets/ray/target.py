@@ -82,8 +82,8 @@ class RayTarget(Target):
             if type(error) is not ConnectionError:
                 raise  # of a pipe or a socket; Ray's client raises only the base class
             raise cluster.ClusterGone(
-                f"the connection to the Ray cluster at {self._address} was lost ({error}); its "
-                f"jobs go on without this command, and `{self.command('status')}` finds them again"
+                f"the connection to the Ray cluster at {self._address} was lost ({error}). "
+                f"Jobs continue without this command; `{self.command('status')}` finds them again"
             ) from None
 
     # -- run -----------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ def test_a_wrapper_with_state_of_its_own_is_refused() -> None:
     model = net()
     wrapper = Lookahead(AdamW(model.parameters()))
     train(model, wrapper, range(1))
-    with pytest.raises(UserError, match="got a Lookahead with state of its own beside that of Ada"):
+    with pytest.raises(UserError, match="got a Lookahead with state of its own beside Ada"):
         staged_alone(model, wrapper)
 
 
