@@ -23,8 +23,7 @@ Holdfast = Callable[..., Result]
 NEEDED = {
     "spec plan": "command plan", "spec preflight": "command preflight", "ui": "command ui",
     "operator": "command operator", "--kubernetes": "target kubernetes", "--ray": "target ray",
-    "plan": "command plan", "--kubeconfig": "target kubernetes", "crd": "resource definition",
-    "spec crd": "resource definition",
+    "plan": "command plan", "--kubeconfig": "target kubernetes", "--crd": "resource definition",
 }  # fmt: skip
 """Word of a command line -> the part that it needs; without the part, its tests are skipped."""
 
