@@ -27,10 +27,10 @@ MAX_WORDS = 40000
 # Lines of Python. A budget only falls: a feature pays with something that goes. The goal is 66,000
 # for orchestrator and workers, 65,000 for tests.
 BUDGETS = {
-    "orchestrator": 53433,
+    "orchestrator": 53432,
     "workers": 26165,
-    "tests": 89220,
-    "orchestrator/api": 4509,
+    "tests": 89212,
+    "orchestrator/api": 4508,
     "orchestrator/backends": 6324,
     "orchestrator/catalogue": 989,
     "orchestrator/cli": 9322,
