@@ -20,6 +20,7 @@ from . import (
     drain,
     host_memory,
     invariants,
+    joining,
     launching,
     nodes,
     own_checkpoints,
@@ -238,6 +239,8 @@ def _straggler(ctx: StepContext, event: e.StragglerDetected) -> None:
 def _succeeded(ctx: StepContext, event: e.ActionSucceeded) -> None:
     action = ctx.state.inflight.pop(event.action_id, None)
     match action:
+        case a.LaunchGroup() if action.membership.ahead:
+            joining.answered(ctx, action)
         case a.LaunchGroup():
             launching.launched(ctx, action)
         case a.RequestNodes():
@@ -254,6 +257,8 @@ def _failed(ctx: StepContext, event: e.ActionFailed) -> None:
     state = ctx.state
     action = state.inflight.pop(event.action_id, None)
     match action:
+        case a.LaunchGroup() if action.membership.ahead:
+            joining.answered(ctx, action, event.detail or "no detail given")
         case a.LaunchGroup() if state.group.launching.get(action.node) == action.action_id:
             _launch_failed(ctx, action.node, event.detail or "no detail given")
         case a.RequestNodes():

@@ -127,6 +127,8 @@ class StepCompleted(
     progress later."""
     ago_s: float = 0.0
     """Seconds without progress of any rank since then."""
+    keeps: bool = False
+    """Rank 0 keeps its process when a peer fails."""
 
 
 class HangDetected(Event, frozen=True, kw_only=True, tag="hang-detected"):

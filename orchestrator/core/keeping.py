@@ -7,11 +7,14 @@ one is forked. Invariant: kept processes go on only if each rank finds the same 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec.structs import replace
 
 from ..protocol.facts import Membership, Restore
 from ..protocol.mesh import Mesh
 from ..protocol.messages import GroupStopped
+from .actions import Reason
 from .context import StepContext
 from .failure import DIVERGED, Failure
 from .state import Cause, JobState
@@ -44,20 +47,41 @@ def kept(state: JobState, node: str, fact: GroupStopped) -> None:
         state.keeping.fixed_size = state.keeping.fixed_size or fact.fixed_size
 
 
+def reported(state: JobState, *, keeps: bool) -> None:
+    """Rank 0 of the running generation has said whether it keeps its process."""
+    state.keeping.reported = state.keeping.reported or keeps
+
+
+def would_keep(state: JobState, mesh: Mesh, members: tuple[str, ...]) -> bool:
+    """True if survivors keep their processes in a resize to `members`, as far as is known."""
+    each = state.job.spec.workers_per_node
+    stay = {name: each for name in members if state.is_member(name)}
+    resize = Cause("resize", Reason("resize", ""))
+    keeps = state.keeping.reported and may_keep(state, resize)
+    return keeps and _fits(state, mesh, members, stay)
+
+
 def kept_from(
     state: JobState, mesh: Mesh, members: tuple[str, ...], restore: Restore | None
 ) -> int:
     """The generation whose kept processes go on in a launch on `members`; 0: none do. In a smaller
     world all ranks must be kept ones, which know the process groups of the larger one. New ones
     have groups over replicas if there are several, and kept ones if there were."""
-    before, here = state.group, state.keeping.workers
-    if before.membership is None or restore is None or state.new_code or not here:
-        return 0
+    here = state.keeping.workers
+    fits = restore is not None and bool(here) and _fits(state, mesh, members, here)
+    return state.generation if fits else 0
+
+
+def _fits(state: JobState, mesh: Mesh, members: tuple[str, ...], here: Mapping[str, int]) -> bool:
+    """The processes that nodes keep, `here`, can go on in a launch on `members`."""
+    before = state.group
+    if before.membership is None or state.new_code:
+        return False
     was = before.membership.mesh
     if replace(was, replicate=1) != replace(mesh, replicate=1):
-        return 0
+        return False
     if mesh.replicate != was.replicate and state.keeping.fixed_size:
-        return 0
+        return False
     each = state.job.spec.workers_per_node
     whole = all(here.get(name) == each for name in members)
     if mesh.replicate >= was.replicate:
@@ -70,7 +94,7 @@ def kept_from(
         whole = whole and all(
             members[at : at + size] in replicas for at in range(0, len(members), size)
         )
-    return state.generation if whole else 0
+    return whole
 
 
 def describe(state: JobState, said: bool | str) -> str:
@@ -93,6 +117,7 @@ def decision(state: JobState, membership: Membership, members: tuple[str, ...]) 
 def launched(state: JobState, membership: Membership) -> None:
     state.keeping.workers, state.keeping.fixed_size = {}, ""
     if not membership.kept_from:
+        state.keeping.reported = False
         state.keeping.replicas = membership.mesh.replicate
 
 

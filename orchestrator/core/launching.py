@@ -101,36 +101,20 @@ def _launch(ctx: StepContext, size: int) -> None:
     if restore is None and must_not_begin(state):
         completion.hold(ctx, why_nothing_usable(state))
         return
+    before, (mesh, members) = state.group.members, plan(state, size)
     memory = state.worker_memory
-    mesh = mesh_for(state.job, size, memory)
-    assert mesh is not None
     if not state.num_launches and (problem := refusal(state.job, size, mesh, memory)):
         completion.end_early(ctx, "failed", Reason("does-not-fit", str(problem)))
         return
-    free = order_newcomers((n.name, n.facts, n.join_order) for n in usable(state))
-    group = nodes_per_group(mesh, spec.workers_per_node)
-    group = group if size % group == 0 else size
-    before, members = state.group.members, assign(state.group.members, free, size, group)
     kept_from = keeping.kept_from(state, mesh, members, restore)
     ctx.fence(state.generation + 1)
-    first = state.nodes[members[0]]
-    membership = Membership(
-        generation=state.generation,
-        mesh=mesh,
-        num_nodes=size,
-        workers_per_node=spec.workers_per_node,
-        master_address=first.facts.address,
-        master_port=first.offered_port or FALLBACK_PORT + state.generation % 1000,
-        restart_count=state.num_launches,
-        restore=restore,
-        micro_batch=chosen_micro_batch(state.job, mesh, memory.device),
-        kept_from=kept_from,
-    )
+    begins = membership(state, mesh, members, state.generation, restore)
+    begins = replace(begins, kept_from=kept_from)
     decision = _describe(state, before, members, restore)
-    decision += keeping.decision(state, membership, members)
+    decision += keeping.decision(state, begins, members)
     if len(members) < len(before):
         decision += provisioning.why_no_wait(ctx)
-    _begin_generation(ctx, membership, members)
+    _begin_generation(ctx, begins, members)
     reason = Reason(state.reason.code, decision)
     seats = seats_for(mesh, size, spec.workers_per_node)
     facts = {name: state.nodes[name].facts for name in members}
@@ -145,7 +129,7 @@ def _launch(ctx: StepContext, size: int) -> None:
             reason,
             node=name,
             node_rank=node_rank,
-            membership=membership,
+            membership=begins,
             seats=seats[node_rank],
             buddy=buddy_of.get(name, ""),
             persist_every_steps=persist_cadence(state.job),
@@ -160,7 +144,38 @@ def _launch(ctx: StepContext, size: int) -> None:
         state.nodes.change(name, generation=state.generation)
     phase = "starting" if state.phase == "pending" else state.phase
     ctx.move(phase, reason.code, decision)
-    _fill_incident(ctx, state.incident, membership, decision)
+    _fill_incident(ctx, state.incident, begins, decision)
+
+
+def plan(state: JobState, size: int) -> tuple[Mesh, tuple[str, ...]]:
+    """Mesh and members, in the order of their node ranks, of a generation of this size."""
+    mesh = mesh_for(state.job, size, state.worker_memory)
+    assert mesh is not None
+    free = order_newcomers((n.name, n.facts, n.join_order) for n in usable(state))
+    group = nodes_per_group(mesh, state.job.spec.workers_per_node)
+    group = group if size % group == 0 else size
+    return mesh, assign(state.group.members, free, size, group)
+
+
+def membership(
+    state: JobState,
+    mesh: Mesh,
+    members: tuple[str, ...],
+    generation: int,
+    restore: Restore | None,
+) -> Membership:
+    first = state.nodes[members[0]]
+    return Membership(
+        generation=generation,
+        mesh=mesh,
+        num_nodes=len(members),
+        workers_per_node=state.job.spec.workers_per_node,
+        master_address=first.facts.address,
+        master_port=first.offered_port or FALLBACK_PORT + generation % 1000,
+        restart_count=state.num_launches,
+        restore=restore,
+        micro_batch=chosen_micro_batch(state.job, mesh, state.worker_memory.device),
+    )
 
 
 def _same_shards(state: JobState, restore: Restore, mesh: Mesh) -> bool:
@@ -345,6 +360,7 @@ def step_completed(ctx: StepContext, event: StepCompleted) -> None:
     if event.generation != state.generation or not state.group.active:
         return
     reached(state, event.step)
+    keeping.reported(state, keeps=event.keeps)
     state.counted_by = event.counted_by
     _note_resumption(state, event)
     if state.group.first_step_ns:

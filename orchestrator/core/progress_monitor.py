@@ -347,6 +347,7 @@ class ProgressMonitor:
                 step=current.done,
                 counted_by=(at_step or counted)[0].counted_by,
                 first_ago_s=first_ago_s(beats, known_s) if first else 0,
+                keeps=beats[0].keeps is True,
                 ago_s=(now_ns - max(r.moved_ns for r in current.ranks.values())) / SECOND_NS,
                 **beginning(beats, current.done, known_s)._asdict(),
                 **numbers,

@@ -271,7 +271,7 @@ def release_surplus(ctx: StepContext) -> None:
     if not settled or full_size(state) > len(state.group.members):
         return
     wanted = _wanted(state)
-    surplus = len(state.nodes) - wanted
+    surplus = _held(state) - wanted  # a leaving node's replacement may still build
     if surplus > 0:
         idle = (node for node in reversed(state.nodes.values()) if _idle(state, node))
         for node in list(islice(idle, surplus)):

@@ -5,7 +5,16 @@ from __future__ import annotations
 
 from .. import limits
 from ..api.v1alpha1 import Recovery
-from . import completion, launching, nodes, own_checkpoints, provisioning, quiesce, recovery
+from . import (
+    completion,
+    joining,
+    launching,
+    nodes,
+    own_checkpoints,
+    provisioning,
+    quiesce,
+    recovery,
+)
 from .actions import Reason
 from .context import SECOND_NS, StepContext
 from .events import (
@@ -181,7 +190,7 @@ def interrupt_if_planned(ctx: StepContext) -> None:
     else:
         if "standbys" in state.timers:
             ctx.move(state.phase, "resize", "training continues on the nodes that it has")
-        ctx.disarm("grow", "standbys")
+        ctx.disarm("grow", "standbys", "join")
 
 
 def _grow(ctx: StepContext, text: str) -> None:
@@ -200,7 +209,8 @@ def _grow(ctx: StepContext, text: str) -> None:
             ctx.move(state.phase, "resize", text)
             return
         text += f"; the standbys of {named} have not imported everything after {limit_s:g} s"
-    _resize(ctx, text)
+    if grows := joining.ready(ctx, nodes.possible_size(state), text):
+        _resize(ctx, grows)
 
 
 def _resize(ctx: StepContext, text: str) -> None:
@@ -221,6 +231,10 @@ def _replace_leaving_nodes(
         why = leaving[0].leave_reason
         what = "replaced" if leaving[0].slow else "preempted"
         text = f"{names} will be {what} ({why}); {possible} nodes are usable"
+        if possible >= wanted and not ctx.due("preempt"):
+            text = joining.ready(ctx, min(possible, wanted), text)
+        if not text:
+            return
         nodes_leaving = tuple((node.name, node.leave_reason) for node in leaving)
         recovery.interrupt(
             ctx, Cause("preemption", Reason("preemption", text), leaving=nodes_leaving)

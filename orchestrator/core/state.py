@@ -43,14 +43,14 @@ Purpose = Literal[
 ]  # fmt: skip
 
 TimerName = Literal[
-    "gather", "replacement", "capacity", "grow", "standbys", "preempt", "launch", "launch-again",
-    "stop", "stage", "persist", "drain", "commit", "request", "expect", "release", "rejoin",
-    "cadence", "deadline", "finish", "storage",
+    "gather", "replacement", "capacity", "grow", "standbys", "join", "preempt", "launch",
+    "launch-again", "stop", "stage", "persist", "drain", "commit", "request", "expect", "release",
+    "rejoin", "cadence", "deadline", "finish", "storage",
 ]  # fmt: skip
 # Timers by what they belong to; code that ends it disarms its timers.
 PLACEMENT: tuple[TimerName, ...] = ("gather", "replacement", "capacity", "storage")
 """Waiting for nodes, or for a store that could not be read, before a launch."""
-PLANNED: tuple[TimerName, ...] = ("grow", "standbys", "preempt")
+PLANNED: tuple[TimerName, ...] = ("grow", "standbys", "join", "preempt")
 """Waiting before a planned interruption of the running generation."""
 LAUNCH: tuple[TimerName, ...] = ("launch", "launch-again")
 DRAIN: tuple[TimerName, ...] = ("persist", "drain")
@@ -278,8 +278,24 @@ class Hold(Struct, frozen=True):
     """The script can use its own checkpoints, and has begun at step 0 all the same."""
 
 
+class Joining(Struct):
+    """Workers that are started beside the running generation; joining.py writes it."""
+
+    generation: int
+    """The running one."""
+    members: tuple[str, ...]
+    """Nodes of the next generation, in the order of their node ranks."""
+    actions: dict[str, int]
+    """Node that joins -> action id of its LaunchGroup, which ends when its workers are ready."""
+    problem: str = ""
+    """Reason why a node's workers start after the stop; empty: none."""
+
+
 class Keeping(Struct):
     """Worker processes that survive their generation; keeping.py writes it."""
+
+    reported: bool = False
+    """Rank 0 of the running generation keeps its process."""
 
     workers: dict[str, int] = {}
     """Node -> processes that it has kept of the newest generation."""
@@ -441,6 +457,7 @@ class JobState(Struct):
     quiesce: Quiesce | None = None
     stop: PendingStop | None = None
     keeping: Keeping = field(default_factory=Keeping)
+    joining: Joining | None = None
     needs_placement: bool = False
     """No workers run and a new generation is wanted."""
     deadline_left_s: float | None = None

@@ -376,6 +376,9 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch: int = 0
     """Samples of a forward pass of the recipe, by the memory of the devices; 0: as the recipe
     chooses without."""
+    ahead: bool = False
+    """Workers are started beside the running generation, which this number names: they build, try a
+    step without peers and wait for their seats in the next one."""
     kept_from: int = 0
     """Workers that the agents have kept since this generation go on in this one with their process,
     and new ones connect to them when they restore; 0: all are new."""

@@ -33,17 +33,17 @@ UNCHARGED = (STORE_UNREADABLE, NOT_KEPT, DIVERGED)
 """Rules of incidents that charge no restart."""
 NEW_CODE_S = 45.0
 """Training may go on with the old code for so long: while a node that leaves is replaced."""
-FULL_SIZE_S = limits.STANDBYS_WAIT_S + 45.0
+FULL_SIZE_S = limits.STANDBYS_WAIT_S + limits.JOIN_WAIT_S + 45.0
 """A job has its full size again so long after the last fault, if there is room."""
 SPARES_S = 20.0
 """Missing nodes have joined by then, if there is room."""
-RESIZED_S = 20.0
+RESIZED_S = limits.JOIN_WAIT_S + 20.0
 """A requested step is staged before the job has another size."""
 RELEASED_S = 5.0
 """A suspended job has released its nodes by then."""
 HEARTBEAT_S = 1.0
 """A finished step is reported by then."""
-GROWS_S = limits.STANDBYS_WAIT_S + 30.0
+GROWS_S = limits.STANDBYS_WAIT_S + limits.JOIN_WAIT_S + 30.0
 """A requested step is staged before the job grows."""
 
 
@@ -272,6 +272,9 @@ class Oracle:
                 case a.StageStep():
                     self._stage_actions[action.action_id] = action
                     self._members[action.generation] = state.group.members
+                case a.LaunchGroup() if action.membership.ahead:
+                    trains = state.is_member(action.node)
+                    self.require(not trains, f"{action.node} trains, and builds for the next one")
                 case a.LaunchGroup():
                     self._seat(action)
                 case a.FinishJob():

@@ -62,6 +62,8 @@ class SimWorker:
         self.keepable = self.kept = False
         """True if the rank may be kept, and its process waits for a seat in the next generation."""
         self.gang = self.world.gang(membership)
+        if membership.ahead:  # it waits for a seat like a kept one, once it is built
+            self.alive, self.kept = False, True
         self.doing: StackActivity = "peers"
         self.uses_cpu = False
 
@@ -72,6 +74,8 @@ class SimWorker:
 
     # -- life ---------------------------------------------------------------------------------
     def begin(self) -> None:
+        if self.membership.ahead and self.kept:
+            self._build()
         if not self._runs(self.begin):
             return
         self.gang.workers[self.rank] = self
@@ -261,6 +265,19 @@ class SimWorker:
         self.end(1, None)
 
     # -- kept ---------------------------------------------------------------------------------
+    def _build(self) -> None:
+        """Build beside the running job, unless it fails or never ends."""
+        fate = self.world.keeps.random()
+        if fate < 0.1:
+            self.world.after(self.world.keeps.uniform(0, 3), lambda: self.end(1, None))
+        elif fate < 0.95:
+            self.world.after(self.world.keeps.uniform(0, 8), self._built)
+
+    def _built(self) -> None:
+        if self.kept:
+            self.world.num_built += 1
+            self.node.from_worker(self, worker_protocol.Halted(step=self.step))
+
     def halted(self) -> None:
         """Leave the step, and wait."""
         if not self._runs(self.halted):
@@ -282,6 +299,7 @@ class SimWorker:
         require(membership.restore is not None, "a kept process has nothing to restore")
         self.kept = False
         self.world.num_kept += 1
+        self.world.num_joined += was.ahead
 
     def end(self, code: int | None, signal: int | None) -> None:
         if self.kept:

@@ -81,6 +81,8 @@ class World(VirtualTime):
         self.keeps_any = self.keeps.random() < 0.5
         self.fixed_size = random.Random(f"size {self.seed}").random() < 0.25
         """The script reads the size outside its attempts."""
+        self.num_built = self.num_joined = 0
+        """Workers that were ready beside the running job, and those of them that got a seat."""
         self.num_kept = 0
         """Seats that kept processes got."""
         self.oracle = Oracle(self)

@@ -60,6 +60,8 @@ class Attempts:
         """The last attempt was halted."""
         self._collectives: int | None = None
         """Number of this process's collectives when its last attempt ended, or at its restore."""
+        self.rehearses = False
+        """The attempt is one without peers, whose result is dropped."""
         self._random: tuple[int, int] | None = None
         """Digests of the states of random numbers, as they are if none are drawn."""
         self._watches = self._seeded = False
@@ -140,7 +142,7 @@ class Attempts:
             self._open = opened
 
     def expect_open(self, step: int) -> None:
-        if self.halting and self.wanted:
+        if (self.halting and self.wanted) or self.rehearses:
             raise AttemptHalted  # again, if the script has caught it
         if not self._open:
             raise UserError(
@@ -200,6 +202,10 @@ class Attempts:
     ) -> bool:
         self._open = False
         self.count_collectives()
+        if self.rehearses and isinstance(error, Exception | AttemptHalted | None):
+            _drop_frames(error)
+            self.failed = True
+            return True
         if error is None or not self.wanted or self._outside == id(error):
             return False
         # The connection to a dead peer breaks before the agent knows of its end.

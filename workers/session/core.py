@@ -111,6 +111,8 @@ class Session:
         self.generation = attached.assign.membership.generation if attached else 1
         self._kept = bool(attached and attached.assign.membership.kept_from)
         """Processes were kept in this generation."""
+        self._ahead = bool(attached and attached.assign.membership.ahead)
+        """This process has no seat yet: it was started beside the running generation."""
         self._restore = attached.assign.membership.restore if attached else None
 
     # -- ranks and mesh -------------------------------------------------------------------------
@@ -162,6 +164,8 @@ class Session:
     @property
     def next_step(self) -> int:
         """The step that follows the last one. It is known before `restore`."""
+        if self._ahead and not self._loops:
+            self._await_seat()
         return (self._restore.step if self._restore and not self._state else self._last_step) + 1
 
     def seed(self, seed: int, step: int) -> None:
@@ -306,6 +310,11 @@ class Session:
         if self.shape.pipeline > 1:
             self._state.join_stages(self._stage_parts(self._state.stage_part()))
         groups = self._attempts.groups
+        if self._ahead:
+            assert self._restore is not None
+            self._last_step, self._volatile = self._restore.step, versions(model)
+            self._first_step = self._last_step + 1
+            return self._last_step + 1  # s.steps tries a step, then waits for the seat
         if groups is not None and not groups.connected:
             self._connect(groups)
         elif groups is not None and inspection.num_collectives() > groups.num_collectives:
@@ -354,8 +363,9 @@ class Session:
         possible (`recovery.keepProcesses`): the attempt ends without an error, wherever it is, and
         the loop goes on with the step after the restored one. So a step may be attempted again:
         what the body changes beside the model, the optimizer and `extra` it must change by step,
-        and its data it must read by step. Raises UserError before restore, and for a body without
-        an attempt or without s.step.
+        and its data it must read by step. A worker of a node that joins first attempts a step
+        without peers, as warm-up: s.step ends it, and what it has computed is dropped. Raises
+        UserError before restore, and for a body without an attempt or without s.step.
         """
         if self._state is None:
             raise UserError(
@@ -399,6 +409,9 @@ class Session:
             while True:
                 if self._attempts.over:
                     self._resume(state)
+                self._attempts.rehearses = self._ahead
+                if self._ahead and self._attempts.groups is not None:
+                    self._attempts.groups.pretend(alone=True)
                 yield self._last_step + 1
         finally:
             self._loops = False
@@ -459,9 +472,8 @@ class Session:
             time.sleep(2 * limits.HALT_S)  # the agent kills this process
             raise NotKept(why)
         before = self.shape.world_size
-        attached = channel.next_seat(self._last_step, self._why_fixed_size())
+        self._await_seat()
         attempts.resumed()
-        self._take_seat(rank_env(), attached.assign.membership.mesh, attached)
         if self.shape.world_size != before:
             self.meshes.resized(self.shape)
         self._enter("build")
@@ -474,6 +486,15 @@ class Session:
         for optimizer in state.optimizers:
             optimizer.optimizer.state.clear()
         self._begin_at(state, 0)
+
+    def _await_seat(self) -> None:
+        """Wait for a seat in the next generation."""
+        channel, groups = self._channel, self._attempts.groups
+        assert channel is not None and groups is not None
+        if self._ahead:
+            groups.pretend(alone=False)
+        attached = channel.next_seat(self._last_step, self._why_fixed_size())
+        self._take_seat(rank_env(), attached.assign.membership.mesh, attached)
 
     def _why_fixed_size(self) -> str:
         """Reason why the script would go on with what it has computed from another size; empty: it
@@ -542,6 +563,8 @@ class Session:
                 f"session.step: got step {step} before restore; expected `start = "
                 "s.restore(model, optimizer)` first, and a loop from start"
             )
+        if self._ahead and not self._loops:
+            raise NotKept("the script trains without s.steps")
         if step != self._last_step + 1:
             raise UserError(
                 f"session.step: got {step}; expected {self._last_step + 1}; call it once after "
@@ -615,6 +638,8 @@ class Session:
 
     def finish(self) -> None:
         """Ends the training loop: stages the last state, which the agent then persists."""
+        if self._ahead:
+            raise NotKept("the script has no step left")
         self._enter("finish")
         if self._stager is not None and self._last_step >= 0:
             self.save()
@@ -802,8 +827,9 @@ def init(shard: int | None = None, tensor: int = 1, context: int = 1, pipeline: 
     if session._channel is not None:
         session._channel.start_pulse()
     why = _why_not_kept(session, attached)
-    if attached is not None and attached.assign.membership.kept_from and why:
+    if why and (session._kept or session._ahead):
         raise NotKept(why)
+    of_script = dist.is_initialized()
     groups = join(at, device, attached.assign.membership if attached else None, keeps=not why)
     why = why or ("" if groups else "the script has made its process groups")
     session._attempts = Attempts(groups, why)
@@ -811,6 +837,8 @@ def init(shard: int | None = None, tensor: int = 1, context: int = 1, pipeline: 
         session._channel.halt = session._attempts.halt
         session._channel.is_over = lambda: session._attempts.halting
     session._enter("build")
+    if session._ahead and of_script:
+        session._await_seat()  # a framework's loop is not tried
     return session
 
 

@@ -154,9 +154,10 @@ def join(
 
 
 def _kept(at: RankEnv, membership: Membership) -> tuple[SwitchStore, Groups]:
-    store = SwitchStore(own_store(at, one_machine=membership.num_nodes == 1))
+    ahead, one_machine = membership.ahead, membership.num_nodes == 1
+    store = SwitchStore(HashStore() if ahead else own_store(at, one_machine=one_machine))
     at_now = (at.rank, at.world_size, membership.generation)
-    replicas, connected = membership.mesh.replicate, not membership.kept_from
+    replicas, connected = membership.mesh.replicate, not (membership.kept_from or ahead)
     return store, Groups(store, *at_now, connected=connected, replicas=replicas)
 
 

@@ -22,8 +22,9 @@ from datetime import timedelta
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import FakeProcessGroup, ReconfigureOptions, Store
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
@@ -37,6 +38,7 @@ from .store import TIMEOUT
 MAX_TIMES = 10_000
 FORM_TIMEOUT_S = 10.0
 FIRST_POLL_S, LONGEST_POLL_S = 0.0005, 0.02
+CPU = torch.device("cpu")
 
 
 of_script: list[Groups] = []
@@ -54,12 +56,12 @@ class ReplicasDiverged(HoldfastError):
 def why_not_formed() -> str:
     """Reason why this torch cannot form groups again; empty: it can. Its API is private."""
     helper = inspect.signature(c10d._new_process_group_helper).parameters
-    group = dist.ProcessGroup
+    names = ("reconfigure", "get_reconfigure_handle")
     has_all = (
         "enable_reconfigure" in helper
-        and all(hasattr(group, name) for name in ("reconfigure", "get_reconfigure_handle"))
-        and hasattr(c10d, "_reconfigure")
+        and all(hasattr(dist.ProcessGroupGloo, name) for name in names)
         and hasattr(c10d._world, "pg_group_ranks")
+        and hasattr(FakeProcessGroup, "_create_internal")
     )
     if not has_all:
         return "this torch cannot form process groups again (2.15 can)"
@@ -139,6 +141,8 @@ class Groups:
         self._rank, self._world_size, self._generation = rank, world_size, generation
         self._each = world_size // replicas
         self.connected = connected
+        self._alone = False
+        """Collectives return at once and move no data."""
         self._listed: dict[str, tuple[Any, list[int], tuple[int, int]]] = {}
         """Name -> group, its ranks, and `_place` when it was made, in the order of creation."""
         self._times: Counter[str] = Counter()
@@ -196,6 +200,15 @@ class Groups:
         self._listed[name] = (group, ranks, self._place)
         if self.connected:
             self._form(name)
+        elif self._alone:
+            _use_backend(group, alone=True)
+
+    def pretend(self, *, alone: bool) -> None:
+        """`alone`: collectives return at once and move no data, for a step that is tried without
+        peers. False: groups can be connected again."""
+        self._alone = alone
+        for group, *_ in self._listed.values():
+            _use_backend(group, alone=alone)
 
     def connect(
         self, store: Store, rank: int, world_size: int, generation: int, is_over: Callable[[], bool]
@@ -244,17 +257,18 @@ class Groups:
         prefix = f"form/{self._generation}/{name}/{number}/{members}"
         self._times[name] += 1
         keys = [f"{prefix}/{member}" for member in members]
-        store.set(f"{prefix}/{self._rank}", group.get_reconfigure_handle())
+        gloo, options = group._get_backend(CPU), ReconfigureOptions()
+        store.set(f"{prefix}/{self._rank}", gloo.get_reconfigure_handle())
         timeout = TIMEOUT
         if is_over is None:
             store.wait(keys, timeout)
         else:
             timeout = timedelta(seconds=FORM_TIMEOUT_S)
             self._await(keys, FORM_TIMEOUT_S, is_over)
-        handles = [handle.decode() for handle in store.multi_get(keys)]
+        options.handles = [handle.decode() for handle in store.multi_get(keys)]
+        options.uuid, options.timeout = self._generation * MAX_TIMES + number, timeout
         before = set(_sockets())
-        uuid = self._generation * MAX_TIMES + number
-        c10d._reconfigure(uuid=uuid, handles=handles, group=group, timeout=timeout).wait()
+        gloo.reconfigure(options).wait()
         self._inodes |= set(_sockets()) - before
 
     def _await(self, keys: list[str], timeout_s: float, is_over: Callable[[], bool]) -> None:
@@ -289,6 +303,15 @@ class Groups:
             module._has_rebuilt_buckets = False
             # False after a forward without gradients: others would broadcast buffers, this not.
             module.require_forward_param_sync = module.require_backward_grad_sync = True
+
+
+def _use_backend(group: Any, *, alone: bool) -> None:
+    kinds = dist.ProcessGroup.BackendType
+    if alone:
+        fake = FakeProcessGroup._create_internal(group.rank(), group.size())
+        group._register_backend(CPU, kinds.CUSTOM, fake)
+    else:
+        group._register_backend(CPU, kinds.GLOO, None)  # the one that it has
 
 
 def ranks_now(

@@ -111,6 +111,7 @@ def test_a_resized_job_keeps_its_processes_and_its_training(
     assert [one.world_size_after for one in view.incidents] == [2, 4]
     decisions = [one.decision for one in view.incidents]
     assert all("2 of " in text and "keep their" in text for text in decisions), decisions
+    assert view.incidents[1].title.endswith("the new workers are ready"), view.incidents[1]
     resized, last = Steps(job.place), STEPS - 1
     assert {resized.of[rank, 3] for rank in (0, 1)} == {resized.of[rank, 1] for rank in (0, 1)}
     size = {gen: max(rank for rank, at in resized.of if at == gen) + 1 for gen in (1, 2, 3)}

@@ -264,6 +264,7 @@ def check_timers(state: JobState) -> None:
         "capacity": state.needs_placement,
         "grow": running,
         "standbys": running,
+        "join": running,
         "preempt": running,
         "launch": running and bool(state.group.launching),
         "launch-again": running and bool(state.group.launching),

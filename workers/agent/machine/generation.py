@@ -233,6 +233,8 @@ class Generation:
     """A requested step that is not answered yet."""
     lingers: bool = False
     """A worker that has not left was named."""
+    num_built: int = 0
+    """Workers that were started ahead, and wait for their seats."""
     advanced: bool = False
     """Every worker of this node has finished a step of this generation."""
     now_ns: int = 0
@@ -302,6 +304,8 @@ class Generation:
         if membership.kept_from != self.generation:
             return {}
         same = membership.world_size == self.membership.world_size
+        if self.membership.ahead and not same:
+            return {}
         here = {(w.seat.local_rank, w.seat.shard): w.seat.rank for w in self.kept}
         previous = {seat.rank: here.get((seat.local_rank, seat.shard)) for seat in launch.seats}
         return {

@@ -25,6 +25,7 @@ from .generation import (
     SECOND_NS,
     SIGKILL,
     Generation,
+    Stopping,
     Worker,
     exit_reports,
     inject_fault,
@@ -317,9 +318,13 @@ class AgentMachine:
     # -- launch -------------------------------------------------------------------------------
     def _launch(self, now_ns: int, message: m.LaunchWorkers) -> list[Command]:
         generation, group = message.membership.generation, self.group
-        if self._ending or generation <= self._fence:
-            detail = self._ending or f"generation {generation} is over; the fence is {self._fence}"
+        busy = message.membership.ahead and group is not None and not group.stopped
+        if self._ending or generation <= self._fence or busy:
+            over = f"generation {generation} is over; the fence is {self._fence}"
+            detail = self._ending or ("workers run here" if busy else over)
             return [launched(message.action_id, generation, ok=False, detail=detail)]
+        if message.membership.ahead:
+            return self._begin_ahead(now_ns, message)
         if group is not None and not group.stopped:
             if group.generation == generation:
                 group.launch_ids.append(message.action_id)
@@ -330,33 +335,65 @@ class AgentMachine:
         return self._begin(now_ns, message)
 
     def _begin(self, now_ns: int, message: m.LaunchWorkers) -> list[Command]:
-        membership = message.membership
-        self._fence, self._waiting = membership.generation - 1, None
-        self._standbys.cancel()
-        workers = {seat.rank: Worker(seat, now_ns) for seat in message.seats}
+        self._fence, self._waiting = message.membership.generation - 1, None
         before = self.group
         kept = before.kept_for(message) if before is not None else {}
         out = before.end_kept(kept) if before is not None else []
-        group = self.group = Generation(message, workers, [message.action_id])
+        group = self._new_group(now_ns, message)
         group.stage_every = (message.stage_every_steps, 0)
         self._stopped_ranks = frozenset()
         out += self.tiers.launch(group)
-        interval, twins = message.stage_every_steps, group.twins()
-        for seat in message.seats:
+        return [*out, *self._forks(group, kept), commands.OfferPort()]
+
+    def _begin_ahead(self, now_ns: int, message: m.LaunchWorkers) -> list[Command]:
+        """Start workers beside the running generation, which has none here. For the node they wait
+        like kept ones from now on. With other seats they would have the names of processes that
+        still end."""
+        before, membership = self.group, message.membership
+        if before is not None and before.generation == membership.generation:
+            wanted, here = message.seats, before.membership
+            if before.launch.seats != wanted or here.mesh != membership.mesh or not here.ahead:
+                detail = "other workers of this generation were here"
+                answer = launched(message.action_id, before.generation, ok=False, detail=detail)
+                return [answer, *before.end_kept({})]
+            before.launch_ids.append(message.action_id)
+            return self._answer_if_built(before)
+        out = before.end_kept({}) if before is not None else []
+        group = self._new_group(now_ns, message)
+        for worker in group.workers.values():
+            worker.ended = worker.kept = True
+        until_ns = now_ns + int(2 * limits.JOIN_WAIT_S * SECOND_NS)
+        group.stopped, group.stop = True, Stopping([], 0.0, deadline_ns=until_ns)
+        return [*out, *self._forks(group, {})]
+
+    def _new_group(self, now_ns: int, message: m.LaunchWorkers) -> Generation:
+        self._standbys.cancel()
+        workers = {seat.rank: Worker(seat, now_ns) for seat in message.seats}
+        self.group = Generation(message, workers, [message.action_id])
+        return self.group
+
+    def _forks(self, group: Generation, kept: dict[int, tuple[int, int]]) -> list[Command]:
+        launch, twins, out = group.launch, group.twins(), list[Command]()
+        interval = launch.stage_every_steps
+        for seat in launch.seats:
             # A packet holds the sources of one shard; this machine keeps those of all of them.
-            for_rank = membership.with_sources_of([seat.shard])
+            for_rank = group.membership.with_sources_of([seat.shard])
             shared = twins[seat.shard]
-            fork = commands.Fork(for_rank, message.node_rank, seat, interval, shared, message.code)
-            workers[seat.rank].process_of = place = kept.get(seat.rank)
+            fork = commands.Fork(for_rank, launch.node_rank, seat, interval, shared, launch.code)
+            group.workers[seat.rank].process_of = place = kept.get(seat.rank)
             out.append(msgspec.structs.replace(fork, kept=place))
-        return [*out, commands.OfferPort()]
+        return out
 
     def _forked(self, given: inputs.WorkerForked) -> list[Command]:
         group = self._group_of(given.generation)
         if group is None or given.rank not in group.workers:
             return []
         group.workers[given.rank].pid = given.pid
-        if group.launched or not all(w.pid for w in group.workers.values()):
+        if (
+            group.launched
+            or group.membership.ahead
+            or not all(w.pid for w in group.workers.values())
+        ):
             return []
         group.launched = True
         return self._answer_launch(group, ok=True)
@@ -365,6 +402,8 @@ class AgentMachine:
         group = self._group_of(given.generation)
         if group is None:
             return []
+        if group.membership.ahead:
+            return self._not_built(group, given.rank, given.detail)
         worker = group.workers[given.rank]
         worker.ended = True
         out = self._answer_launch(group, ok=False, detail=given.detail)
@@ -378,6 +417,18 @@ class AgentMachine:
     def _answer_launch(self, group: Generation, *, ok: bool, detail: str = "") -> list[Command]:
         ids, group.launch_ids = group.launch_ids, []
         return [launched(action, group.generation, ok=ok, detail=detail) for action in ids]
+
+    def _answer_if_built(self, group: Generation) -> list[Command]:
+        if len(group.kept) < len(group.workers):
+            return self._answer_launch(group, ok=False, detail="a worker has ended")
+        built = group.num_built == len(group.workers)
+        return self._answer_launch(group, ok=True) if built else []
+
+    def _not_built(self, group: Generation, rank: int, detail: str) -> list[Command]:
+        """A worker that was started ahead cannot go on, and the others of its node end with it."""
+        group.workers[rank].kept = False
+        out = self._answer_launch(group, ok=False, detail=f"rank {rank}: {detail}")
+        return [*out, *group.end_kept({})]
 
     # -- standbys -----------------------------------------------------------------------------
     def _fork_standbys(self, now_ns: int) -> list[Command]:
@@ -435,6 +486,8 @@ class AgentMachine:
         worker = group.workers.get(given.rank) if group else None
         if worker is not None:
             worker.kept = False
+        if group is not None and group.membership.ahead:
+            return self._not_built(group, given.rank, "its process has ended")
         if group is None or worker is None or worker.ended:
             return []
         worker.ended, reported = True, worker.exit is not None
@@ -445,6 +498,9 @@ class AgentMachine:
 
     def _halted(self, now_ns: int, group: Generation, worker: Worker) -> list[Command]:
         """A worker has left its step and waits: for this generation it has ended, as if killed."""
+        if group.membership.ahead:
+            group.num_built += 1
+            return self._answer_if_built(group)
         if group.stop is None or group.stop.stage != "halt" or worker.ended:
             return []  # it is killed
         worker.ended = worker.kept = True
@@ -455,6 +511,8 @@ class AgentMachine:
 
     def _worker_failed(self, now_ns: int, group: Generation, worker: Worker) -> list[Command]:
         """The recovery need not wait for what the process still does."""
+        if group.membership.ahead and worker.failed is not None:
+            return self._not_built(group, worker.seat.rank, worker.failed.message)
         if group.stop is not None:
             return group.no_longer_saves()
         at_ns = worker.failed.at_ns if worker.failed else 0

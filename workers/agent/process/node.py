@@ -378,7 +378,8 @@ class AgentProcess:
         assert welcome is not None and job is not None and facts is not None
         logs = ""
         if welcome.log_directory != TO_OUTPUT:
-            logs = self._log_directory(welcome.log_directory, fork.membership.generation)
+            generation = fork.membership.generation + fork.membership.ahead
+            logs = self._log_directory(welcome.log_directory, generation)
         environment = worker_environment(
             job,
             fork.membership,

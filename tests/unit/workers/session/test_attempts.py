@@ -165,3 +165,19 @@ def test_a_checksum_shows_a_changed_bit_and_the_order() -> None:
     assert before == checksum([one.clone(), two.clone()]) != checksum([two, one])
     one[3] = torch.nextafter(one[3], torch.tensor(9.0))
     assert checksum([one, two]) != before and 0 <= before < 2**62
+
+
+def test_an_attempt_without_peers_ends_with_s_step_and_so_does_an_error_in_it(
+    kept: Attempts,
+) -> None:
+    kept.rehearses = True
+    with kept:
+        kept.expect_open(7)
+        pytest.fail("s.step ends it")
+    assert kept.over
+    kept.failed = False
+    with kept:
+        raise ValueError("a loss without peers is no number")
+    assert kept.over
+    with pytest.raises(KeyboardInterrupt), kept:
+        raise KeyboardInterrupt

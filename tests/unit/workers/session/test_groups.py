@@ -183,6 +183,27 @@ def test_a_rank_with_more_groups_than_its_peers_does_not_connect() -> None:
     in_two_processes(work)
 
 
+def test_groups_pretend_collectives_without_peers_and_connect_afterwards() -> None:
+    def work(rank: int, stores: list[Callable[[], Store]]) -> None:
+        made, _ = joined(rank, stores[0](), connected=False)
+        made.pretend(alone=True)
+        both = dist.new_group([0, 1])
+        for group in (None, both):
+            own = torch.tensor([rank + 1])
+            dist.all_reduce(own, group=group)
+            assert own.item() == rank + 1, "nothing was sent"
+        made.pretend(alone=False)
+        with pytest.raises(RuntimeError, match="has not been initialized"):
+            total(rank)
+        made.connect(stores[1](), rank, 2, 2, lambda: False)
+        for group in (None, both):
+            own = torch.tensor([rank + 1])
+            dist.all_reduce(own, group=group)
+            assert own.item() == 3
+
+    in_two_processes(work)
+
+
 WORLD, WITHIN, OVER = [0, 1, 2, 3], [2, 3], [1, 3]
 
 

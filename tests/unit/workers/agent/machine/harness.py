@@ -46,7 +46,7 @@ class AgentHarness:
 
     def launch(self, generation: int = 1, **more: object) -> tuple[Command, ...]:
         restore, mesh = more.pop("restore", None), more.pop("mesh", Mesh(shard=2))
-        kept_from = more.pop("kept_from", 0)
+        kept_from, ahead = more.pop("kept_from", 0), bool(more.pop("ahead", False))
         assert isinstance(mesh, Mesh)
         membership = Membership(
             generation=generation,
@@ -58,6 +58,7 @@ class AgentHarness:
             restart_count=0,
             restore=restore,  # type: ignore[arg-type]
             kept_from=kept_from,  # type: ignore[arg-type]
+            ahead=ahead,
         )
         seats = tuple(WorkerSeat(rank, rank, mesh.shard_index(rank), True) for rank in range(2))
         out = self.receive(

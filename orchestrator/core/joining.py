@@ -1,0 +1,64 @@
+"""Workers of nodes that join, started beside the running job: they build, try a step without peers
+and wait, so that training stands still only until they are connected.
+
+Only where survivors keep their processes. Invariant: the job grows without them when they fail or
+take too long.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from .. import limits
+from . import keeping, launching
+from .actions import LaunchGroup, Reason
+from .checkpoints import choose_restore
+from .context import StepContext
+from .rank_assignment import seats_for
+from .state import Joining
+
+
+def ready(ctx: StepContext, size: int, text: str) -> str:
+    """Sentence with which the job grows to `size` nodes; empty: it has to wait."""
+    state = ctx.state
+    if state.quiesce is not None:
+        return text
+    mesh, members = launching.plan(state, size)
+    new = [name for name in members if not state.is_member(name)]
+    begun = state.joining
+    if begun is None or (begun.generation, begun.members) != (state.generation, members):
+        ctx.disarm("join")
+        if not new or not keeping.would_keep(state, mesh, members):
+            return text
+        membership = launching.membership(
+            state, mesh, members, state.generation, choose_restore(state)
+        )
+        ahead = replace(membership, ahead=True)
+        seats = seats_for(mesh, size, state.job.spec.workers_per_node)
+        begun = state.joining = Joining(state.generation, members, {})
+        for name in new:
+            at, code = members.index(name), state.job.spec.code or ""
+            begun.actions[name] = ctx.emit(
+                LaunchGroup,
+                Reason("resize", f"{name} builds beside the running job: {text}"),
+                node=name,
+                node_rank=at,
+                membership=ahead,
+                seats=seats[at],
+                code=code,
+            )
+        ctx.arm("join", limits.JOIN_WAIT_S)
+    late = [name for name, action_id in begun.actions.items() if action_id in state.inflight]
+    if begun.problem or (late and ctx.due("join")):
+        why = begun.problem or f"{late[0]} has not built after {limits.JOIN_WAIT_S:g} s"
+        return f"{text}; not all new workers are ready: {why}"
+    if late:
+        ctx.move(state.phase, "resize", f"{text}; the job grows when {late[0]} is ready")
+    return "" if late else f"{text}; the new workers are ready"
+
+
+def answered(ctx: StepContext, action: LaunchGroup, problem: str = "") -> None:
+    """A node's workers wait for their seats, or cannot."""
+    begun = ctx.state.joining
+    if problem and begun is not None and begun.actions.get(action.node) == action.action_id:
+        begun.problem = begun.problem or f"{action.node}: {problem}"

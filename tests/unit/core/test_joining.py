@@ -1,0 +1,112 @@
+"""Workers of a node that joins build beside the running job, which stops when they are ready."""
+
+from __future__ import annotations
+
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.api.v1alpha1 import Recovery
+from holdfast.orchestrator.core.actions import LaunchGroup, StopGroup
+from holdfast.orchestrator.core.events import FromNode, StepCompleted
+from holdfast.orchestrator.protocol.messages import PreemptionNoticed
+
+from .harness import RequestNodes, Transcript
+
+GROW_DELAY_S = Recovery().grow_delay_s
+
+
+def trains(job: Transcript, step: int, *, keeps: bool = True) -> None:
+    generation = job.state.generation
+    job.apply(StepCompleted(generation=generation, step=step, step_s=0.4, keeps=keeps))
+
+
+def shrunk(*, keeps: bool = True) -> Transcript:
+    """One node of two trains, a second one has joined, and nothing else holds the job back."""
+    job = Transcript().started()
+    job.lose("b")
+    job.succeed(RequestNodes)
+    job.stopped("a", 5, kept=(0, 1))
+    job.wait(2.1)
+    job.succeed(LaunchGroup)
+    trains(job, 6, keeps=keeps)
+    job.join("c")
+    job.wait(GROW_DELAY_S)
+    return job
+
+
+def test_new_workers_build_while_the_others_train_and_get_the_seats_that_they_built_for() -> None:
+    job = shrunk()
+    ahead = job.one(LaunchGroup)
+    assert ahead.node == "c" and ahead.membership.ahead and ahead.membership.generation == 2
+    assert [seat.rank for seat in ahead.seats] == [2, 3] and ahead.membership.world_size == 4
+    assert ahead.membership.restore is not None and ahead.membership.restore.step == 5
+    assert not job.all(StopGroup)[2:] and job.state.phase == "running"
+    assert job.state.reason.text.endswith("the job grows when c is ready")
+    trains(job, 7)
+    assert not job.fresh, "it builds once"
+    job.succeed(LaunchGroup)
+    text = "2 nodes are usable, 1 are used; the new workers are ready"
+    assert job.one_reason(StopGroup) == text
+    job.stopped("a", 20, kept=(0, 1))
+    launches = job.of(LaunchGroup)
+    assert [launch.node for launch in launches] == ["a", "c"]
+    assert launches[0].membership.kept_from == 2 and not launches[1].membership.ahead
+    assert launches[1].seats == ahead.seats
+    assert launches[1].membership.mesh == ahead.membership.mesh
+    assert job.replayed().state == job.state
+
+
+def test_a_job_that_keeps_no_process_grows_as_before() -> None:
+    job = shrunk(keeps=False)
+    assert job.one_reason(StopGroup) == "2 nodes are usable, 1 are used"
+    assert not any(launch.membership.ahead for launch in job.all(LaunchGroup))
+
+
+def test_a_job_grows_without_workers_that_cannot_build_or_take_too_long() -> None:
+    job = shrunk()
+    job.fail(job.last(LaunchGroup), "rank 2: the script has no step left")
+    why = "not all new workers are ready: c: rank 2: the script has no step left"
+    assert job.one_reason(StopGroup).endswith(why)
+    job = shrunk()
+    job.wait(limits.JOIN_WAIT_S - 0.1)
+    assert not job.of(StopGroup)
+    job.wait(0.1)
+    assert job.one_reason(StopGroup).endswith("c has not built after 120 s")
+
+
+def test_the_wait_ends_with_the_node_and_the_next_one_builds_too() -> None:
+    job = shrunk()
+    job.lose("c")
+    assert job.state.phase == "running" and "join" not in job.state.timers
+    job.join("d")
+    job.wait(GROW_DELAY_S)
+    assert job.one(LaunchGroup).node == "d" and not job.of(StopGroup)
+    job.succeed(LaunchGroup)
+    assert job.of(StopGroup)
+
+
+def test_a_failure_meanwhile_is_recovered_at_once_on_all_nodes() -> None:
+    job = shrunk()
+    job.exits(0, signal=9, step=7)
+    assert [stop.node for stop in job.of(StopGroup)] == ["a"]
+    job.stopped("a", 7, kept=(1,))
+    assert [launch.node for launch in job.of(LaunchGroup)] == ["a", "c"]
+    assert job.of(LaunchGroup)[0].membership.kept_from == 2
+
+
+def test_a_replacement_builds_before_the_leaving_node_is_left() -> None:
+    job = Transcript().started(step=5)
+    trains(job, 6)
+    job.apply(FromNode("b", PreemptionNoticed(detail="spot", grace_s=30.0)))
+    job.succeed(RequestNodes)
+    job.join("c")
+    ahead = job.last(LaunchGroup)
+    assert ahead.membership.ahead and (ahead.node, ahead.node_rank) == ("c", 1)
+    assert not job.all(StopGroup)
+    job.succeed(LaunchGroup)
+    assert job.all(StopGroup)
+    late = Transcript().started(step=5)
+    trains(late, 6)
+    late.apply(FromNode("b", PreemptionNoticed(detail="spot", grace_s=30.0)))
+    late.succeed(RequestNodes)
+    late.join("c")
+    late.wait(10.1)
+    assert late.all(StopGroup), "a third of the grace, ready or not"
