@@ -108,11 +108,6 @@ def test_nodes_that_the_backend_has_are_not_requested_again() -> None:
     assert len(job.of(LaunchGroup)) == 2
 
 
-def test_an_unknown_result_of_an_action_that_is_over_changes_nothing() -> None:
-    job = Transcript().started()
-    assert not job.apply(ActionUnknown(action_id=99)) and job.state.phase == "running"
-
-
 def test_a_node_that_ended_without_a_controller_is_lost_at_once() -> None:
     job = Transcript().started()
     job.controller = job.replayed()
