@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from holdfast.orchestrator import parts
 from holdfast.orchestrator.cli.commands import chaos
 from holdfast.orchestrator.cli.targets import local
-from holdfast.orchestrator.parts import part
 from holdfast.orchestrator.protocol.messages import Reply
 from holdfast.orchestrator.runtime.observe.view import JobView
 
@@ -40,7 +40,7 @@ spec:
 def test_help_names_every_verb(holdfast: Holdfast) -> None:
     result = holdfast("--help")
     assert result.code == 0
-    if part("command ui") is None:
+    if parts.part("command ui") is None:
         pytest.skip("a part is not installed: ui")
     names = re.findall(r"^│ ([a-z]+) ", result.out, re.MULTILINE)
     assert names == [*VERBS, "checkpoint", "spec", "debug"] and len(names) <= 15
