@@ -284,7 +284,8 @@ def _unknown(ctx: StepContext, event: e.ActionUnknown) -> None:
     """The connection broke before the result came. Launches and stops are sent again when their
     node reconnects (nodes.joined); the rest is idempotent and is repeated."""
     action = ctx.state.inflight.get(event.action_id)
-    if isinstance(
+    ahead = isinstance(action, a.LaunchGroup) and action.membership.ahead
+    if ahead or isinstance(
         action, a.ReleaseNode | a.CommitManifest | a.CleanStorage | a.StageStep | a.PersistStep
     ):
         _failed(ctx, e.ActionFailed(action_id=event.action_id, detail="result unknown"))

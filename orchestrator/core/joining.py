@@ -24,20 +24,20 @@ def ready(ctx: StepContext, size: int, text: str) -> str:
     if state.quiesce is not None:
         return text
     mesh, members = launching.plan(state, size)
-    new = [name for name in members if not state.is_member(name)]
+    new = [(at, name) for at, name in enumerate(members) if not state.is_member(name)]
     begun = state.joining
     if begun is None or (begun.generation, begun.members) != (state.generation, members):
         ctx.disarm("join")
         if not new or not keeping.would_keep(state, mesh, members):
             return text
-        membership = launching.membership(
-            state, mesh, members, state.generation, choose_restore(state)
+        restore = choose_restore(state)  # a step that the next generation is not before
+        restore = replace(restore, sources=()) if restore is not None else None
+        ahead = replace(
+            launching.membership(state, mesh, members, state.generation, restore), ahead=True
         )
-        ahead = replace(membership, ahead=True)
         seats = seats_for(mesh, size, state.job.spec.workers_per_node)
         begun = state.joining = Joining(state.generation, members, {})
-        for name in new:
-            at, code = members.index(name), state.job.spec.code or ""
+        for at, name in new:
             begun.actions[name] = ctx.emit(
                 LaunchGroup,
                 Reason("resize", f"{name} builds beside the running job: {text}"),
@@ -45,7 +45,7 @@ def ready(ctx: StepContext, size: int, text: str) -> str:
                 node_rank=at,
                 membership=ahead,
                 seats=seats[at],
-                code=code,
+                code=state.job.spec.code or "",
             )
         ctx.arm("join", limits.JOIN_WAIT_S)
     late = [name for name, action_id in begun.actions.items() if action_id in state.inflight]
@@ -53,7 +53,7 @@ def ready(ctx: StepContext, size: int, text: str) -> str:
         why = begun.problem or f"{late[0]} has not built after {limits.JOIN_WAIT_S:g} s"
         return f"{text}; not all new workers are ready: {why}"
     if late:
-        ctx.move(state.phase, "resize", f"{text}; the job grows when {late[0]} is ready")
+        ctx.move(state.phase, "resize", f"{text}; the workers of {late[0]} are built first")
     return "" if late else f"{text}; the new workers are ready"
 
 

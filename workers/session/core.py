@@ -311,8 +311,8 @@ class Session:
             self._state.join_stages(self._stage_parts(self._state.stage_part()))
         groups = self._attempts.groups
         if self._ahead:
-            assert self._restore is not None
-            self._last_step, self._volatile = self._restore.step, versions(model)
+            self._last_step = self._restore.step if self._restore else start - 1
+            self._volatile = versions(model)
             self._first_step = self._last_step + 1
             return self._last_step + 1  # s.steps tries a step, then waits for the seat
         if groups is not None and not groups.connected:

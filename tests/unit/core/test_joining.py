@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import Recovery
 from holdfast.orchestrator.core.actions import LaunchGroup, StopGroup
-from holdfast.orchestrator.core.events import FromNode, StepCompleted
+from holdfast.orchestrator.core.events import ActionUnknown, FromNode, StepCompleted
 from holdfast.orchestrator.protocol.messages import PreemptionNoticed
 
 from .harness import RequestNodes, Transcript
@@ -37,9 +37,10 @@ def test_new_workers_build_while_the_others_train_and_get_the_seats_that_they_bu
     ahead = job.one(LaunchGroup)
     assert ahead.node == "c" and ahead.membership.ahead and ahead.membership.generation == 2
     assert [seat.rank for seat in ahead.seats] == [2, 3] and ahead.membership.world_size == 4
-    assert ahead.membership.restore is not None and ahead.membership.restore.step == 5
+    restore = ahead.membership.restore
+    assert restore is not None and restore.step == 5 and not restore.sources
     assert not job.all(StopGroup)[2:] and job.state.phase == "running"
-    assert job.state.reason.text.endswith("the job grows when c is ready")
+    assert job.state.reason.text.endswith("the workers of c are built first")
     trains(job, 7)
     assert not job.fresh, "it builds once"
     job.succeed(LaunchGroup)
@@ -65,6 +66,9 @@ def test_a_job_grows_without_workers_that_cannot_build_or_take_too_long() -> Non
     job.fail(job.last(LaunchGroup), "rank 2: the script has no step left")
     why = "not all new workers are ready: c: rank 2: the script has no step left"
     assert job.one_reason(StopGroup).endswith(why)
+    job = shrunk()
+    job.apply(ActionUnknown(action_id=job.last(LaunchGroup).action_id))
+    assert job.one_reason(StopGroup).endswith("c: result unknown")
     job = shrunk()
     job.wait(limits.JOIN_WAIT_S - 0.1)
     assert not job.of(StopGroup)
