@@ -30,11 +30,9 @@ def ready(ctx: StepContext, size: int, text: str) -> str:
         ctx.disarm("join")
         if not new or not keeping.would_keep(state, mesh, members):
             return text
-        restore = choose_restore(state)  # a step that the next generation is not before
-        restore = replace(restore, sources=()) if restore is not None else None
-        ahead = replace(
-            launching.membership(state, mesh, members, state.generation, restore), ahead=True
-        )
+        if restore := choose_restore(state):  # the next generation is not before its step
+            restore = replace(restore, sources=())
+        begins = launching.membership(state, mesh, members, state.generation, restore)
         seats = seats_for(mesh, size, state.job.spec.workers_per_node)
         begun = state.joining = Joining(state.generation, members, {})
         for at, name in new:
@@ -43,7 +41,7 @@ def ready(ctx: StepContext, size: int, text: str) -> str:
                 Reason("resize", f"{name} builds beside the running job: {text}"),
                 node=name,
                 node_rank=at,
-                membership=ahead,
+                membership=replace(begins, ahead=True),
                 seats=seats[at],
                 code=state.job.spec.code or "",
             )

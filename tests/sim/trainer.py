@@ -267,11 +267,11 @@ class SimWorker:
     # -- kept ---------------------------------------------------------------------------------
     def _build(self) -> None:
         """Build beside the running job, unless it fails or never ends."""
-        fate = self.world.keeps.random()
+        fate = self.world.builds.random()
         if fate < 0.1:
-            self.world.after(self.world.keeps.uniform(0, 3), lambda: self.end(1, None))
+            self.world.after(self.world.builds.uniform(0, 3), lambda: self.end(1, None))
         elif fate < 0.95:
-            self.world.after(self.world.keeps.uniform(0, 8), self._built)
+            self.world.after(self.world.builds.uniform(0, 8), self._built)
 
     def _built(self) -> None:
         if self.kept:

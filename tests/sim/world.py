@@ -78,6 +78,7 @@ class World(VirtualTime):
         # Of its own random numbers: other draws of the seed stay what they are.
         self.keeps = random.Random(f"keeps {self.seed}")
         """Fate of halted and kept workers; half of the seeds keep none."""
+        self.builds = random.Random(f"builds {self.seed}")
         self.keeps_any = self.keeps.random() < 0.5
         self.fixed_size = random.Random(f"size {self.seed}").random() < 0.25
         """The script reads the size outside its attempts."""

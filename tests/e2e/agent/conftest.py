@@ -76,10 +76,10 @@ if "orphan" in mode:
 if "finish" in mode:
     transport.send(link, wire.Finished(step=3))
     sys.exit(0)
-transport.send(link, wire.Progress(step=1000))
 
 
 def wait_for_the_end():
+    transport.send(link, wire.Progress(step=1000))
     while True:
         time.sleep(1000)
 

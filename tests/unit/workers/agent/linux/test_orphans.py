@@ -46,6 +46,8 @@ if child == 0:
 tracker = resource_tracker._resource_tracker._pid
 while b"resource_tracker" not in open(f"/proc/{tracker}/cmdline", "rb").read():
     time.sleep(0.01)  # it has not begun
+while not open(f"/proc/{other.pid}/cmdline", "rb").read().startswith(b"sleep"):
+    time.sleep(0.01)
 os.write(writes, f"{memory.name}:{child} {tracker} {other.pid}".encode())"""
     name, there, left, *programs = kill(worker)
     assert name.startswith("psm_") and (there, left) == ("False", "[]")
