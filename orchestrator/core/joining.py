@@ -32,7 +32,7 @@ def ready(ctx: StepContext, size: int, text: str) -> str:
             return text
         if restore := choose_restore(state):  # the next generation is not before its step
             restore = replace(restore, sources=())
-        begins = launching.membership(state, mesh, members, state.generation, restore)
+        begins = launching.membership(state, mesh, members, restore)
         seats = seats_for(mesh, size, state.job.spec.workers_per_node)
         begun = state.joining = Joining(state.generation, members, {})
         for at, name in new:

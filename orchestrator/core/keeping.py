@@ -73,7 +73,7 @@ def kept_from(
 
 
 def _fits(state: JobState, mesh: Mesh, members: tuple[str, ...], here: Mapping[str, int]) -> bool:
-    """The processes that nodes keep, `here`, can go on in a launch on `members`."""
+    """The processes that nodes keep, `here`, can continue in a launch on `members`."""
     before = state.group
     if before.membership is None or state.new_code:
         return False

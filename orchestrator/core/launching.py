@@ -108,8 +108,7 @@ def _launch(ctx: StepContext, size: int) -> None:
         return
     kept_from = keeping.kept_from(state, mesh, members, restore)
     ctx.fence(state.generation + 1)
-    begins = membership(state, mesh, members, state.generation, restore)
-    begins = replace(begins, kept_from=kept_from)
+    begins = replace(membership(state, mesh, members, restore), kept_from=kept_from)
     decision = _describe(state, before, members, restore)
     decision += keeping.decision(state, begins, members)
     if len(members) < len(before):
@@ -158,20 +157,17 @@ def plan(state: JobState, size: int) -> tuple[Mesh, tuple[str, ...]]:
 
 
 def membership(
-    state: JobState,
-    mesh: Mesh,
-    members: tuple[str, ...],
-    generation: int,
-    restore: Restore | None,
+    state: JobState, mesh: Mesh, members: tuple[str, ...], restore: Restore | None
 ) -> Membership:
+    """The membership of `members`, under the number of the newest generation."""
     first = state.nodes[members[0]]
     return Membership(
-        generation=generation,
+        generation=state.generation,
         mesh=mesh,
         num_nodes=len(members),
         workers_per_node=state.job.spec.workers_per_node,
         master_address=first.facts.address,
-        master_port=first.offered_port or FALLBACK_PORT + generation % 1000,
+        master_port=first.offered_port or FALLBACK_PORT + state.generation % 1000,
         restart_count=state.num_launches,
         restore=restore,
         micro_batch=chosen_micro_batch(state.job, mesh, state.worker_memory.device),

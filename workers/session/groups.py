@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup, ReconfigureOptions, Store
+from torch._C import _distributed_c10d as native
+from torch._C._distributed_c10d import Store
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
@@ -56,12 +57,11 @@ class ReplicasDiverged(HoldfastError):
 def why_not_formed() -> str:
     """Reason why this torch cannot form groups again; empty: it can. Its API is private."""
     helper = inspect.signature(c10d._new_process_group_helper).parameters
-    names = ("reconfigure", "get_reconfigure_handle")
     has_all = (
         "enable_reconfigure" in helper
-        and all(hasattr(dist.ProcessGroupGloo, name) for name in names)
+        and hasattr(native, "ReconfigureOptions")
         and hasattr(c10d._world, "pg_group_ranks")
-        and hasattr(FakeProcessGroup, "_create_internal")
+        and hasattr(getattr(native, "FakeProcessGroup", None), "_create_internal")
     )
     if not has_all:
         return "this torch cannot form process groups again (2.15 can)"
@@ -257,7 +257,7 @@ class Groups:
         prefix = f"form/{self._generation}/{name}/{number}/{members}"
         self._times[name] += 1
         keys = [f"{prefix}/{member}" for member in members]
-        gloo, options = group._get_backend(CPU), ReconfigureOptions()
+        gloo, options = group._get_backend(CPU), native.ReconfigureOptions()
         store.set(f"{prefix}/{self._rank}", gloo.get_reconfigure_handle())
         timeout = TIMEOUT
         if is_over is None:
@@ -308,7 +308,7 @@ class Groups:
 def _use_backend(group: Any, *, alone: bool) -> None:
     kinds = dist.ProcessGroup.BackendType
     if alone:
-        fake = FakeProcessGroup._create_internal(group.rank(), group.size())
+        fake = native.FakeProcessGroup._create_internal(group.rank(), group.size())
         group._register_backend(CPU, kinds.CUSTOM, fake)
     else:
         group._register_backend(CPU, kinds.GLOO, None)  # the one that it has

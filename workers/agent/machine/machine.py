@@ -425,7 +425,7 @@ class AgentMachine:
         return self._answer_launch(group, ok=True) if built else []
 
     def _not_built(self, group: Generation, rank: int, detail: str) -> list[Command]:
-        """A worker that was started ahead cannot go on, and the others of its node end with it."""
+        """A worker that was started ahead cannot continue; the others of its node end with it."""
         group.workers[rank].kept = False
         out = self._answer_launch(group, ok=False, detail=f"rank {rank}: {detail}")
         return [*out, *group.end_kept({})]

@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import traceback
@@ -181,6 +182,14 @@ def test_a_rank_with_more_groups_than_its_peers_does_not_connect() -> None:
             made.connect(stores[1](), rank, 2, 2, lambda: False)
 
     in_two_processes(work)
+
+
+def test_an_older_torch_imports_it_and_the_reason_says_what_it_lacks() -> None:
+    lines = "from torch._C import _distributed_c10d as native; del native.ReconfigureOptions"
+    asks = "from holdfast.workers.session import groups; print(groups.why_not_formed())"
+    command = [sys.executable, "-c", f"import torch.distributed; {lines}; {asks}"]
+    done = subprocess.run(command, timeout=60, capture_output=True, text=True, check=True)
+    assert done.stdout == "this torch cannot form process groups again (2.15 can)\n"
 
 
 def test_groups_pretend_collectives_without_peers_and_connect_afterwards() -> None:
