@@ -289,8 +289,8 @@ def _unknown(ctx: StepContext, event: e.ActionUnknown) -> None:
         action, a.ReleaseNode | a.CommitManifest | a.CleanStorage | a.StageStep | a.PersistStep
     ):
         _failed(ctx, e.ActionFailed(action_id=event.action_id, detail="result unknown"))
-    elif action is not None:
-        ctx.state.inflight.pop(event.action_id)
+    else:
+        ctx.state.inflight.pop(event.action_id, None)
         if isinstance(action, a.RequestNodes):
             provisioning.request_unknown(ctx)
 

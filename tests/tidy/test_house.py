@@ -29,7 +29,7 @@ MAX_WORDS = 40000
 BUDGETS = {
     "orchestrator": 53578,
     "workers": 26286,
-    "tests": 89555,
+    "tests": 89549,
     "orchestrator/api": 4508,
     "orchestrator/backends": 6324,
     "orchestrator/catalogue": 989,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -29,10 +27,7 @@ AfterStep = Callable[[int], None]
 
 def main(prepare: Callable[[Any, int, Save], AfterStep] = lambda *_: lambda _step: None) -> None:
     """`prepare` gets the engine, the number of steps, and how to save."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--save-every", type=int, required=True)
+    parser = steplog.parser(__doc__)
     parser.add_argument("--stage", type=int, choices=[1, 2], default=1)
     options = parser.parse_args()
     dist.init_process_group("gloo")

@@ -3,7 +3,6 @@ number is loaded, as in torch's example of FSDP2."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +58,7 @@ def latest(directory: Path) -> Path | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--save-every", type=int, required=True)
-    options = parser.parse_args()
+    options = steplog.parser(__doc__).parse_args()
     dist.init_process_group("gloo")
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)

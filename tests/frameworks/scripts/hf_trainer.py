@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import steplog
@@ -50,11 +48,7 @@ def main(
     **settings: Any,
 ) -> None:
     """`begin` is called between the arguments, which `settings` are added to, and the trainer."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--save-every", type=int, required=True)
-    options = parser.parse_args()
+    options = steplog.parser(__doc__).parse_args()
     set_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-from pathlib import Path
 from typing import Any
 
 import lightning
@@ -46,11 +44,7 @@ def main(
     **settings: Any,
 ) -> lightning.Trainer:
     """`settings` are added to those of the trainer, which is returned when it has trained."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--save-every", type=int, required=True)
-    options = parser.parse_args()
+    options = steplog.parser(__doc__).parse_args()
     lightning.seed_everything(0)
     dataset = TensorDataset(torch.randn(4096, 64), torch.randint(0, 10, (4096,)))
     keep = ModelCheckpoint(

@@ -5,9 +5,6 @@ A checkpoint is written beside and renamed, so it exists as a whole or not at al
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import steplog
 import torch
 import torch.distributed as dist
@@ -27,11 +24,7 @@ def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--save-every", type=int, required=True)
-    options = parser.parse_args()
+    options = steplog.parser(__doc__).parse_args()
     dist.init_process_group("gloo")
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)

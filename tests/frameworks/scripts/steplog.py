@@ -6,9 +6,11 @@ nothing is written.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import time
+from pathlib import Path
 
 PATH = os.environ.get("STEP_LOG", "")
 PACE_S = float(os.environ.get("STEP_SECONDS", "0.1"))
@@ -26,7 +28,7 @@ def pace() -> None:
     waits before the report: a rank that is killed in its wait has then done neither. While there
     is a file STEP_LOG.stuck-PID, that process is stuck: it waits in its own code."""
     time.sleep(PACE_S)
-    while PATH and os.path.exists(f"{PATH}.stuck-{os.getpid()}"):  # noqa: PTH110 (no import more)
+    while PATH and Path(f"{PATH}.stuck-{os.getpid()}").exists():
         time.sleep(0.1)
 
 
@@ -40,5 +42,14 @@ def write(step: int, loss: float | None = None) -> None:
             "pid": os.getpid(),
             "world": int(os.environ.get("WORLD_SIZE", "1")),
         }
-        with open(PATH, "a", encoding="utf-8") as log:  # noqa: PTH123 (no import more in a worker)
+        with Path(PATH).open("a", encoding="utf-8") as log:
             log.write(json.dumps(line) + "\n")
+
+
+def parser(about: str | None) -> argparse.ArgumentParser:
+    """The arguments of most scripts."""
+    arguments = argparse.ArgumentParser(description=about)
+    arguments.add_argument("--out", type=Path, required=True)
+    arguments.add_argument("--steps", type=int, required=True)
+    arguments.add_argument("--save-every", type=int, required=True)
+    return arguments

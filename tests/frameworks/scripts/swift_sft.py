@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -66,11 +65,7 @@ def write_files(to: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--save-every", type=int, required=True)
-    options = parser.parse_args()
+    options = steplog.parser(__doc__).parse_args()
     files = options.out.parent / "swift-files"
     if not files.exists():
         write_files(files)

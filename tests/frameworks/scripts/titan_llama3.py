@@ -66,11 +66,7 @@ class LoggedMetrics(MetricsProcessor):
 
 
 def main(*overrides: str) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--save-every", type=int, required=True)
-    options = parser.parse_args()
+    options = steplog.parser(__doc__).parse_args()
     _on_cpus()
     init_logger()
     trainer = _config(options, list(overrides)).build()

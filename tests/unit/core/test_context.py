@@ -33,6 +33,14 @@ def test_an_illegal_transition_raises_and_changes_nothing() -> None:
     assert ctx.state.reason.code == "hang"
 
 
+def test_a_job_on_hold_has_the_text_as_its_reason_unless_there_is_a_shorter_one() -> None:
+    ctx = context()
+    ctx.hold("a checkpoint was not read")
+    assert (ctx.state.intent, ctx.state.intent_reason) == ("suspend", "a checkpoint was not read")
+    ctx.hold("a checkpoint was not read; two ways on", "not read")
+    assert ctx.state.intent_reason == "not read"
+
+
 def test_a_job_is_submitted_once_and_first() -> None:
     job = Transcript()
     assert not job.controller.submitted and job.controller.next_deadline_ns() is None

@@ -207,6 +207,16 @@ def test_the_deadlines_of_a_time_without_heartbeats() -> None:
     assert detector.next_ns(["a", "b"], RECOVERY) is None
 
 
+def test_a_rough_deadline_walks_over_the_nodes_only_after_the_earliest_loss() -> None:
+    detector = silent("a", "b")
+    detector.judge(101 * SECOND, ["a", "b"], RECOVERY)
+    nodes = iter(["a", "b"])
+    assert detector.next_ns(nodes, RECOVERY, rough=True) == 103 * SECOND
+    assert list(nodes) == ["a", "b"], "they were not read"
+    detector.judge(103 * SECOND, ["a", "b"], RECOVERY)
+    assert detector.next_ns(["a", "b"], RECOVERY, rough=True) == 112 * SECOND
+
+
 def test_heartbeats_that_resume_are_reported_once_with_the_time() -> None:
     detector = silent("a", "b")
     detector.judge(103 * SECOND, ["a", "b"], RECOVERY)

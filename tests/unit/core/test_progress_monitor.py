@@ -132,6 +132,21 @@ def test_the_exit_of_a_worker_reports_steps_that_were_not_checked_yet() -> None:
     assert not any(isinstance(action, LaunchGroup) for action in reported)
 
 
+def test_a_step_is_reported_before_the_next_generation_begins() -> None:
+    job = Watched()
+    for step in (0, 1):
+        for name in NAMES:
+            job.beat(name, step)
+        job.wait_until_due()
+    job.transcript.exits(0, signal=9)
+    seen = list(job.monitor.observe(job.now_ns, job.transcript.journal[-1][1]))
+    job.transcript.all_stopped(1)
+    assert job.transcript.state.generation == 2
+    seen += job.monitor.observe(job.now_ns, job.transcript.journal[-1][1])
+    steps = [(e.generation, e.step) for e in seen if isinstance(e, StepCompleted)]
+    assert steps == [(1, 1)]
+
+
 def test_a_heartbeat_that_overtook_another_counts() -> None:
     watch = Watch()
     watch.train(4)

@@ -41,6 +41,7 @@ CASES: list[tuple[str, SuspectBasis, str, list[dict[str, Any]]]] = [
     # A rank that reports no steps is as far as the ranks that do.
     ("1230", "none", "rank 1 has begun no collective for 9.0 s", [REPORTS, SILENT]),
     ("0123", "none", "rank 0 has finished 10 steps", [REPORTS | BEGUN | {"ticks": 0}, SILENT]),
+    ("0123", "behind", "rank 0 has begun no collective", [SILENT | {"ticks": 5}, SILENT, {}]),
 ]  # fmt: skip
 
 

@@ -349,26 +349,18 @@ def test_the_interval_changes_at_the_step_that_the_agent_names(
     assert staged_steps(agent) == [0, 1, 3, 7, 9]
 
 
-def test_a_number_in_the_spec_ignores_the_agents_interval(
-    attached: tuple[socket.socket, Session],
+@pytest.mark.parametrize(("number", "interval", "staged"), [(3, 1, [2, 5]), (1, 3, [0, 2, 5])])
+def test_a_number_in_the_spec_follows_only_a_longer_interval_of_the_agent(
+    attached: tuple[socket.socket, Session], number: int, interval: int, staged: list[int]
 ) -> None:
-    agent, found = attached
-    found._checkpoint = Checkpoint(memory=MemoryTier(every_steps=3))
-    worker_transport.send(agent, worker_protocol.SetStagingInterval(every_steps=1, from_step=0))
+    agent, joined = attached
+    joined._checkpoint = Checkpoint(memory=MemoryTier(every_steps=number))
+    worker_transport.send(
+        agent, worker_protocol.SetStagingInterval(every_steps=interval, from_step=number % 3)
+    )
     for step in range(7):
-        found.step(step)
-    assert staged_steps(agent) == [2, 5]
-
-
-def test_where_memory_is_short_a_number_in_the_spec_gets_longer(
-    attached: tuple[socket.socket, Session],
-) -> None:
-    agent, found = attached
-    found._checkpoint = Checkpoint(memory=MemoryTier(every_steps=1))
-    worker_transport.send(agent, worker_protocol.SetStagingInterval(every_steps=3, from_step=1))
-    for step in range(7):
-        found.step(step)
-    assert staged_steps(agent) == [0, 2, 5]
+        joined.step(step)
+    assert staged_steps(agent) == staged
 
 
 def test_without_memory_for_one_buffer_the_loop_ends_with_the_reason(
