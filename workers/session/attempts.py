@@ -239,13 +239,9 @@ def reset(model: Module, groups: Groups, modes: list[bool]) -> None:
 
 
 def _roots(model: Module) -> list[Any]:
-    below: set[int] = set()
-    roots = []
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and id(module) not in below:
-            roots.append(module)
-            below.update(id(inner) for inner in module.modules())
-    return roots
+    """FSDP2's roots. A module becomes one in its first forward; before, it has nothing to reset."""
+    sharded: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [module for module in sharded if module._get_fsdp_state()._is_root]
 
 
 def _random_state() -> tuple[int, int]:

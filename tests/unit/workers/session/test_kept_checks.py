@@ -26,7 +26,7 @@ from holdfast import session
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.session import attempts as attempts_module
 from holdfast.workers.session import groups
-from holdfast.workers.session.attempts import AttemptHalted, Attempts, versions, why_not
+from holdfast.workers.session.attempts import AttemptHalted, Attempts, reset, versions, why_not
 from holdfast.workers.session.distributed import Meshes
 from holdfast.workers.session.groups import ReplicasDiverged
 
@@ -247,6 +247,28 @@ def test_a_model_whose_communication_has_state_is_not_kept() -> None:
             assert "static graph or a communication hook" in why_not(model, versions(model))
         model = hsdp_hook()
         assert "hook for its all-reduce" in why_not(model, versions(model))
+
+    in_two_processes(work)
+
+
+@needs_torch
+def test_a_sharded_module_that_is_never_called_has_nothing_to_reset() -> None:
+    """Averaged weights, or a model whose first forward was never reached."""
+
+    def work(rank: int, stores: list[Callable[[], Store]]) -> None:
+        made, _ = joined(rank, stores[0](), connected=True)
+        model = nn.ModuleDict({"model": nn.Linear(2, 2), "average": nn.Linear(2, 2)})
+        for part in model.values():
+            fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
+        modes = [True] * len(list(model.modules()))
+        reset(model, made, modes)
+        called = model["model"]
+        with pytest.raises(RuntimeError, match="shapes"):
+            called(torch.ones(1, 3))
+        state = called._get_fsdp_state()  # type: ignore[operator]
+        assert state._training_state.name != "IDLE"
+        reset(model, made, modes)
+        assert state._training_state.name == "IDLE"
 
     in_two_processes(work)
 
