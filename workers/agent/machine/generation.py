@@ -304,8 +304,8 @@ class Generation:
         if membership.kept_from != self.generation:
             return {}
         same = membership.world_size == self.membership.world_size
-        if self.membership.ahead and not same:
-            return {}
+        if self.membership.ahead and not (same and self.num_built == len(self.workers)):
+            return {}  # an attempt without peers may never end
         here = {(w.seat.local_rank, w.seat.shard): w.seat.rank for w in self.kept}
         previous = {seat.rank: here.get((seat.local_rank, seat.shard)) for seat in launch.seats}
         return {
@@ -315,9 +315,12 @@ class Generation:
         }
 
     def end_kept(self, used: Mapping[int, tuple[int, int]]) -> list[Command]:
-        """Kill the kept workers that get no seat, see kept_for."""
+        """Kill the kept workers that get no seat, see kept_for. None gets one while it ends."""
         ranks = {was for _, was in used.values()}
-        return self._signal([w for w in self.kept if w.seat.rank not in ranks], SIGKILL)
+        unused = [worker for worker in self.kept if worker.seat.rank not in ranks]
+        for worker in unused:
+            worker.kept = False
+        return self._signal(unused, SIGKILL)
 
     # -- stop ---------------------------------------------------------------------------------
     def begin_stop(self, now_ns: int, message: StopWorkers, stack_limit_s: float) -> list[Command]:

@@ -403,7 +403,7 @@ class AgentMachine:
         if group is None:
             return []
         if group.membership.ahead:
-            return self._not_built(group, given.rank, given.detail)
+            return self._not_built(now_ns, group, given.rank, given.detail)
         worker = group.workers[given.rank]
         worker.ended = True
         out = self._answer_launch(group, ok=False, detail=given.detail)
@@ -424,8 +424,10 @@ class AgentMachine:
         built = group.num_built == len(group.workers)
         return self._answer_launch(group, ok=True) if built else []
 
-    def _not_built(self, group: Generation, rank: int, detail: str) -> list[Command]:
-        """A worker that was started ahead cannot continue; the others of its node end with it."""
+    def _not_built(self, now_ns: int, group: Generation, rank: int, detail: str) -> list[Command]:
+        """A worker that was started ahead cannot continue; the others of its node end with it. They
+        had taken the place of standbys."""
+        self._standbys.schedule(now_ns, self._timing.refill_delay_s)
         group.workers[rank].kept = False
         out = self._answer_launch(group, ok=False, detail=f"rank {rank}: {detail}")
         return [*out, *group.end_kept({})]
@@ -487,7 +489,7 @@ class AgentMachine:
         if worker is not None:
             worker.kept = False
         if group is not None and group.membership.ahead:
-            return self._not_built(group, given.rank, "its process has ended")
+            return self._not_built(now_ns, group, given.rank, "its process has ended")
         if group is None or worker is None or worker.ended:
             return []
         worker.ended, reported = True, worker.exit is not None
@@ -512,7 +514,7 @@ class AgentMachine:
     def _worker_failed(self, now_ns: int, group: Generation, worker: Worker) -> list[Command]:
         """The recovery need not wait for what the process still does."""
         if group.membership.ahead and worker.failed is not None:
-            return self._not_built(group, worker.seat.rank, worker.failed.message)
+            return self._not_built(now_ns, group, worker.seat.rank, worker.failed.message)
         if group.stop is not None:
             return group.no_longer_saves()
         at_ns = worker.failed.at_ns if worker.failed else 0

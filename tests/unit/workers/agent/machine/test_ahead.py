@@ -45,15 +45,19 @@ def test_they_wait_for_the_next_generation_and_no_heartbeat_shows_them() -> None
     assert places(agent.launch(5, mesh=DDP, kept_from=4)) == [(4, 0), (4, 1)]
 
 
-def test_a_launch_that_comes_before_they_are_ready_gets_their_processes_too() -> None:
+def test_a_launch_that_comes_before_they_are_ready_ends_them() -> None:
+    """An attempt without peers may wait for ever for what only peers send."""
     agent = building()
+    built(agent, 0)
     out = agent.launch(5, mesh=DDP, kept_from=4)
-    assert places(out) == [(4, 0), (4, 1)] and not kills(out)
+    assert kills(out) == [0, 1] and places(out) == [None, None]
 
 
 def test_a_launch_of_another_size_or_of_new_processes_ends_them() -> None:
     for more in ({"mesh": DDP, "kept_from": 0}, {"mesh": Mesh(replicate=4), "kept_from": 4}):
         agent = building()
+        for rank in range(2):
+            built(agent, rank)
         out = agent.launch(5, **more)
         assert kills(out) == [0, 1] and places(out) == [None, None]
 
@@ -65,7 +69,14 @@ def test_one_that_fails_ends_the_others_and_answers_why() -> None:
     (answer,) = of(m.Launched, out)
     assert not answer.ok and answer.detail == "rank 0: no step left"
     assert kills(out) == [1]
+    assert places(agent.launch(5, mesh=DDP, kept_from=4)) == [None, None], "rank 1 still ends"
+
+
+def test_one_that_ends_is_no_exit_of_the_job_and_standbys_take_its_place() -> None:
+    agent = building()
     assert not of(m.WorkerExited, agent.worker_ends(0, code=1, generation=4))
+    agent.now_ns += 60 * SECOND_NS
+    assert of(commands.RefillStandbys, agent.give(inputs.ClockTick()))
     agent = building()
     (answer,) = of(m.Launched, agent.worker_ends(1, code=0, generation=4))
     assert answer.detail == "rank 1: its process has ended"

@@ -150,4 +150,5 @@ def test_a_kept_worker_that_gets_no_seat_is_killed_after_two_minutes() -> None:
         due = agent.machine.next_deadline_ns()
         assert due is not None and due > agent.now_ns
     agent.worker_ends(0, signal=9)
-    assert [c.kept for c in forks(agent) if isinstance(c, commands.Fork)] == [None, (1, 1)]
+    kept = [c.kept for c in forks(agent) if isinstance(c, commands.Fork)]
+    assert kept == [None, None], "rank 1 still ends"
