@@ -48,7 +48,7 @@ BUDGETS = {
     "workers/agent": 10884,
     "workers/checkpoint": 5012,
     "workers/integrations": 2342,
-    "workers/session": 4022,
+    "workers/session": 4018,
     "workers/training": 3527,
 }
 
