@@ -46,7 +46,7 @@ def test_they_wait_for_the_next_generation_and_no_heartbeat_shows_them() -> None
 
 
 def test_a_launch_that_comes_before_they_are_ready_ends_them() -> None:
-    """An attempt without peers may wait for ever for what only peers send."""
+    """An attempt without peers may never end: it waits for what only peers send."""
     agent = building()
     built(agent, 0)
     out = agent.launch(5, mesh=DDP, kept_from=4)
