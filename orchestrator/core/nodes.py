@@ -3,6 +3,8 @@ them. Nothing here stops a generation: `joined` and `lost` return why it must be
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msgspec.structs import replace
 
 from ..protocol.messages import (
@@ -25,14 +27,13 @@ MAX_DETAIL = 500
 
 
 # -- queries ----------------------------------------------------------------------------------
-def usable(state: JobState) -> list[NodeRecord]:
+def usable(state: JobState, among: Iterable[NodeRecord] | None = None) -> list[NodeRecord]:
     """Nodes that the next generation may use."""
-    members = dict.fromkeys(state.group.members)
     return [
         node
-        for node in state.nodes.values()
+        for node in (state.nodes.values() if among is None else among)
         if node.confirmed and not node.preempting and node.name not in state.ledger.cordoned
-        and (node.generation == 0 or (state.group.active and node.name in members))
+        and (node.generation == 0 or (state.group.active and state.is_member(node.name)))
         and node.facts.slots >= state.job.spec.workers_per_node
     ]  # fmt: skip
 

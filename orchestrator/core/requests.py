@@ -190,14 +190,16 @@ def interrupt_if_planned(ctx: StepContext) -> None:
     else:
         if "standbys" in state.timers:
             ctx.move(state.phase, "resize", "training continues on the nodes that it has")
-        ctx.disarm("grow", "standbys", "join")
+        ctx.disarm("grow", "standbys")
+        joining.drop(ctx)
 
 
 def _grow(ctx: StepContext, text: str) -> None:
     """Training would stand still while workers import what standbys can import meanwhile: of nodes
     that are new, and of those that have just begun to train."""
     state, limit_s = ctx.state, limits.STANDBYS_WAIT_S
-    late = [node.name for node in nodes.usable(state) if not node.standbys_ready]
+    without = state.nodes.in_order(state.nodes.without_standbys)
+    late = [node.name for node in nodes.usable(state, without)]
     if late and state.quiesce is None:
         named = ", ".join(late[:MAX_NAMED]) + (", ..." if len(late) > MAX_NAMED else "")
         ctx.arm_once("standbys", limit_s)
@@ -239,6 +241,8 @@ def _replace_leaving_nodes(
         recovery.interrupt(
             ctx, Cause("preemption", Reason("preemption", text), leaving=nodes_leaving)
         )
+    else:
+        joining.drop(ctx)
 
 
 def _patience_s(ctx: StepContext, leaving: list[NodeRecord]) -> float:

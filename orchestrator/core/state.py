@@ -281,8 +281,8 @@ class Hold(Struct, frozen=True):
 class Joining(Struct):
     """Workers that are started beside the running generation; joining.py writes it."""
 
-    generation: int
-    """The running one."""
+    planned_for: tuple[int, int, int]
+    """The running generation, the size of the next one, and the number of usable nodes."""
     members: tuple[str, ...]
     """Nodes of the next generation, in the order of their node ranks."""
     actions: dict[str, int]

@@ -6,9 +6,15 @@ import pytest
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import Recovery
+from holdfast.orchestrator.core import launching
 from holdfast.orchestrator.core.actions import LaunchGroup, StopGroup
-from holdfast.orchestrator.core.events import ActionUnknown, FromNode, StepCompleted
-from holdfast.orchestrator.protocol.messages import PreemptionNoticed
+from holdfast.orchestrator.core.events import (
+    ActionUnknown,
+    ControllerStarted,
+    FromNode,
+    StepCompleted,
+)
+from holdfast.orchestrator.protocol.messages import PreemptionNoticed, StandbysReported
 
 from .harness import RequestNodes, Transcript
 
@@ -82,6 +88,8 @@ def test_the_wait_ends_with_the_node_and_the_next_one_builds_too() -> None:
     job = shrunk()
     job.lose("c")
     assert job.state.phase == "running" and "join" not in job.state.timers
+    assert job.state.joining is None
+    assert job.state.reason.text == "training continues on the nodes that it has"
     job.join("d")
     job.wait(GROW_DELAY_S)
     assert job.one(LaunchGroup).node == "d" and not job.of(StopGroup)
@@ -96,6 +104,40 @@ def test_a_failure_meanwhile_is_recovered_at_once_on_all_nodes() -> None:
     job.stopped("a", 7, kept=(1,))
     assert [launch.node for launch in job.of(LaunchGroup)] == ["a", "c"]
     assert job.of(LaunchGroup)[0].membership.kept_from == 2
+
+
+def test_an_event_while_they_build_plans_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan costs a pass over all nodes."""
+    job = shrunk()
+    monkeypatch.setattr(launching, "plan", lambda *_: pytest.fail("planned again"))
+    trains(job, 7)
+    job.apply(FromNode("a", StandbysReported(ready=True)))
+    monkeypatch.undo()
+    job.join("d")  # as many as before can train
+    assert not job.of(LaunchGroup) and job.state.joining is not None
+    assert list(job.state.joining.actions) == ["c"]
+
+
+def test_another_controller_asks_again_whether_they_are_ready() -> None:
+    job = shrunk()
+    job.apply(ControllerStarted(incarnation=2))
+    job.join("a", generation=2)
+    job.join("c")
+    job.wait(GROW_DELAY_S)
+    assert job.last(LaunchGroup).membership.ahead and job.last(LaunchGroup).node == "c"
+    assert not job.of(StopGroup), "the first controller's question has no answer yet"
+    job.succeed(LaunchGroup)
+    assert job.of(StopGroup)
+
+
+def test_the_node_of_rank_0_is_replaced_without_a_second_rank_0_beside_it() -> None:
+    job = Transcript().started(step=5)
+    trains(job, 6)
+    job.apply(FromNode("a", PreemptionNoticed(detail="spot", grace_s=30.0)))
+    job.succeed(RequestNodes)
+    job.join("c")
+    assert not job.last(LaunchGroup).membership.ahead
+    assert job.all(StopGroup)
 
 
 @pytest.mark.parametrize("builds", [True, False])
