@@ -8,6 +8,7 @@ built on; a collective on it raises. Invariant: ranks connect only if they list 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
 import json
 import os
@@ -36,7 +37,6 @@ from holdfast.orchestrator.errors import HoldfastError
 from .inspection import num_collectives
 from .store import TIMEOUT
 
-MAX_TIMES = 10_000
 FORM_TIMEOUT_S = 10.0
 FIRST_POLL_S, LONGEST_POLL_S = 0.0005, 0.02
 CPU = torch.device("cpu")
@@ -259,14 +259,14 @@ class Groups:
         keys = [f"{prefix}/{member}" for member in members]
         gloo, options = group._get_backend(CPU), native.ReconfigureOptions()
         store.set(f"{prefix}/{self._rank}", gloo.get_reconfigure_handle())
-        timeout = TIMEOUT
         if is_over is None:
-            store.wait(keys, timeout)
+            store.wait(keys, TIMEOUT)
         else:
-            timeout = timedelta(seconds=FORM_TIMEOUT_S)
             self._await(keys, FORM_TIMEOUT_S, is_over)
         options.handles = [handle.decode() for handle in store.multi_get(keys)]
-        options.uuid, options.timeout = self._generation * MAX_TIMES + number, timeout
+        # Survivors that moved have groups with the names of other ones now.
+        options.uuid = int.from_bytes(hashlib.blake2b(prefix.encode(), digest_size=7).digest())
+        options.timeout = TIMEOUT if is_over is None else timedelta(seconds=FORM_TIMEOUT_S)
         before = set(_sockets())
         gloo.reconfigure(options).wait()
         self._inodes |= set(_sockets()) - before

@@ -69,11 +69,13 @@ def total(rank: int) -> float:
     return float(value)
 
 
-def joined(rank: int, store: Store, *, connected: bool) -> tuple[Groups, SwitchStore]:
+def joined(
+    rank: int, store: Store, *, connected: bool, replicas: int = 1
+) -> tuple[Groups, SwitchStore]:
     torch.set_num_threads(1)
-    switch = SwitchStore(store)
-    made = Groups(switch, rank, 2, 1, connected=connected)
-    dist.init_process_group("gloo", store=switch, rank=rank, world_size=2)
+    switch, size = SwitchStore(store), max(2, replicas)
+    made = Groups(switch, rank, size, 1, connected=connected, replicas=replicas)
+    dist.init_process_group("gloo", store=switch, rank=rank, world_size=size)
     return made, switch
 
 
@@ -180,6 +182,22 @@ def test_a_rank_with_more_groups_than_its_peers_does_not_connect() -> None:
         dist.new_group([0, 1])
         with pytest.raises(NotKept, match="different process groups"):
             made.connect(stores[1](), rank, 2, 2, lambda: False)
+
+    in_two_processes(work)
+
+
+def test_a_survivor_of_another_replica_never_meets_the_new_group_of_the_same_name() -> None:
+    """Rank 1 of two trains alone as rank 0, and a new process gets its old rank."""
+
+    def work(rank: int, stores: list[Callable[[], Store]]) -> None:
+        made, _ = joined(1, stores[0](), connected=False, replicas=2)
+        replica = dist.new_group([1], use_local_synchronization=True)
+        if rank == 0:
+            made.connect(stores[0](), 0, 1, 2, lambda: False)
+        made.connect(stores[1](), rank, 2, 3, lambda: False)
+        own = torch.tensor([float(rank)])
+        dist.all_reduce(own, group=replica)
+        assert (total(rank), own.item()) == (3, rank)
 
     in_two_processes(work)
 
