@@ -28,8 +28,8 @@ MAX_WORDS = 40000
 # for orchestrator and workers, 65,000 for tests.
 BUDGETS = {
     "orchestrator": 53610,
-    "workers": 26287,
-    "tests": 89643,
+    "workers": 26421,
+    "tests": 90075,
     "orchestrator/api": 4508,
     "orchestrator/backends": 6324,
     "orchestrator/catalogue": 989,
@@ -46,9 +46,9 @@ BUDGETS = {
     "orchestrator/runtime": 5724,
     "orchestrator/ui": 951,
     "workers/agent": 10889,
-    "workers/checkpoint": 5012,
+    "workers/checkpoint": 5013,
     "workers/integrations": 2342,
-    "workers/session": 4018,
+    "workers/session": 4151,
     "workers/training": 3527,
 }
 

@@ -281,6 +281,7 @@ class TrainingState:
         if number < len(self._stored_positions):
             position.load_state_dict(self._stored_positions[number])
         else:
+            position.load_state_dict({**position.state_dict(), "epoch": 0, "offset": 0, "drawn": 0})
             self._say(
                 f"session.data: the checkpoint has no position of loader {number}, which begins "
                 "with its first epoch"

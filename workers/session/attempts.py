@@ -303,6 +303,9 @@ def why_not(model: Module, before: dict[str, Any]) -> str:
                 return "FSDP2 has a hook for its all-reduce"
     if not all(hasattr(root, "reset_iter_state") for root in _roots(model)):
         return "this torch cannot reset FSDP2 after an error (2.15 can)"
+    accelerate = sys.modules.get("accelerate.state")
+    if accelerate is not None and accelerate.GradientState().num_steps > 1:
+        return "accelerate counts micro-batches"
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is not None and dynamo.counters["stats"].get("unique_graphs"):
         return "the model is compiled"

@@ -116,19 +116,38 @@ class Session:
         self._restore = attached.assign.membership.restore if attached else None
 
     # -- ranks and mesh -------------------------------------------------------------------------
-    def _reads(self, what: Literal["rank", "size", "mesh"]) -> None:
+    def reads(self, what: Literal["rank", "size", "mesh"]) -> None:
+        """The script depends on it here."""
         (self._read_within if self._attempts.is_open else self._read_outside).add(what)
+
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """A loader gives a batch, which is not interrupted: its processes outlive an attempt."""
+        if self._loops and self._why_no_loop is None and not self._attempts.is_open:
+            raise UserError(
+                "session.data: got a batch taken outside an attempt; expected `batch = "
+                "next(loader)` within `with s.attempt():`, also for each epoch's first batch"
+            )
+        self.reads("rank")
+        self.reads("size")
+        with self._attempts.shielded():
+            yield
+
+    @property
+    def seat(self) -> tuple[int, int]:
+        """data_parallel_rank and data_parallel_size, for what follows their changes."""
+        return self.shape.data_parallel_index(self.rank), self.shape.data_parallel_size
 
     @property
     def world_size(self) -> int:
-        self._reads("size")
+        self.reads("size")
         return self.shape.world_size
 
     @property
     def mesh(self) -> DeviceMesh:
         """The device mesh with named axes: `replicate`, `shard`, and those of `tensor`, `context`
         and `pipeline` that are larger than 1. Made on first use, which is collective."""
-        self._reads("mesh")
+        self.reads("mesh")
         return self.meshes.all_axes
 
     @property
@@ -136,19 +155,19 @@ class Session:
         """The mesh for fully_shard: (`shard`,) for FSDP, (`replicate`, `shard`) for HSDP. With a
         context axis `shard_context`, which has the ranks of both, takes the place of `shard`. Made
         on first use, which is collective."""
-        self._reads("mesh")
+        self.reads("mesh")
         return self.meshes.data_parallel
 
     @property
     def data_parallel_rank(self) -> int:
         """Slice of the global batch that this rank reads: 0 to data_parallel_size - 1."""
-        self._reads("rank")
+        self.reads("rank")
         return self.shape.data_parallel_index(self.rank)
 
     @property
     def data_parallel_size(self) -> int:
         """Number of slices of the global batch: replicate x shard."""
-        self._reads("size")
+        self.reads("size")
         return self.shape.data_parallel_size
 
     @property
@@ -247,9 +266,12 @@ class Session:
         `loader` is a DataLoader of torch or torchdata, or one that accelerate prepared, over the
         whole data: samples are divided among the ranks here, in an order that depends on `seed` and
         the epoch. Its batch size is a rank's, or the share of `global_batch`. An iteration has the
-        rest of an epoch; after the last of `epochs` it has nothing. `s.step` stores the position
-        behind the batches that were taken. Raises UserError for loaders that divide or skip samples
-        by themselves, and, when its position is restored, for data of another size or order.
+        rest of an epoch; after the last of `epochs` it has nothing. `next(loader)` goes on with the
+        next epoch; attempts use it, or `itertools.islice(loader, num)` for micro-batches. `s.step`
+        stores the position behind the batches that were taken. What samples draw from random
+        generators in this process depends on the position alone. Raises UserError for loaders that
+        divide or skip samples by themselves, and, when its position is restored, for data of
+        another size or order.
         """
         from .data import ElasticLoader
 
@@ -328,6 +350,8 @@ class Session:
         if source is not None:
             self._load(source, state)
             self._last_step = self._last_staged = source.step
+            if self._kept and not all(data.is_drawn_again for data in self._data):
+                raise NotKept("a sampler draws another order than before")
         else:
             self._last_step = start - 1
         self._first_step = self._last_step + 1
@@ -350,32 +374,40 @@ class Session:
         self._begin_step()
 
     # -- attempts -----------------------------------------------------------------------------
-    def steps(self, total_steps: int) -> Iterator[int]:
-        """The steps from the result of restore to `total_steps`, for a loop that survives the loss
-        of a peer in its process:
+    def steps(self, total_steps: int | None = None) -> Iterator[int]:
+        """The steps from the result of restore to `total_steps`, or to the last of the `epochs` of
+        s.data, for a loop that survives the loss of a peer in its process:
 
-            for step in s.steps(total_steps):
+            loader = s.data(DataLoader(data, batch_size=8, shuffle=True), epochs=3)
+            s.restore(model, optimizer)
+            for step in s.steps():
                 with s.attempt():
-                    loss = train_one(model, optimizer, step)
+                    loss = train_one(model, optimizer, next(loader))
                     s.step(step, loss=loss)
 
         When a worker or node dies, the others keep their process, model and optimizer where that is
         possible (`recovery.keepProcesses`): the attempt ends without an error, wherever it is, and
         the loop goes on with the step after the restored one. So a step may be attempted again:
         what the body changes beside the model, the optimizer and `extra` it must change by step,
-        and its data it must read by step. A worker of a node that joins first attempts a step
-        without peers, as warm-up: s.step ends it, and what it has computed is dropped. Raises
-        UserError before restore, and for a body without an attempt or without s.step.
+        and read its data by step, or from s.data. A worker of a node that joins first attempts a
+        step without peers, as warm-up: s.step ends it, and what it has computed is dropped. Raises
+        UserError before restore, without an end, and for a body without an attempt or s.step.
         """
         if self._state is None:
             raise UserError(
                 "session.steps: got a call before restore; expected s.restore(model, optimizer)"
             )
+        if total_steps is None and all(data.epochs is None for data in self._data):
+            raise UserError(
+                "session.steps: got no end; expected total_steps, or s.data(loader, epochs=...)"
+            )
         first_step = self._last_step + 1
         for step in self._rounds(self._state):
             if step < first_step:
                 raise NotKept("the restored step is before the first one of this loop")
-            if step >= total_steps:
+            if total_steps is not None and step >= total_steps:
+                return
+            if any(data.is_over for data in self._data):
                 return
             self._begin_attempt(self._state, step)
             yield step
@@ -455,8 +487,8 @@ class Session:
             return "a GradScaler is in use"
         if self.shape.pipeline > 1:
             return "the model is a pipeline"
-        if self._data or state.rank_state is not None:
-            return "loaders or single ranks have state"
+        if state.rank_state is not None:
+            return "single ranks have state"
         if self._why_no_loop is not None and (why := self._why_no_loop()):
             return why
         return why_not(state.model, self._volatile)

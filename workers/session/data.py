@@ -11,11 +11,12 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ _LIBRARIES = {"torch", "torchdata", "accelerate"}
 """Packages whose samplers and loaders are known."""
 _KEPT = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
-    "multiprocessing_context", "generator", "prefetch_factor", "persistent_workers", "in_order",
+    "multiprocessing_context", "generator", "prefetch_factor", "persistent_workers",
 )  # fmt: skip
 """Settings of a DataLoader that the one made of it has too."""
 
@@ -39,9 +40,9 @@ class Ranks(Protocol):
     """A Session as far as data needs one."""
 
     @property
-    def data_parallel_rank(self) -> int: ...
-    @property
-    def data_parallel_size(self) -> int: ...
+    def seat(self) -> tuple[int, int]: ...
+    def reads(self, what: Literal["size"]) -> None: ...
+    def taking(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
@@ -90,36 +91,61 @@ class ElasticLoader:
         global_batch: int | None = None,
         seed: int | None = None,
     ) -> None:
-        self._given, self.epochs = loader, epochs
+        self._given, self.epochs, self._session = loader, epochs, session
         self.epoch = self.offset = 0
         """The epoch of the next batch, and how many of its samples all ranks have been given."""
         self.weights: list[float] = []
         """Weights of the last batch's samples: 0 for one that another rank has too."""
+        self.is_drawn_again = True
+        """The script's sampler has given the order that it had before the restore."""
+        self._iterator: Iterator[Any] | None = None
+        self._at: tuple[int, int] | None = None
+        """Epoch and offset of the iterator's next batch; None: it has given its last one."""
         inner = getattr(loader, "base_dataloader", loader)
         if not isinstance(inner, DataLoader) or not _is_known(type(inner).__iter__):
             got = f"a {type(loader).__name__} with an iteration of its own"
             raise _wrong(got, "a DataLoader of torch or torchdata, or one that accelerate prepared",
                          "give the state of another loader as per_rank of restore")  # fmt: skip
-        self._ranks = session.data_parallel_rank, session.data_parallel_size
-        self._is_stream = isinstance(inner.dataset, IterableDataset)
-        plan = _StreamPlan(self) if self._is_stream else _MapPlan(self)
+        if inner is not loader:
+            session.reads("size")  # accelerate has the number of ranks too
+        is_stream = isinstance(inner.dataset, IterableDataset)
+        self._plan = plan = _StreamPlan(self) if is_stream else _MapPlan(self)
         split = plan.read(inner)
         if global_batch is None and getattr(loader, "split_batches", split):
             global_batch = plan.batch
-        if global_batch is not None and (global_batch < self._ranks[1] or not plan.joins):
-            least = f"at least {self._ranks[1]}, one sample a rank"
-            raise _wrong(f"global_batch={global_batch}", least if plan.joins else "none, for "
-                         "batches that are made by a batch_sampler of the script")  # fmt: skip
+        self._global_batch = global_batch
         self.seed = plan.seed if seed is None else seed
-        batch = global_batch or plan.batch * self._ranks[1]
-        self.pieces = Pieces(batch, *self._ranks, plan.drop_last, plan.joins)
-        self._plan = plan
-        how = {name: getattr(inner, name) for name in _KEPT if hasattr(inner, name)}
-        self._loader = _prepared(loader, plan.loader(how))
+        self._how = {name: getattr(inner, name) for name in _KEPT if hasattr(inner, name)}
+        self._build(session.seat)
+
+    def _build(self, seat: tuple[int, int]) -> None:
+        """Make the loader of a rank among so many."""
+        plan, batch = self._plan, self._global_batch
+        if batch is not None and (batch < seat[1] or not plan.joins):
+            least = f"at least {seat[1]}, one sample a rank"
+            raise _wrong(f"global_batch={batch}", least if plan.joins else "none, for "
+                         "batches that are made by a batch_sampler of the script")  # fmt: skip
+        self._seat = seat
+        self.pieces = Pieces(batch or plan.batch * seat[1], *seat, plan.drop_last, plan.joins)
+        self._loader = _prepared(self._given, plan.loader(dict(self._how)))
+
+    def _follow(self) -> None:
+        """Divide the data for the ranks that there are now."""
+        if self._session.seat != self._seat:
+            self._close()
+            self._build(self._session.seat)
 
     # -- the loop ---------------------------------------------------------------------------------
+    @property
+    def is_over(self) -> bool:
+        """The last of `epochs` has been given."""
+        return self.epochs is not None and self.epoch >= self.epochs
+
     def __len__(self) -> int:
         """Batches of a whole epoch at this number of ranks. Raises TypeError for a stream."""
+        if self._global_batch is None:
+            self._session.reads("size")
+        self._follow()
         size, batch = self._plan.num(self.epoch), self.pieces.batch
         num = max(0, size // batch - 1)  # none of these is the last one
         left = size - num * batch
@@ -128,18 +154,63 @@ class ElasticLoader:
         return num
 
     def __iter__(self) -> Iterator[Any]:
-        if self.epochs is not None and self.epoch >= self.epochs:
-            return
-        epoch = self.epoch
-        if self._loader is not self._plan.inner:  # accelerate sets it in the data set
-            self._loader.iteration = epoch
-        for batch in self._loader:
-            value, taken, self.weights, is_last = self._plan.unpack(batch)
-            # Before it is given: a step may end the epoch and be stored.
-            self.epoch, self.offset = (epoch + 1, 0) if is_last else (epoch, self.offset + taken)
-            yield value
-        if self.epoch == epoch:
-            self.epoch, self.offset = epoch + 1, 0
+        return _Rest(self)
+
+    def __next__(self) -> Any:
+        return self.take(None)
+
+    def take(self, last: int | None) -> Any:
+        """The next batch, up to the end of the epoch `last`."""
+        with self._session.taking():
+            self._follow()
+            while not self.is_over and (last is None or self.epoch <= last):
+                batch = self._next()
+                if batch is not None:
+                    return batch.value
+                if not self.offset and last is None:
+                    raise _wrong("an epoch without a batch", "at least one")
+                self.epoch, self.offset = self.epoch + 1, 0
+            self._close()
+        raise StopIteration(
+            "session.data: its epochs are over; expected itertools.islice(loader, num) for the "
+            "micro-batches of a step, of which the last one of an epoch may have fewer"
+        )
+
+    def _next(self) -> _Batch | None:
+        """The next batch of this epoch; None: there is none."""
+        epoch, offset = at = self.epoch, self.offset
+        begins = self._at != at or self._iterator is None
+        with _put_back() if begins or not self._how["num_workers"] else nullcontext():
+            if begins:
+                self._close()
+                _seed(mix(self.seed, epoch, offset, self._seat[0]))  # of the loader's processes
+                if self._loader is not self._plan.inner:  # accelerate sets it in the data set
+                    self._loader.iteration = epoch
+                self._iterator = iter(self._loader)
+            iterator, self._iterator = self._iterator, None  # after an error there is a new one
+            assert iterator is not None
+            item = next(iterator, self)
+            if item is self:
+                return None
+            batch = self._plan.unpack(item)
+        self._iterator, self.weights = iterator, batch.weights
+        # Before it is given: a step may end the epoch and be stored.
+        self.epoch, self.offset = (epoch + 1, 0) if batch.is_last else (epoch, offset + batch.taken)
+        self._at = None if batch.is_last else (self.epoch, self.offset)
+        return batch
+
+    def seed_batch(self, epoch: int, offset: int) -> None:
+        """Seed what samples draw in this process, which loads them, by the batch's position."""
+        if not self._how["num_workers"]:
+            _seed(mix(self.seed, epoch, offset, self._seat[0]))
+
+    def _close(self) -> None:
+        """End the iteration, whose processes may have fetched ahead."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None and self._at is None:
+            next(iterator, None)
+        elif iterator is not None and self._loader is not self._plan.inner:
+            self._loader.end()
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the loader that was given, such as `dataset`."""
@@ -151,7 +222,8 @@ class ElasticLoader:
     def state_dict(self) -> dict[str, Any]:
         """The same on all ranks."""
         order = {"size": self._plan.size, "seed": self.seed, "order": self._plan.kind}
-        return {"epoch": self.epoch, "offset": self.offset, **order}
+        drawn = self._plan.drawn if self.offset else 0
+        return {"epoch": self.epoch, "offset": self.offset, "drawn": drawn, **order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises UserError for the state of another order."""
@@ -161,6 +233,22 @@ class ElasticLoader:
                 raise _wrong(f"{name} {mine[name]}", f"{state[name]}, as in the checkpoint, so that"
                              " each sample occurs once an epoch")  # fmt: skip
         self.epoch, self.offset = state["epoch"], state["offset"]
+        if stored := state.get("drawn", 0):
+            self._plan.num(self.epoch)
+            self.is_drawn_again = self._plan.drawn == stored
+
+
+class _Rest:
+    """The rest of an epoch, wherever a restore begins it again."""
+
+    def __init__(self, data: ElasticLoader) -> None:
+        self._data, self._epoch = data, data.epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._data.take(self._epoch)
 
 
 # -- data with indices ----------------------------------------------------------------------------
@@ -174,6 +262,8 @@ class _MapPlan(Sampler[Any]):
     def __init__(self, data: ElasticLoader) -> None:
         self._data = data
         self._drawn: tuple[int, Any] = (-1, None)
+        self.drawn = 0
+        """Digest of the order that was drawn last; 0: none was."""
 
     def read(self, inner: Any) -> bool:
         """Takes the settings of this loader; returns whether its batches are divided already."""
@@ -227,6 +317,7 @@ class _MapPlan(Sampler[Any]):
         size = self.num(epoch)
         while taken := pieces.taken(size - at):
             batch = self._ids(epoch, [at + place for place in pieces.share(taken)[0]])
+            self._data.seed_batch(epoch, at)
             yield batch if self.joins else batch[0]
             at += taken
 
@@ -253,22 +344,27 @@ class _MapPlan(Sampler[Any]):
         if self._drawn[0] != epoch:
             if hasattr(self._source, "set_epoch"):
                 self._source.set_epoch(epoch)
-            with _seeded(mix(self._data.seed, epoch), self._source):
+            with _put_back():
+                _seed(seed := mix(self._data.seed, epoch))
+                for part in (self._source, getattr(self._source, "sampler", None)):
+                    if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                        generator.manual_seed(seed)
                 self._drawn = epoch, list(self._source)
+            self.drawn = zlib.crc32(repr(self._drawn[1]).encode())
         order: list[Any] = self._drawn[1]
         return order
 
 
-@contextmanager
-def _seeded(seed: int, source: Any) -> Iterator[None]:
-    """The generators that a sampler may draw from, seeded; the process's own are put back."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+def _seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
-    for part in (source, getattr(source, "sampler", None)):
-        if isinstance(generator := getattr(part, "generator", None), torch.Generator):
-            generator.manual_seed(seed)
+
+
+@contextmanager
+def _put_back() -> Iterator[None]:
+    """The process's generators of random numbers, as they are, whatever is drawn."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
     finally:
@@ -282,7 +378,7 @@ class _StreamPlan(Sampler[Any]):
     """Pieces of the rest of an epoch whose length is not known: (epoch, first sample, begins)."""
 
     inner: Any
-    kind, seed, size = "stream", 0, None
+    kind, seed, size, drawn = "stream", 0, None, 0
 
     def __init__(self, data: ElasticLoader) -> None:
         self._data = data
@@ -311,7 +407,9 @@ class _StreamPlan(Sampler[Any]):
     def __iter__(self) -> Iterator[tuple[int, int, bool]]:
         epoch, first = self._data.epoch, self._data.offset
         for number in itertools.count():
-            yield epoch, first + number * self._data.pieces.batch, not number
+            at = first + number * self._data.pieces.batch
+            self._data.seed_batch(epoch, at)
+            yield epoch, at, not number
 
     def unpack(self, batch: Any) -> _Batch:
         return _Batch(*batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import signal
 import time
@@ -16,19 +17,30 @@ from tests.documents import job_document
 
 from .local_rig import BOUND_S, Job
 
+SIZE = 69
+"""Samples of the kinds that read with s.data."""
+
 SCRIPT = """\
-import ctypes, os, sys, time
+import ctypes, itertools, os, sys, time
 import psutil, torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from holdfast import session
 
-TOTAL, KIND = int(sys.argv[1]), sys.argv[2]
+TOTAL = int(sys.argv[1])
+KIND, _, LOADERS = sys.argv[2].partition("-")  # "ddp-1": s.data, whose loader has one process
 
 
 def sample(step):
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+
+
+def collate(rows):
+    made = torch.stack(rows)
+    if LOADERS == "0":
+        made[:, 1:] += 0.1 * torch.randn(len(rows), 16)  # drawn in the process of the rank
+    return made
 
 
 s = session.init()
@@ -45,10 +57,23 @@ else:
     for layer in (model[0], model):
         fully_shard(layer, mesh=s.fsdp_mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+if LOADERS:  # an epoch of nine batches in five steps
+    rows = [torch.cat([torch.tensor([float(i)]), sample(i)[0]]) for i in range(SIZE)]
+    loader = torch.utils.data.DataLoader(
+        rows, batch_size=2, shuffle=True, num_workers=int(LOADERS), collate_fn=collate,
+        persistent_workers=LOADERS == "2",
+    )
+    loader = s.data(loader, global_batch=8, epochs=TOTAL // 5)
 s.restore(model, optimizer)
 
 
-def train(step):
+def parts(step):
+    if LOADERS:
+        return itertools.islice(loader, 2)
+    return [sample(step).chunk(s.data_parallel_size)[s.data_parallel_rank]]
+
+
+def train(step, ids):
     if s.rank == 1 and step % 7 == 3:
         time.sleep(0.05)
     if s.rank == 2 and step % 7 == 5:
@@ -57,28 +82,32 @@ def train(step):
         sum(range(3_000_000))  # in C, with the interpreter's lock
     if s.rank == 3 and step % 307 == 300:
         ctypes.PyDLL(None).sleep(2)  # with the lock, too long to be halted
-    part = sample(step).chunk(s.data_parallel_size)[s.data_parallel_rank]
-    loss = F.mse_loss(model(part), part.roll(1, -1))
-    try:
-        loss.backward()
-    except RuntimeError:
-        if s.rank != 1:
-            raise
-        time.sleep(60)  # this rank catches what is not its error, and waits
+    for rows in parts(step):
+        ids += rows[:, 0].int().tolist() if LOADERS else []
+        part = rows[:, -16:]
+        loss = F.mse_loss(model(part), part.roll(1, -1))
+        try:
+            loss.backward()
+        except RuntimeError:
+            if s.rank != 1:
+                raise
+            time.sleep(60)  # this rank catches what is not its error, and waits
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     return loss
 
 
-for step in s.steps(TOTAL):
+for step in s.steps(None if LOADERS else TOTAL):
     with s.attempt():
         if s.generation == 1 and s.rank == 3 and step == int(os.environ.get("LOST_AT", -1)):
             psutil.Process().parent().parent().kill()  # the agent of this node
             time.sleep(60)
-        loss = train(step)
+        loss = train(step, ids := [])
         total = loss.detach().clone()
         torch.distributed.all_reduce(total)
+        with open("samples.txt", "a") as log:  # before a kill can follow the step
+            log.write(f"{step} {s.generation} {ids}\\n")
         s.step(step, loss=loss, total_steps=TOTAL)
         with open("steps.txt", "a") as log:
             where = f"{s.rank} {step} {s.generation} {os.getpid()} {id(model)}"
@@ -98,7 +127,7 @@ KINDS = {"worker": 8, "rank 0": 3, "twins": 3, "node": 2, "stop": 1}
 
 def scripted(place: Path, kind: str, steps: int, **changes: Any) -> Job:
     place.mkdir(parents=True, exist_ok=True)
-    (place / "train.py").write_text(SCRIPT)
+    (place / "train.py").write_text(SCRIPT.replace("SIZE", str(SIZE)))
     document = job_document(
         f"kept-{kind}",
         {
@@ -106,7 +135,7 @@ def scripted(place: Path, kind: str, steps: int, **changes: Any) -> Job:
             "nodes": {"min": 2, "max": 2},
             "workersPerNode": 2,
             "resources": {"cpu": 1, "gpu": 0},
-            "parallelism": AXES[kind],
+            "parallelism": AXES[kind.partition("-")[0]],
             "recovery": {
                 "keepProcesses": "auto",
                 "budgets": {
@@ -144,6 +173,23 @@ class Steps:
                 assert before == loss, f"step {step} of rank {rank}: {loss} after {before}"
                 self.of[int(rank), int(generation)] = (int(pid), int(model))
                 self.last[int(rank)] = int(step), int(generation)
+
+    def expect_each_sample_once(self) -> None:
+        """Each epoch has all samples, which were read with s.data."""
+        newest: dict[int, tuple[int, list[int]]] = {}
+        for line in (self._file.parent / "samples.txt").read_text().splitlines():
+            step, generation, ids = line.split(maxsplit=2)
+            at, before = newest.get(int(step), (0, []))
+            if int(generation) >= at:
+                kept = before if int(generation) == at else []
+                newest[int(step)] = int(generation), kept + json.loads(ids)
+        epoch: list[int] = []
+        for number in sorted(newest):
+            epoch += newest[number][1]
+            if len(epoch) >= SIZE:
+                assert sorted(epoch) == list(range(SIZE)), f"epoch that ends with step {number}"
+                epoch = []
+        assert newest and not epoch
 
     @property
     def generation(self) -> int:

@@ -78,6 +78,8 @@ def main() -> None:
     finally:
         job.end()
     assert killer.steps.losses == Steps(calm.place).losses, "losses differ"
+    if "-" in given.kind:
+        killer.steps.expect_each_sample_once()
     assert last_state(job, given.steps - 1) == last_state(calm, given.steps - 1), "state differs"
     print(
         f"{given.kind} {given.seed}: {killer.num_kills} kills ({dict(killer.killed)}), "

@@ -186,14 +186,15 @@ class Job:
         return int(nodes["agents"][node]["pid"])
 
     def worker_pids(self) -> dict[int, int]:
-        """Rank -> pid, from the log file of each worker."""
-        found = {}
+        """Rank -> pid, from the log file of each worker, which its loaders' processes share."""
+        ranks: dict[int, int] = {}
+        parents: dict[int, int] = {}
         for process in self.processes():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, psutil.Error):
                 log = Path(f"/proc/{process.pid}/fd/1").readlink()
                 if match := re.fullmatch(r"rank-(\d+)\.log", log.name):
-                    found[int(match[1])] = process.pid
-        return found
+                    ranks[process.pid], parents[process.pid] = int(match[1]), process.ppid()
+        return {ranks[pid]: pid for pid in ranks if parents[pid] not in ranks}
 
     def processes(self) -> list[psutil.Process]:
         """All processes of this job but the command: each was forked from the node launcher, whose

@@ -69,14 +69,6 @@ def ledger(place: Path) -> dict[int, list[tuple[int, int]]]:
     return {step: rows for step, (_, rows) in newest.items()}
 
 
-def worker(job: Job, rank: int) -> int:
-    """Worker's pid; a process of its loader has the same name."""
-    name = f"hf-rank-{rank}"
-    ranks = [one for one in job.processes() if one.name() == name]
-    (found,) = (one for one in ranks if (parent := one.parent()) and parent.name() != name)
-    return found.pid
-
-
 def test_each_sample_is_trained_once_an_epoch_through_a_kill_and_two_resizes(
     tmp_path: Path,
 ) -> None:
@@ -93,7 +85,7 @@ def test_each_sample_is_trained_once_an_epoch_through_a_kill_and_two_resizes(
     job.run()
     try:
         job.until(lambda view: view.step >= 10)
-        killed = worker(job, 1)
+        killed = job.worker_pids()[1]
         (reader,) = psutil.Process(killed).children()
         job.kill(killed)
         seen = job.running(incidents=1)

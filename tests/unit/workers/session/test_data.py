@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +25,19 @@ from holdfast.workers.session.data import ElasticLoader
 class At:
     """A rank, and how many there are."""
 
-    data_parallel_rank: int = 0
-    data_parallel_size: int = 1
+    rank: int = 0
+    size: int = 1
+    read: set[str] = field(default_factory=set)
+
+    @property
+    def seat(self) -> tuple[int, int]:
+        return self.rank, self.size
+
+    def reads(self, what: str) -> None:
+        self.read.add(what)
+
+    def taking(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Stream(IterableDataset[int]):
