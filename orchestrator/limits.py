@@ -224,8 +224,8 @@ KEPT_S = 120.0
 """Seconds that a kept process may wait for its next seat, with all its memory."""
 
 JOIN_WAIT_S = 120.0
-"""A job grows after this, although workers of a node that joins still build. Their processes wait
-for a seat at most as long again."""
+"""A job grows after this, although workers of a node that joins still build: these start again.
+Those that are ready wait for a seat at most as long again."""
 
 HALT_WAIT_S = 5.0
 """Seconds that a rank whose peer is gone waits for the controller's decision, before it fails."""
