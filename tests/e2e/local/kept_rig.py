@@ -104,10 +104,10 @@ for step in s.steps(None if LOADERS else TOTAL):
             psutil.Process().parent().parent().kill()  # the agent of this node
             time.sleep(60)
         loss = train(step, ids := [])
+        with open("samples.txt", "a") as log:  # no peer can end this step before
+            log.write(f"{step} {s.generation} {ids}\\n")
         total = loss.detach().clone()
         torch.distributed.all_reduce(total)
-        with open("samples.txt", "a") as log:  # before a kill can follow the step
-            log.write(f"{step} {s.generation} {ids}\\n")
         s.step(step, loss=loss, total_steps=TOTAL)
         with open("steps.txt", "a") as log:
             where = f"{s.rank} {step} {s.generation} {os.getpid()} {id(model)}"
