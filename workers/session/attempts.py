@@ -40,6 +40,8 @@ from .inspection import num_collectives
 
 SIGNAL = signal.SIGRTMIN + 7
 SIGNAL_EVERY_S = 0.02
+COMPILER = ("torch._dynamo.convert_frame", "torch._dynamo.guards", "torch._inductor.compile_fx")
+"""Modules that change global state, such as anomaly detection, during a call, or drop errors."""
 
 
 class AttemptHalted(BaseException):
@@ -52,8 +54,8 @@ class Attempts:
     def __init__(self, groups: Groups | None, why_not: str) -> None:
         """`why_not`: why this process cannot be kept; empty: it can, as far as is known."""
         self.groups, self.why_not = groups, why_not
-        self.said = False
-        """The agent knows whether it may be kept."""
+        self.said: str | None = None
+        """What the agent knows: why this process is not kept; None: nothing."""
         self.wanted = False
         """The agent may keep this process."""
         self.failed = False
@@ -62,6 +64,8 @@ class Attempts:
         """Number of this process's collectives when its last attempt ended, or at its restore."""
         self.rehearses = False
         """The attempt is one without peers, whose result is dropped."""
+        self.num_graphs: int | None = None
+        """Compiled graphs after this process's first step."""
         self._random: tuple[int, int] | None = None
         """Digests of the states of random numbers, as they are if none are drawn."""
         self._watches = self._seeded = False
@@ -107,6 +111,8 @@ class Attempts:
             # What a context manager has half entered would stay so. The signal comes again.
             if frame.f_code.co_name in ("__enter__", "__exit__", "__del__"):
                 return
+            if frame.f_globals.get("__name__") in COMPILER:
+                return  # one that takes long ends with its process
             frame = frame.f_back
         self._open = False
         raise AttemptHalted
@@ -114,7 +120,8 @@ class Attempts:
     def resumed(self) -> None:
         """This process has a seat in the next generation."""
         self._halting.clear()
-        self.failed = self.wanted = self.said = False
+        self.failed = self.wanted = False
+        self.said = None
 
     # -- of the loop ----------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -296,6 +303,8 @@ def why_not(model: Module, before: dict[str, Any]) -> str:
             facts: Any = module
             if facts.static_graph or facts._get_ddp_logging_data().get("comm_hook"):
                 return "DDP has a static graph or a communication hook"
+            if getattr(facts, "_use_python_reducer", False):
+                return "DDP has a reducer in Python"
         if isinstance(module, FSDPModule):
             shared: Any = module._get_fsdp_state()
             parts = getattr(shared, "_fsdp_param_groups", [])
@@ -306,10 +315,15 @@ def why_not(model: Module, before: dict[str, Any]) -> str:
     accelerate = sys.modules.get("accelerate.state")
     if accelerate is not None and accelerate.GradientState().num_steps > 1:
         return "accelerate counts micro-batches"
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    if dynamo is not None and dynamo.counters["stats"].get("unique_graphs"):
-        return "the model is compiled"
+    if num_graphs("compiled_autograd", "captures"):
+        return "autograd is compiled"
     return ""
+
+
+def num_graphs(kind: str = "stats", name: str = "unique_graphs") -> int:
+    """Graphs that torch.compile has compiled in this process, or those of another kind."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters[kind][name] if dynamo is not None else 0
 
 
 def checksum(parameters: Iterable[Tensor]) -> int:

@@ -37,7 +37,7 @@ from holdfast.workers.checkpoint.upload import CudaUpload, Uploader
 from holdfast.workers.session.order import mix
 
 from . import agent_channel, inspection, numa, reporting
-from .attempts import Attempts, checksum, reset, settings_digest, versions, why_not
+from .attempts import Attempts, checksum, num_graphs, reset, settings_digest, versions, why_not
 from .distributed import Meshes, RankEnv, expect_on, join, own_store, pick_device, rank_env
 from .groups import Groups, NotKept, ReplicasDiverged, why_not_formed
 from .loss import LossReport
@@ -49,6 +49,8 @@ from .work_time import GpuProbe, WorkMeter
 if TYPE_CHECKING:
     from .data import ElasticLoader
 
+COMPILED = "torch.compile has compiled for this size"
+"""Dynamo makes sizes of groups and meshes constants, without a guard."""
 CHECKED_STEPS = 2
 """DDP rearranges its buckets after its first step, so the second one is compared too."""
 
@@ -470,11 +472,15 @@ class Session:
     def _want_keeping(self, state: TrainingState) -> None:
         """Say after the first step of a generation whether this process can be kept."""
         attempts = self._attempts
-        if attempts.said or self._channel is None or self._last_step < self._first_step:
+        if self._channel is None or self._last_step < self._first_step:
             return
-        attempts.said, why = True, self._why_not(state)
-        attempts.wanted = not why
-        self._channel.send(worker_protocol.KeepReported(why_not=why))
+        now = num_graphs()
+        attempts.num_graphs = now if attempts.num_graphs is None else attempts.num_graphs
+        if attempts.said or (attempts.said == "" and now == attempts.num_graphs):
+            return
+        attempts.said = self._why_not(state)
+        attempts.wanted = attempts.wanted or not attempts.said  # a halt may be on its way
+        self._channel.send(worker_protocol.KeepReported(why_not=attempts.said))
 
     def _why_not(self, state: TrainingState) -> str:
         """Reason why this process cannot be kept as it is; empty: it can."""
@@ -491,6 +497,9 @@ class Session:
             return "single ranks have state"
         if self._why_no_loop is not None and (why := self._why_no_loop()):
             return why
+        if self._attempts.num_graphs not in (None, num_graphs()):
+            # A new process would run what it compiles in its first step: other kernels.
+            return "torch.compile compiles again after the first step"
         return why_not(state.model, self._volatile)
 
     def _resume(self, state: TrainingState) -> None:
@@ -507,6 +516,8 @@ class Session:
         self._await_seat()
         attempts.resumed()
         if self.shape.world_size != before:
+            if num_graphs():
+                raise NotKept(COMPILED)
             self.meshes.resized(self.shape)
         self._enter("build")
         self._connect(groups)
@@ -531,6 +542,8 @@ class Session:
     def _why_fixed_size(self) -> str:
         """Reason why the script would go on with what it has computed from another size; empty: it
         reads the size in each step, and nowhere else."""
+        if num_graphs():
+            return COMPILED
         if self._why_no_loop is not None:
             return "the framework divides its data when it starts"
         if "size" in self._read_outside:
@@ -658,8 +671,11 @@ class Session:
         began = time.perf_counter()
         of_framework = self._why_no_loop is not None
         outside = self._attempts.suspended() if of_framework else contextlib.nullcontext()
+        before = num_graphs()
         with reporting.phase(name), outside:
             yield
+        if name == "evaluate" and self.shape.tensor == 1 and self._attempts.num_graphs is not None:
+            self._attempts.num_graphs += num_graphs() - before  # steps do not run them
         self._begin_step(self._step_began + time.perf_counter() - began)
         self._sent.skip()  # what is sent in a phase is not of the step
 

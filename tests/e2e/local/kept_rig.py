@@ -30,6 +30,7 @@ from holdfast import session
 
 TOTAL = int(sys.argv[1])
 KIND, _, LOADERS = sys.argv[2].partition("-")  # "ddp-1": s.data, whose loader has one process
+COMPILED = len(sys.argv) > 3  # the backend
 
 
 def sample(step):
@@ -47,6 +48,9 @@ s = session.init()
 torch.manual_seed(0)
 layers = (torch.nn.Linear(16, 32, bias=False), torch.nn.Linear(32, 16, bias=False))
 model = torch.nn.Sequential(layers[0], torch.nn.GELU(), layers[1])
+if COMPILED:
+    for layer in model if KIND != "ddp" else [model]:
+        layer.compile(backend=sys.argv[3])
 if KIND == "ddp":
     # Its buckets stay, so that sums have the same order after a restart.
     model = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
@@ -125,13 +129,15 @@ NUM_RANKS = 4
 KINDS = {"worker": 8, "rank 0": 3, "twins": 3, "node": 2, "stop": 1}
 
 
-def scripted(place: Path, kind: str, steps: int, **changes: Any) -> Job:
+def scripted(place: Path, kind: str, steps: int, backend: str = "", **changes: Any) -> Job:
+    """`backend`: of torch.compile; empty: the model is not compiled."""
+    arguments = [str(steps), kind, *([backend] if backend else [])]
     place.mkdir(parents=True, exist_ok=True)
     (place / "train.py").write_text(SCRIPT.replace("SIZE", str(SIZE)))
     document = job_document(
         f"kept-{kind}",
         {
-            "entrypoint": {"script": "train.py", "args": [str(steps), kind]},
+            "entrypoint": {"script": "train.py", "args": arguments},
             "nodes": {"min": 2, "max": 2},
             "workersPerNode": 2,
             "resources": {"cpu": 1, "gpu": 0},

@@ -49,8 +49,8 @@ def run(job: Job, killer: Killer, report: Path, kills: int, steps: int) -> None:
     killer.steps.read()
 
 
-def undisturbed(place: Path, kind: str, steps: int) -> Job:
-    job = scripted(place / f"calm-{kind}-{steps}", kind, steps)
+def undisturbed(place: Path, kind: str, steps: int, backend: str) -> Job:
+    job = scripted(place / f"calm-{kind}-{steps}{backend}", kind, steps, backend)
     if not (job.place / "done").exists():
         job.run()
         job.command.wait()
@@ -61,6 +61,7 @@ def undisturbed(place: Path, kind: str, steps: int) -> Job:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kind", default="hsdp")
+    parser.add_argument("--compiled", default="", help="backend of torch.compile, such as inductor")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--steps", type=int, default=1100)
     parser.add_argument("--seed", default="1")
@@ -69,8 +70,9 @@ def main() -> None:
     parser.add_argument("--nested", type=float, default=1 / 3, help="share of kills in a recovery")
     given = parser.parse_args()
     kinds = {name: KINDS[name] for name in given.only.split(",")} if given.only else KINDS
-    calm = undisturbed(given.place, given.kind, given.steps)
-    job = scripted(given.place / f"{given.kind}-{given.seed}", given.kind, given.steps)
+    calm = undisturbed(given.place, given.kind, given.steps, given.compiled)
+    place = given.place / f"{given.kind}-{given.seed}{given.compiled}"
+    job = scripted(place, given.kind, given.steps, given.compiled)
     job.run()
     killer = Killer(job, given.seed, kinds, given.nested)
     try:

@@ -10,6 +10,7 @@ import pytest
 
 from .kept_rig import KINDS, Killer, Steps, scripted
 from .local_rig import Job, last_state
+from .test_compile import needs_compiler
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -65,6 +66,43 @@ def test_losses_after_kills_at_random_moments_are_those_of_an_undisturbed_job(
     )
     assert killer.num_kills >= STEPS / 5
     assert killer.num_kept >= 3 / 4 * killer.num_survivors
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
+def test_survivors_of_kills_keep_what_they_have_compiled(
+    tmp_path: Path, started: list[Job], backend: str
+) -> None:
+    cache = {"env": {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}}
+    for name in ("calm", "killed"):
+        started.append(scripted(tmp_path / name, "hsdp", 60, backend, **cache))
+        started[-1].run()
+        if name == "killed":
+            killer = Killer(started[-1], "compiled", {"worker": 2, "rank 0": 1}, nested=0)
+            for _ in range(4):
+                killer.until(3, killer.steps.generation - 1)
+                killer.recover()
+            assert killer.num_kept == killer.num_survivors == 12
+        assert started[-1].wait().state == "succeeded", started[-1].output()
+    calm, killed = (Steps(job.place) for job in started)
+    assert killed.losses == calm.losses and sorted(calm.losses) == list(range(60))
+    assert last_state(started[0], 59) == last_state(started[1], 59)
+
+
+def test_compiled_processes_start_again_at_another_size(tmp_path: Path, started: list[Job]) -> None:
+    more_nodes = {"nodes": {"min": 1, "max": 2}, "env": {"SLOW_IN": "2"}}
+    job = scripted(tmp_path / "resized", "hsdp", STEPS, "aot_eager", **more_nodes)
+    started.append(job)
+    job.run()
+    for nodes in (1, 2):
+        before = job.until(lambda view: view.state == "running" and view.step >= 5)
+        assert job.request("resize", nodes=nodes).ok
+        more = before.step + 5
+        job.until(lambda v: v.generation > before.generation and v.step >= more)  # noqa: B023
+    view = job.wait()
+    assert view.state == "succeeded", job.output()
+    assert [one.world_size_after for one in view.incidents] == [2, 4]
+    decisions = [one.decision for one in view.incidents]
+    assert all("start again: torch.compile has compiled" in text for text in decisions), decisions
 
 
 @pytest.mark.parametrize("kind", ["hsdp", "ddp"])
