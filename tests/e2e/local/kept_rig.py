@@ -129,7 +129,7 @@ NUM_RANKS = 4
 KINDS = {"worker": 8, "rank 0": 3, "twins": 3, "node": 2, "stop": 1}
 
 
-def scripted(place: Path, kind: str, steps: int, backend: str = "", **changes: Any) -> Job:
+def scripted(place: Path, kind: str, steps: int, backend: str = "", /, **changes: Any) -> Job:
     """`backend`: of torch.compile; empty: the model is not compiled."""
     arguments = [str(steps), kind, *([backend] if backend else [])]
     place.mkdir(parents=True, exist_ok=True)
