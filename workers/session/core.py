@@ -497,6 +497,8 @@ class Session:
             return "single ranks have state"
         if self._why_no_loop is not None and (why := self._why_no_loop()):
             return why
+        if self._why_no_loop is not None and num_graphs():
+            return "the framework's model is compiled"
         if self._attempts.num_graphs not in (None, num_graphs()):
             # A new process would run what it compiles in its first step: other kernels.
             return "torch.compile compiles again after the first step"
