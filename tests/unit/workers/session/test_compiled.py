@@ -84,6 +84,9 @@ def test_a_process_that_compiles_again_is_kept_only_if_steps_do_not_run_it(
     s = stepped(model)
     assert s._state is not None and not s._why_not(s._state)
     assert "compiled for this size" in s._why_fixed_size()
+    s._why_no_loop = str
+    assert s._why_not(s._state) == "the framework's model is compiled"
+    s._why_no_loop = None
     s.shape = Mesh(1, 1, tensor)
     with s.phase(phase), torch.no_grad():
         model(torch.ones(2, 2))
