@@ -55,7 +55,7 @@ class Attempts:
         """`why_not`: why this process cannot be kept; empty: it can, as far as is known."""
         self.groups, self.why_not = groups, why_not
         self.said: str | None = None
-        """What the agent knows: why this process is not kept; None: nothing."""
+        """Reason why it is not kept, as the agent knows it; None: the agent knows nothing."""
         self.wanted = False
         """The agent may keep this process."""
         self.failed = False
