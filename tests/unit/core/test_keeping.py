@@ -12,7 +12,8 @@ from holdfast.orchestrator.protocol.facts import Exit
 from .harness import Transcript, spec
 
 NEVER = {"keepProcesses": "never"}
-KEEPS = spec()
+KEEPS = spec({"min": 2, "max": 2})
+"""A job of one size."""
 
 
 def kept_after_a_kill(job: Transcript) -> None:
