@@ -30,17 +30,16 @@ TESTS = {
         "workers/training/test_calibrate.py", "cli/test_written_specs.py",
         "cli/test_printed_commands.py",
     ],
-    "preflight": ["cli/test_printed_commands.py"],
-    "page": ["cli/test_printed_commands.py"],
+    **{part: ["cli/test_printed_commands.py"] for part in ("preflight", "page", "Kubernetes")},
     "transformers": [
         f"{HOOKS}/test_counted_steps.py", f"{HOOKS}/test_resumed_trainers.py",
         "workers/agent/pool/test_framework_hooks.py",
     ],
+    "lightning": [f"{HOOKS}/test_resumed_trainers.py"],
     "deepspeed": ["workers/agent/pool/test_framework_hooks.py"],
     "client": ["cli/test_written_specs.py", f"{HOOKS}/test_ray_train.py"],
     "local": ["cli", f"{HOOKS}/test_ray_train.py"],  # commands are tested on jobs of this machine
     "integrations": ["workers/agent/pool/test_framework_hooks.py", "client/test_ray_trainer.py"],
-    "Kubernetes": ["cli/test_printed_commands.py"],
     "Ray": ["backends/kubernetes/test_kuberay.py", f"{HOOKS}/test_ray_train.py"],
 }  # fmt: skip
 """Part -> files of unit tests that need it, and are not beside those of the part itself."""
