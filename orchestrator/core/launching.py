@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container
 from typing import Literal
 
 from msgspec.structs import replace
@@ -30,7 +29,6 @@ from .nodes import any_to_be_stopped, num_usable, possible_size, usable
 from .provisioning import awaiting_rejoin, full_size
 from .rank_assignment import (
     assign,
-    best_size,
     buddies,
     mesh_for,
     nodes_per_group,
@@ -109,19 +107,15 @@ def _launch(ctx: StepContext, size: int) -> None:
         completion.end_early(ctx, "failed", Reason("does-not-fit", str(problem)))
         return
     kept_from = keeping.kept_from(state, mesh, members, restore)
-    if fewer := _only_kept(state, members, restore) if kept_from else None:
-        (mesh, members), state.resize_pending = fewer, True
     ctx.fence(state.generation + 1)
     begins = replace(membership(state, mesh, members, restore), kept_from=kept_from)
     decision = _describe(state, before, members, restore)
     decision += keeping.decision(state, begins, members)
-    if fewer:
-        decision += "; the others are built beside the running job"
-    elif len(members) < len(before):
+    if len(members) < len(before):
         decision += provisioning.why_no_wait(ctx)
     _begin_generation(ctx, begins, members)
     reason = Reason(state.reason.code, decision)
-    seats = seats_for(mesh, len(members), spec.workers_per_node)
+    seats = seats_for(mesh, size, spec.workers_per_node)
     facts = {name: state.nodes[name].facts for name in members}
     buddy_of = buddies(state.job, mesh, members, facts)
     if state.given_up.copies:
@@ -152,32 +146,11 @@ def _launch(ctx: StepContext, size: int) -> None:
     _fill_incident(ctx, state.incident, begins, decision)
 
 
-def _only_kept(
-    state: JobState, members: tuple[str, ...], restore: Restore | None
-) -> tuple[Mesh, tuple[str, ...]] | None:
-    """Mesh and members of the largest launch without a new process, which trains after a failure
-    while those of the other `members` are built beside it (joining.py); None: there is none."""
-    each, incident = state.job.spec.workers_per_node, state.incident
-    here = usable(state, state.nodes.in_order(state.keeping.workers))
-    names = [node.name for node in here if state.keeping.workers[node.name] == each]
-    size = best_size(state.job, len(names), state.worker_memory, state.sizes.allows)
-    failure = incident is not None and incident.purpose == "failure"
-    if not (size and failure and state.keeping.reported):
-        return None
-    mesh, fewer = plan(state, size, names)
-    alone = fewer != members and keeping.kept_from(state, mesh, fewer, restore)
-    return (mesh, fewer) if alone else None
-
-
-def plan(
-    state: JobState, size: int, among: Container[str] | None = None
-) -> tuple[Mesh, tuple[str, ...]]:
-    """Mesh and members, in the order of their node ranks, of a generation of this size. `among`:
-    nodes that may be members."""
+def plan(state: JobState, size: int) -> tuple[Mesh, tuple[str, ...]]:
+    """Mesh and members, in the order of their node ranks, of a generation of this size."""
     mesh = mesh_for(state.job, size, state.worker_memory)
     assert mesh is not None
-    nodes = (node for node in usable(state) if among is None or node.name in among)
-    free = order_newcomers((n.name, n.facts, n.join_order) for n in nodes)
+    free = order_newcomers((n.name, n.facts, n.join_order) for n in usable(state))
     group = nodes_per_group(mesh, state.job.spec.workers_per_node)
     group = group if size % group == 0 else size
     return mesh, assign(state.group.members, free, size, group)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import pytest
 
 from holdfast.orchestrator.core.context import SECOND_NS
-from holdfast.orchestrator.core.keeping import NOT_KEPT
 from holdfast.orchestrator.core.state import IncidentRecord
 from holdfast.workers.agent.machine import inputs
 
@@ -112,9 +111,8 @@ def fault(kind: Kind, seed: int, truth: Truth) -> Callable[[World], None]:
 
 
 def judged(world: World, truth: Truth) -> list[IncidentRecord]:
-    """Incidents since the fault that have a failure class. Kept processes that cannot go on are
-    another fault of the world."""
-    incidents = [i for i in world.host.state.incidents if i.rule != NOT_KEPT]
+    """Incidents since the fault that have a failure class."""
+    incidents = world.host.state.incidents
     return [i for i in incidents if i.failure_class and (i.noticed_ns or i.at_ns) >= truth.at_ns]
 
 
@@ -146,9 +144,8 @@ def check(name: str, seed: int) -> None:
     require(truth.node in incident.title, f"{name}: {incident.title!r} does not name the node")
     _times(world, kind, truth, incident)
     _steps(world, truth, incident)
-    assert state.group.membership is not None
-    size = state.group.membership.world_size  # whole nodes may go on alone for a while
-    require(kind.loses_node or size == incident.world_size_before, f"{name}: {size} ranks")
+    after = incident.world_size_after
+    require(kind.loses_node or after == incident.world_size_before, f"{name}: {after} ranks")
 
 
 def _times(world: World, kind: Kind, truth: Truth, incident: IncidentRecord) -> None:

@@ -164,28 +164,6 @@ def test_a_resized_job_keeps_its_processes_and_its_training(
     assert abs(after - before) < 1e-4 * abs(before)
 
 
-@pytest.mark.parametrize("kind", ["hsdp", "ddp"])
-def test_whole_nodes_train_on_at_once_while_new_workers_build(
-    tmp_path: Path, started: list[Job], kind: str
-) -> None:
-    more = {"nodes": {"min": 1, "max": 2}, "env": {"SLOW_IN": "2"}}
-    job = scripted(tmp_path / "elastic", kind, 150, **more)
-    started.append(job)
-    job.run()
-    job.until(lambda view: view.state == "running" and view.step >= 5)
-    before = job.worker_pids()
-    job.kill(before[1])
-    job.until(lambda view: view.generation == 3 and view.state == "running")
-    after = job.worker_pids()
-    assert (after[0], after[1]) == (before[2], before[3]) and len(after) == 4
-    view = job.wait()
-    assert view.state == "succeeded", job.output()
-    assert [one.world_size_after for one in view.incidents] == [2, 4]
-    killed, grown = view.incidents
-    assert killed.decision.endswith("; the others are built beside the running job"), killed
-    assert grown.title.endswith("the new workers are ready"), grown
-
-
 LOOPS = """\
 import time
 import torch

@@ -16,7 +16,7 @@ from holdfast.orchestrator.core.events import (
 )
 from holdfast.orchestrator.protocol.messages import PreemptionNoticed, StandbysReported
 
-from .harness import RequestNodes, Transcript, spec
+from .harness import RequestNodes, Transcript
 
 GROW_DELAY_S = Recovery().grow_delay_s
 
@@ -155,55 +155,3 @@ def test_a_replacement_builds_before_the_leaving_node_is_left(builds: bool) -> N
     else:
         job.wait(10.1)  # a third of the grace
     assert job.all(StopGroup)
-
-
-def kept(job: Transcript, node: str, *ranks: int) -> None:
-    """A worker of the other node is killed or lost, and these wait."""
-    job.stopped(node, job.state.step, kept=ranks)
-
-
-def test_after_a_failure_the_whole_nodes_train_while_new_workers_build_beside_them() -> None:
-    job = Transcript().started(step=None)
-    trains(job, 3)
-    job.exits(0, signal=9, step=3)
-    kept(job, "a", 1)
-    kept(job, "b", 2, 3)
-    alone = job.one(LaunchGroup)
-    assert (alone.node, alone.membership.world_size, alone.membership.kept_from) == ("b", 2, 1)
-    text = "2 of 2 workers keep their process; the others are built beside the running job"
-    assert alone.reason.text.endswith(text)
-    job.succeed(LaunchGroup)
-    trains(job, 4)
-    ahead = job.one(LaunchGroup)
-    assert ahead.node == "a" and ahead.membership.ahead, "at once"
-    job.succeed(LaunchGroup)
-    kept(job, "b", 0, 1)
-    both = job.of(LaunchGroup)
-    assert [one.node for one in both] == ["b", "a"] and both[0].membership.kept_from == 2
-    assert job.state.ledger.restarts == {"infrastructure": 1}
-
-
-def test_a_spare_node_builds_beside_what_is_left() -> None:
-    job = Transcript().started(step=None)
-    trains(job, 3)
-    job.lose("a")
-    job.join("spare")
-    kept(job, "b", 2, 3)
-    assert [one.node for one in job.of(LaunchGroup)] == ["b"]
-    job.succeed(LaunchGroup)
-    trains(job, 4)
-    ahead = job.one(LaunchGroup)
-    assert ahead.node == "spare" and ahead.membership.ahead
-
-
-@pytest.mark.parametrize("document", [spec({"min": 2, "max": 2}), spec(elasticity="fixed")])
-def test_all_wait_for_a_new_process_where_no_smaller_size_will_do(
-    document: dict[str, object],
-) -> None:
-    job = Transcript(document).started(step=None)
-    trains(job, 3)
-    job.exits(0, signal=9, step=3)
-    kept(job, "a", 1)
-    kept(job, "b", 2, 3)
-    assert [one.node for one in job.of(LaunchGroup)] == ["a", "b"]
-    assert job.of(LaunchGroup)[0].membership.kept_from == 1

@@ -12,8 +12,7 @@ from holdfast.orchestrator.protocol.facts import Exit
 from .harness import Transcript, spec
 
 NEVER = {"keepProcesses": "never"}
-KEEPS = spec({"min": 2, "max": 2})
-"""A job of one size."""
+KEEPS = spec()
 
 
 def kept_after_a_kill(job: Transcript) -> None:
