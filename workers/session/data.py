@@ -208,7 +208,7 @@ class ElasticLoader:
         """End the iteration, whose processes may have fetched ahead."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None and self._at is None:
-            next(iterator, None)
+            next(iterator, None)  # the epoch has no batch left: the loader ends by itself
         elif iterator is not None and self._loader is not self._plan.inner:
             self._loader.end()
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.orchestrator.runtime.observe.view import JobView
+
 from .kept_rig import KINDS, Killer, Steps, scripted
 from .local_rig import Job, last_state
 from .test_compile import needs_compiler
@@ -88,10 +90,11 @@ def test_survivors_of_kills_keep_what_they_have_compiled(
     assert last_state(started[0], 59) == last_state(started[1], 59)
 
 
-def test_compiled_processes_start_again_at_another_size(tmp_path: Path, started: list[Job]) -> None:
-    more_nodes = {"nodes": {"min": 1, "max": 2}, "env": {"SLOW_IN": "2"}}
-    job = scripted(tmp_path / "resized", "hsdp", STEPS, "aot_eager", **more_nodes)
-    started.append(job)
+RESIZED = {"nodes": {"min": 1, "max": 2}, "env": {"SLOW_IN": "2"}}
+
+
+def resized_twice(job: Job) -> JobView:
+    """The end of a job that runs on 2 nodes, on 1, and on 2 again."""
     job.run()
     for nodes in (1, 2):
         before = job.until(lambda view: view.state == "running" and view.step >= 5)
@@ -101,6 +104,12 @@ def test_compiled_processes_start_again_at_another_size(tmp_path: Path, started:
     view = job.wait()
     assert view.state == "succeeded", job.output()
     assert [one.world_size_after for one in view.incidents] == [2, 4]
+    return view
+
+
+def test_compiled_processes_start_again_at_another_size(tmp_path: Path, started: list[Job]) -> None:
+    started.append(job := scripted(tmp_path / "resized", "hsdp", STEPS, "aot_eager", **RESIZED))
+    view = resized_twice(job)
     decisions = [one.decision for one in view.incidents]
     assert all("start again: torch.compile has compiled" in text for text in decisions), decisions
 
@@ -137,18 +146,8 @@ def test_a_job_that_shrinks_trains_on_as_one_whose_workers_start_again(
 def test_a_resized_job_keeps_its_processes_and_its_training(
     tmp_path: Path, started: list[Job], calm: Callable[[str], Job], kind: str
 ) -> None:
-    more_nodes = {"nodes": {"min": 1, "max": 2}, "env": {"SLOW_IN": "2"}}
-    job = scripted(tmp_path / "resized", kind, STEPS, **more_nodes)
-    started.append(job)
-    job.run()
-    for nodes in (1, 2):
-        before = job.until(lambda view: view.state == "running" and view.step >= 5)
-        assert job.request("resize", nodes=nodes).ok
-        more = before.step + 5
-        job.until(lambda v: v.generation > before.generation and v.step >= more)  # noqa: B023
-    view = job.wait()
-    assert view.state == "succeeded", job.output()
-    assert [one.world_size_after for one in view.incidents] == [2, 4]
+    started.append(job := scripted(tmp_path / "resized", kind, STEPS, **RESIZED))
+    view = resized_twice(job)
     decisions = [one.decision for one in view.incidents]
     assert all("2 of " in text and "keep their" in text for text in decisions), decisions
     assert view.incidents[1].title.endswith("the new workers are ready"), view.incidents[1]
