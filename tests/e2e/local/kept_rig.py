@@ -269,7 +269,7 @@ class Killer:
         """Kill; `pids` are those of the ranks. The number of ranks that this ends."""
         chosen = [self.rng.choice([pids[rank] for rank in pids if rank])]
         if kind == "node":
-            agents = [p.pid for p in self.job.processes() if p.name().startswith("hf-node")]
+            agents = [p.pid for p in self.job.processes() if p.info["name"].startswith("hf-node")]
             chosen = [self.rng.choice(agents)]
         elif kind == "rank 0":
             chosen = [pids[0]]

@@ -202,7 +202,7 @@ class Job:
         mark = str(self.directory.host_socket)
         return [
             process
-            for process in psutil.process_iter(["cmdline", "status"])
+            for process in psutil.process_iter(["cmdline", "status", "name"])
             if process.info["status"] != psutil.STATUS_ZOMBIE
             and mark in (process.info["cmdline"] or [])
         ]

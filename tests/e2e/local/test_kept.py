@@ -62,10 +62,6 @@ def test_losses_after_kills_at_random_moments_are_those_of_an_undisturbed_job(
     assert last_state(job, last) == last_state(calm(kind), last)
     if "-" in kind:
         killer.steps.expect_each_sample_once()
-    print(
-        f"{kind}: {killer.num_kills} kills; after {killer.num_recoveries} single ones "
-        f"{killer.num_kept} of {killer.num_survivors} survivors kept their process and model"
-    )
     assert killer.num_kills >= STEPS / 5
     assert killer.num_kept >= 3 / 4 * killer.num_survivors
 
@@ -83,7 +79,8 @@ def test_survivors_of_kills_keep_what_they_have_compiled(
             for _ in range(4):
                 killer.until(3, killer.steps.generation - 1)
                 killer.recover()
-            assert killer.num_kept == killer.num_survivors == 12
+            logs = started[-1].directory.path.glob("logs/agent-*.log")
+            assert killer.num_kept == killer.num_survivors == 12, [log.read_text() for log in logs]
         assert started[-1].wait().state == "succeeded", started[-1].output()
     calm, killed = (Steps(job.place) for job in started)
     assert killed.losses == calm.losses and sorted(calm.losses) == list(range(60))

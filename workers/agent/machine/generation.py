@@ -40,8 +40,7 @@ from holdfast.workers import worker_protocol
 from . import commands
 from .commands import Command
 from .inputs import WorkerEnded
-from .script_progress import SECOND_NS as SECOND_NS
-from .script_progress import ScriptProgress
+from .script_progress import SECOND_NS, ScriptProgress
 
 MAX_INSPECTED_BYTES = 4096
 """Limit of one stack in GroupInspected: the innermost 40 frames."""
@@ -387,8 +386,11 @@ class Generation:
 
     def kill_all(self) -> list[Command]:
         stop = self.stop = self.stop or Stopping([], 0.0)
+        late = [w.seat.rank for w in self.alive if SIGKILL not in w.signals]
+        text = "has not left its step in time, so its process is not kept"
+        notes = [commands.Note(f"rank {r} {text}") for r in late if stop.stage == "halt"]
         stop.stage, stop.deadline_ns = "kill", None
-        return self._signal(self.alive, SIGKILL)
+        return [*notes, *self._signal(self.alive, SIGKILL)]
 
     def _signal(self, workers: list[Worker], signal: int) -> list[Command]:
         for worker in workers:
@@ -421,8 +423,7 @@ def inject_fault(group: Generation | None, message: Chaos) -> list[Command]:
     if message.kind == "kill-node":
         return [commands.KillNode()]
     signal = {"kill-worker": SIGKILL, "hang-worker": SIGSTOP}.get(message.kind)
-    worker = group.workers.get(message.rank) if group else None
-    if signal is None or group is None or worker is None or worker.ended:
+    if not signal or not group or message.rank not in {w.seat.rank for w in group.alive}:
         text = f"chaos {message.kind}: there is no live worker of rank {message.rank} here"
         return [commands.Send(AgentEvent(text=text))]
     # Not in worker.signals: the exit must look like one that Holdfast did not cause.
@@ -439,8 +440,7 @@ def lingers(group: Generation, rank: int, waits_for: str) -> list[Command]:
 
 
 def launched(action_id: int, generation: int, *, ok: bool, detail: str) -> Command:
-    message = Launched(action_id=action_id, generation=generation, ok=ok, detail=detail)
-    return commands.Send(message)
+    return commands.Send(Launched(action_id=action_id, generation=generation, ok=ok, detail=detail))
 
 
 def exit_reports(group: Generation, *ranks: int) -> list[WorkerExited]:

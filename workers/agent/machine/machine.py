@@ -22,7 +22,6 @@ from . import commands, inputs
 from .checkpoint_tiers import CheckpointTiers
 from .commands import Command
 from .generation import (
-    SECOND_NS,
     SIGKILL,
     Generation,
     Stopping,
@@ -38,6 +37,7 @@ from .generation import (
 from .inputs import Input
 from .preemption import MachineTiming as MachineTiming
 from .preemption import Preemption
+from .script_progress import SECOND_NS
 from .standbys import Standbys
 
 RESENT = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from holdfast.orchestrator.protocol import messages as m
 
-from .generation import SECOND_NS
+from .script_progress import SECOND_NS
 
 
 @dataclass(frozen=True)

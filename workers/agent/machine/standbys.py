@@ -12,7 +12,7 @@ from holdfast.orchestrator.protocol import messages as m
 
 from . import commands
 from .commands import Command
-from .generation import SECOND_NS
+from .script_progress import SECOND_NS
 
 
 @dataclass

@@ -79,7 +79,9 @@ def test_a_worker_that_cannot_be_kept_is_killed_at_once_and_one_that_halts_late_
     assert kills(stop(agent)) == [(1, 1)]
     assert not agent.worker_ends(1, signal=9)
     agent.now_ns += SECOND_NS
-    assert kills(agent.give(inputs.ClockTick())) == [(1, 0)]
+    out = agent.give(inputs.ClockTick())
+    assert kills(out) == [(1, 0)]
+    assert commands.Note("rank 0 has not left its step in time, so its process is not kept") in out
     assert not halted(agent, 0), "too late: its kill is under way"
     assert stopped(agent.worker_ends(0, signal=9)).kept == ()
 
