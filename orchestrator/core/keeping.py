@@ -78,23 +78,24 @@ def _fits(state: JobState, mesh: Mesh, members: tuple[str, ...], here: Mapping[s
     if before.membership is None or state.new_code:
         return False
     was = before.membership.mesh
-    if replace(was, replicate=1) != replace(mesh, replicate=1):
-        return False
-    if mesh.replicate != was.replicate and state.keeping.fixed_size:
+    fixed = bool(state.keeping.fixed_size) and mesh.replicate != was.replicate
+    if fixed or replace(was, replicate=mesh.replicate) != mesh:
         return False
     each = state.job.spec.workers_per_node
     whole = all(here.get(name) == each for name in members)
     if mesh.replicate >= was.replicate:
         alike = (mesh.replicate == 1) == (state.keeping.replicas == 1)
-        whole = whole or (alike and any(name in here for name in members))
-    else:
-        # Two halves of different replicas never had process groups with each other.
-        size = max(1, was.world_size // was.replicate // each)
-        replicas = {before.members[at : at + size] for at in range(0, len(before.members), size)}
-        whole = whole and all(
-            members[at : at + size] in replicas for at in range(0, len(members), size)
-        )
-    return whole
+        return whole or (alike and any(name in here for name in members))
+    # Two halves of different replicas never had process groups with each other.
+    size = max(1, was.world_size // was.replicate // each)
+    replicas = {before.members[at : at + size] for at in range(0, len(before.members), size)}
+    return whole and all(members[at : at + size] in replicas for at in range(0, len(members), size))
+
+
+def is_smaller(state: JobState, membership: Membership) -> bool:
+    """True for a smaller world of kept processes: it has no new ones."""
+    was = state.meshes.get(membership.kept_from)
+    return was is not None and membership.mesh.replicate < was.replicate
 
 
 def describe(state: JobState, said: bool | str) -> str:

@@ -223,10 +223,6 @@ def _nodes(count: int) -> str:
     return f"{count} nodes" if count != 1 else "1 node"
 
 
-def _same(count: int) -> str:
-    return f"the same {_nodes(count)}" if count != 1 else "the same node"
-
-
 def _describe(
     state: JobState, before: tuple[str, ...], after: tuple[str, ...], restore: Restore | None
 ) -> str:
@@ -243,7 +239,7 @@ def _describe(
     elif out:
         what = f"{', '.join(new)} replace{'s' if len(new) == 1 else ''} {', '.join(out)}"
     else:
-        what = f"restart on {_same(len(after))}"
+        what = f"restart on the same {_nodes(len(after)).removeprefix('1 ')}"
     if restore is None and state.job.spec.entrypoint.recipe is None:
         if not before:
             return what

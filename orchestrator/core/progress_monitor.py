@@ -15,6 +15,7 @@ from .. import limits
 from ..api.v1alpha1 import Recovery, TrainingJob
 from ..protocol.facts import WorkerBeat, counting, largest
 from ..protocol.messages import Fact, GroupInspected, Heartbeat, NodeJoined, WorkerExited
+from . import keeping
 from .context import SECOND_NS, recovery_of, seconds
 from .controller import Controller
 from .events import (
@@ -256,9 +257,10 @@ class ProgressMonitor:
         out = self._report_step(now_ns) if self._report_due else []
         self._unchecked, step = False, state.step
         self._current = MonitoredGeneration(state.generation, first=step, done=step, reported=step)
-        if state.group.first_step_ns and state.group.membership is not None:
-            # A new controller: its journal has the progress and the step time.
-            restore = state.group.membership.restore
+        trained, membership = state.group.first_step_ns, state.group.membership
+        if membership is not None and (trained or keeping.is_smaller(state, membership)):
+            # A new controller, whose journal has the progress, or processes that have trained.
+            restore = membership.restore if trained else None
             self._current.num_steps = step - (restore.step if restore else -1)
             self._current.step_s.extend([state.step_s] if state.step_s > 0 else [])
         return out

@@ -31,6 +31,7 @@ class Watch:
         self.job = Transcript(spec(**document)).started(step=None)
         self.monitor = ProgressMonitor(self.job.state.job, self.job.controller)
         self.verdicts: list[AnyEvent] = []
+        self.generation = 1
         for node in ("a", "b"):
             self.give(FromNode(node, NodeJoined(facts=facts(node), generation=1)))
 
@@ -56,7 +57,9 @@ class Watch:
                     )
                     for rank in ranks
                 )  # fmt: skip
-                found += self.give(FromNode(name, Heartbeat(generation=1, workers=beats)))
+                found += self.give(
+                    FromNode(name, Heartbeat(generation=self.generation, workers=beats))
+                )
         return found
 
     def train(self, steps: int, first: int = 0) -> None:
@@ -72,7 +75,7 @@ class Watch:
                 Stack(rank, 'File "train.py", line 8 in load', kind == "peers", "S", kind)
                 for rank, kind in kinds.items()
             )
-            event = FromNode(node, GroupInspected(generation=1, stacks=stacks))
+            event = FromNode(node, GroupInspected(generation=self.generation, stacks=stacks))
             self.job.apply(event)
             self.give(event)
 

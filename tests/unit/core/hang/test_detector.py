@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.orchestrator.core.actions import LaunchGroup
 from holdfast.orchestrator.core.events import (
     AnyEvent,
     CollectivesBegun,
@@ -15,6 +16,7 @@ from holdfast.orchestrator.core.events import (
     HangSuspected,
     HangSuspicionEnded,
     NodeLost,
+    ResizeRequested,
     Tick,
 )
 from holdfast.orchestrator.core.hang.facts import MIN_COLLECTIVES
@@ -52,6 +54,24 @@ def test_a_stopped_process_that_goes_on_is_no_hang_and_start_up_has_the_same_lim
     start.quiet(10, step=-1, phase="start", stopped=(1,))
     assert start.hangs and start.hangs[0].basis == "stopped"
     assert start.hangs[0].quiet_s == pytest.approx((start.job.now_ns - began) / SECOND)
+
+
+@pytest.mark.parametrize("kept", [(0, 1), ()])
+def test_the_first_step_of_kept_processes_has_the_limit_of_any_step(kept: tuple[int, ...]) -> None:
+    watch = Watch()
+    watch.train(10)
+    watch.job.apply(ResizeRequested(nodes=1))
+    watch.job.wait(5)
+    watch.job.stopped("a", 9, kept=kept)
+    watch.job.stopped("b", 9, kept=tuple(rank + 2 for rank in kept))
+    watch.job.succeed(LaunchGroup)
+    watch.generation = 2
+    watch.quiet(100, step=9, activities={}, phase="restore")
+    assert not watch.hangs
+    watch.quiet(100, step=9, activities={})
+    assert len(watch.hangs) == len(kept[:1])
+    for hang in watch.hangs:
+        assert "the hang limit (3 s" in hang.evidence and hang.quiet_s < 10
 
 
 def test_a_suspicion_comes_before_the_limit_and_ends_with_the_next_progress() -> None:
