@@ -230,8 +230,8 @@ class Groups:
         self._rank, self._world_size, self.connected = rank, world_size, True
         for name, (group, created, place) in self._listed.items():
             members = ranks_now(created, self._each, place, self._place)
-            if any(name not in listed[member] for member in members):
-                raise NotKept("kept processes and new ones have made different process groups")
+            if lack := [member for member in members if name not in listed[member]]:
+                raise NotKept(f"rank {rank} has the process group {name}, rank {lack[0]} has not")
             c10d._world.pg_group_ranks[group] = {at: index for index, at in enumerate(members)}
             self._form(name, is_over)
 
