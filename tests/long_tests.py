@@ -36,7 +36,7 @@ _LONG = {
     "e2e/local/test_kept.py::test_a_": "job_that_shrinks; "
     "resized_job_keeps_its_processes_and_its_training",  # a busy machine misses its second
     "e2e/local/test_kept.py::test_": "compiled_processes_start; "
-    "survivors_of_kills_keep_what_they_have_compiled[i",
+    "survivors_of_kills_keep_what_they_have_compiled[i; whole_nodes",
     "e2e/local/test_kill.py::test_": "training_survives_its_node_launcher",
     "e2e/local/test_losses.py::test_": "a_job_that_shrinks",
     "e2e/local/test_outputs.py::test_a_job_that_succeeds_ends_with_0[": "c; f; l; u",

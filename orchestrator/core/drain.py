@@ -108,15 +108,14 @@ def request_persist(ctx: StepContext) -> None:
     state, drain = ctx.state, ctx.state.drain
     assert drain is not None, "its timer is disarmed with the drain"
     reason = Reason("checkpoint", f"{state_after(drain.step)} is in memory only")
-    chosen: dict[str, None] = {}
-    covered: dict[int, None] = {}
+    chosen, covered = dict[str, None](), set[int]()
     for shard in _missing(state, drain):
         holders = [n for n in _holders(state, drain, shard) if n.confirmed]
         if shard in covered or not holders:
             continue
         node = holders[drain.attempts % len(holders)]
         chosen[node.name] = None
-        covered.update(dict.fromkeys(_held(node.staged, drain)))
+        covered.update(_held(node.staged, drain))
     for name in chosen:
         ctx.emit(PersistStep, reason, drain.generation, node=name, step=drain.step)
     drain.attempts += 1

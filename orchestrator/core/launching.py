@@ -29,6 +29,7 @@ from .nodes import any_to_be_stopped, num_usable, possible_size, usable
 from .provisioning import awaiting_rejoin, full_size
 from .rank_assignment import (
     assign,
+    best_size,
     buddies,
     mesh_for,
     nodes_per_group,
@@ -36,9 +37,11 @@ from .rank_assignment import (
     persist_cadence,
     seats_for,
 )
+from .roster import NodeRecord
 from .sizes import describe_elasticity
 from .state import LAUNCH, PLACEMENT, PLANNED, Group, IncidentRecord, JobState
 
+Plan = tuple[Mesh, tuple[str, ...]]
 MESHES_KEPT = 16
 FALLBACK_PORT = 29500
 
@@ -101,7 +104,8 @@ def _launch(ctx: StepContext, size: int) -> None:
     if restore is None and must_not_begin(state):
         completion.hold(ctx, why_nothing_usable(state))
         return
-    before, (mesh, members) = state.group.members, plan(state, size)
+    whole = _whole(state, restore)
+    before, (mesh, members) = state.group.members, whole or plan(state, size)
     memory = state.worker_memory
     if not state.num_launches and (problem := refusal(state.job, size, mesh, memory)):
         completion.end_early(ctx, "failed", Reason("does-not-fit", str(problem)))
@@ -111,17 +115,20 @@ def _launch(ctx: StepContext, size: int) -> None:
     begins = replace(membership(state, mesh, members, restore), kept_from=kept_from)
     decision = _describe(state, before, members, restore)
     decision += keeping.decision(state, begins, members)
-    if len(members) < len(before):
+    if whole and len(members) < size:
+        decision += "; the others are built beside the running job"
+    elif len(members) < len(before):
         decision += provisioning.why_no_wait(ctx)
     _begin_generation(ctx, begins, members)
     reason = Reason(state.reason.code, decision)
-    seats = seats_for(mesh, size, spec.workers_per_node)
+    seats = seats_for(mesh, len(members), spec.workers_per_node)
     facts = {name: state.nodes[name].facts for name in members}
     buddy_of = buddies(state.job, mesh, members, facts)
     if state.given_up.copies:
         buddy_of = {}
     hosts = Counter(fact.hostname for fact in facts.values())
-    own_shards = restore is not None and _same_shards(state, restore, mesh)
+    written = state.meshes.get(restore.generation) if restore else None
+    own_shards = written is not None and replace(written, replicate=mesh.replicate) == mesh
     for node_rank, name in enumerate(members):
         action_id = ctx.emit(
             LaunchGroup,
@@ -146,11 +153,27 @@ def _launch(ctx: StepContext, size: int) -> None:
     _fill_incident(ctx, state.incident, begins, decision)
 
 
-def plan(state: JobState, size: int) -> tuple[Mesh, tuple[str, ...]]:
-    """Mesh and members, in the order of their node ranks, of a generation of this size."""
+def _whole(state: JobState, restore: Restore | None) -> Plan | None:
+    """The launch after a failure that waits for no new process: on nodes that kept all of theirs,
+    while joining.py builds the others. None: there is none, or the job waits for replacements."""
+    spec, incident, kept = state.job.spec, state.incident, state.keeping.workers
+    if spec.recovery.replacement_wait_s or incident is None or incident.purpose != "failure":
+        return None
+    all_here = [n for n in state.nodes.in_order(kept) if kept[n.name] == spec.workers_per_node]
+    num = len(usable(state, all_here))
+    size = best_size(state.job, num, state.worker_memory, state.sizes.allows)
+    if not (size and state.keeping.reported):
+        return None
+    chosen = plan(state, size, all_here)
+    return chosen if keeping.kept_from(state, *chosen, restore) else None
+
+
+def plan(state: JobState, size: int, among: list[NodeRecord] | None = None) -> Plan:
+    """Mesh and members, in the order of their node ranks, of a generation of this size. `among`:
+    nodes that may be members."""
     mesh = mesh_for(state.job, size, state.worker_memory)
     assert mesh is not None
-    free = order_newcomers((n.name, n.facts, n.join_order) for n in usable(state))
+    free = order_newcomers((n.name, n.facts, n.join_order) for n in usable(state, among))
     group = nodes_per_group(mesh, state.job.spec.workers_per_node)
     group = group if size % group == 0 else size
     return mesh, assign(state.group.members, free, size, group)
@@ -172,12 +195,6 @@ def membership(
         restore=restore,
         micro_batch=chosen_micro_batch(state.job, mesh, state.worker_memory.device),
     )
-
-
-def _same_shards(state: JobState, restore: Restore, mesh: Mesh) -> bool:
-    """True if the state was written on this mesh, the number of replicas aside."""
-    written = state.meshes.get(restore.generation)
-    return written is not None and replace(written, replicate=1) == replace(mesh, replicate=1)
 
 
 def _begin_generation(ctx: StepContext, membership: Membership, members: tuple[str, ...]) -> None:

@@ -93,7 +93,8 @@ def joined(ctx: StepContext, name: str, fact: NodeJoined) -> Cause | None:
     cause = _journal_is_behind(ctx, newest) if newest > state.generation else None
     if not state.is_member(name):
         if fact.generation:
-            _stop_stale(ctx, node)
+            text = f"{name} still runs generation {node.generation}, not {state.generation}"
+            ctx.emit(StopGroup, Reason("infrastructure", text), node.generation, node=name)
     elif cause is None:
         cause = _member_rejoined(ctx, node, fact)
     _check_rejoined(ctx)
@@ -148,11 +149,6 @@ def _resend_stop(ctx: StepContext, name: str) -> None:
     stop.waiting[name] = ctx.emit(
         StopGroup, reason, node=name, grace_s=stop.grace_s, stacks=stop.stacks_wanted
     )
-
-
-def _stop_stale(ctx: StepContext, node: NodeRecord) -> None:
-    text = f"{node.name} still runs generation {node.generation}, not {ctx.state.generation}"
-    ctx.emit(StopGroup, Reason("infrastructure", text), node.generation, node=node.name)
 
 
 def stale_stopped(ctx: StepContext, name: str, fact: GroupStopped) -> None:

@@ -47,7 +47,6 @@ from .state import (
     LAUNCH,
     PLANNED,
     Cause,
-    FailureClass,
     IncidentRecord,
     JobState,
     PendingStop,
@@ -556,7 +555,7 @@ def _same_mistake(ctx: StepContext, failure: Failure) -> Reason | None:
     key = place(failure, state.step)
     if key is None:
         return None
-    window = seconds(budget_of(state, failure.failure_class).window_s)
+    window = seconds(getattr(state.job.spec.recovery.budgets, failure.failure_class).window_s)
     raised = failure.rule in ("user-exception", "out-of-memory")
     before = state.ledger.failed_at.pop(key, [])
     recent = [(node, at) for node, at in before if raised or ctx.now_ns - at < window]
@@ -577,16 +576,11 @@ def _same_mistake(ctx: StepContext, failure: Failure) -> Reason | None:
     return Reason("user-error", text)
 
 
-def budget_of(state: JobState, failure_class: FailureClass) -> Budget:
-    budget: Budget = getattr(state.job.spec.recovery.budgets, failure_class)
-    return budget
-
-
 def _charge(ctx: StepContext, incident: IncidentRecord) -> Reason | None:
     """Charge a restart to the budget of the incident's class; returns why there can be none."""
     state, failure_class = ctx.state, incident.failure_class
     assert failure_class is not None
-    budget = budget_of(state, failure_class)
+    budget: Budget = getattr(state.job.spec.recovery.budgets, failure_class)
     window = seconds(budget.window_s)
     recent = [at for at in state.ledger.charges.get(failure_class, []) if ctx.now_ns - at < window]
     state.ledger.charges[failure_class] = recent

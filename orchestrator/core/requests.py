@@ -149,10 +149,8 @@ def follow_intent(ctx: StepContext) -> None:
         recovery.interrupt(ctx, Cause(state.intent, reason))
     elif state.termination_reason is not None:
         return
-    elif state.intent == "cancel":
-        completion.end_early(ctx, "cancelled", reason)
-    elif state.intent == "deadline":
-        completion.end_early(ctx, "failed", reason)
+    elif state.intent in ("cancel", "deadline"):
+        completion.end_early(ctx, "failed" if state.intent == "deadline" else "cancelled", reason)
     elif state.phase != "suspended" and (
         state.drain is None or state.drain.kind == DrainKind.AT_RISK
     ):
@@ -173,16 +171,15 @@ def interrupt_if_planned(ctx: StepContext) -> None:
         return
     size, full = len(state.group.members), provisioning.full_size(state)
     possible = nodes.possible_size(state)
-    leaving = nodes.leaving_members(state)
-    if leaving:
+    if leaving := nodes.leaving_members(state):
         _replace_leaving_nodes(ctx, leaving, possible, min(size, full))
     elif state.new_code:
-        text = "new code was requested"
-        recovery.interrupt(ctx, Cause("new-code", Reason("new-code", text)))
+        recovery.interrupt(ctx, Cause("new-code", Reason("new-code", "new code was requested")))
     elif state.phase != "running":
         return
     elif size > full:
-        _resize(ctx, f"from {size} to {full} nodes, as requested")
+        text = f"from {size} to {full} nodes, as requested"
+        recovery.interrupt(ctx, Cause("resize", Reason("resize", text)))
     elif possible > size:
         ctx.arm_once("grow", state.job.spec.recovery.grow_delay_s)
         if ctx.due("grow") or (state.resize_pending and possible == full):
@@ -212,11 +209,7 @@ def _grow(ctx: StepContext, text: str) -> None:
             return
         text += f"; the standbys of {named} have not imported everything after {limit_s:g} s"
     if grows := joining.ready(ctx, nodes.possible_size(state), text):
-        _resize(ctx, grows)
-
-
-def _resize(ctx: StepContext, text: str) -> None:
-    recovery.interrupt(ctx, Cause("resize", Reason("resize", text)))
+        recovery.interrupt(ctx, Cause("resize", Reason("resize", grows)))
 
 
 def _replace_leaving_nodes(
@@ -237,10 +230,8 @@ def _replace_leaving_nodes(
             text = joining.ready(ctx, min(possible, wanted), text)
         if not text:
             return
-        nodes_leaving = tuple((node.name, node.leave_reason) for node in leaving)
-        recovery.interrupt(
-            ctx, Cause("preemption", Reason("preemption", text), leaving=nodes_leaving)
-        )
+        whys = tuple((node.name, node.leave_reason) for node in leaving)
+        recovery.interrupt(ctx, Cause("preemption", Reason("preemption", text), leaving=whys))
     else:
         joining.drop(ctx)
 

@@ -338,7 +338,7 @@ class Oracle:
             action.step, action.generation,
         )  # fmt: skip
         self.require(
-            action.generation == state.generation or drained,
+            action.generation == state.generation or drained or action.step <= state.step,
             f"commit of generation {action.generation} in {state.generation}",
         )
         shards = [file.shard for file in action.files]

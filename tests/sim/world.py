@@ -98,6 +98,7 @@ class World(VirtualTime):
             "budgets": dict.fromkeys(("user", "infrastructure", "preemption", "hang"), generous),
             "startupTimeoutSeconds": 20,
             "keepProcesses": "auto",
+            "replacementWaitSeconds": 2 if self.seed % 5 else 0,
             "badNodeStrikes": self.rng.choice((2, 3, 50)),
         }
         storage = self.rng.choice(({"everySteps": 5}, {"everySteps": 10}, {"everySeconds": 4}))

@@ -8,15 +8,16 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from pytest import TempPathFactory
 
 from tests.e2e.kubernetes.rig.waiting import until
 from tests.e2e.ports import free_port
 
-READY_TIMEOUT_S = 60
+BOUND_S = 90
 LEASE_S = 8
 """Long enough for a machine that is busy with other tests."""
 
@@ -55,17 +56,14 @@ class Replica:
             self.process = subprocess.Popen(
                 self._command, env=self._environment, stdout=log, stderr=log
             )
-        until(
-            lambda: self.get("/healthz")[0] == 200, "the operator's /healthz",
-            timeout_s=READY_TIMEOUT_S, last=self.tail,
-        )  # fmt: skip
+        self.until(lambda: self.get("/healthz")[0] == 200, "the operator's /healthz")
 
     def start_leading(self) -> None:
         self.start()
         self.wait_leading()
 
     def wait_leading(self) -> None:
-        until(self.leads, "the operator to lead", timeout_s=READY_TIMEOUT_S, last=self.tail)
+        self.until(self.leads, "the operator to lead")
 
     def leads(self) -> bool:
         leading = "holdfast_operator_leader 1.0" in self.get("/metrics")[1]
@@ -92,6 +90,9 @@ class Replica:
         assert self.process is not None
         self.process.send_signal(number)
         return self.process.wait(timeout=30)
+
+    def until(self, condition: Callable[[], Any], what: str) -> None:
+        until(condition, what, timeout_s=BOUND_S, last=self.tail)
 
     def tail(self, num_lines: int = 20) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])

@@ -19,7 +19,6 @@ from tests.e2e.kubernetes.commands import HoldfastCli
 from tests.e2e.kubernetes.conftest import fresh
 from tests.e2e.kubernetes.replica import Replica
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
-from tests.e2e.kubernetes.rig.waiting import until
 from tests.e2e.kubernetes.unschedulable import IMAGE, Document, Plane, wait_pods
 
 pytestmark = pytest.mark.e2e
@@ -73,7 +72,7 @@ class PodProcess:
             )  # fmt: skip
 
     def until_printed(self, text: str) -> str:
-        until(lambda: text in self.log.read_text(), text, timeout_s=BOUND_S, last=self.tail)
+        self.until(lambda: text in self.log.read_text(), text)
         return self.log.read_text()
 
     def tail(self) -> str:
@@ -147,9 +146,11 @@ def test_the_directory_reaches_the_workers_and_an_edit_does_without_a_new_pod(
         jobs.run("patch", "trainingjob", "edited", "--type=merge",
                  f'--patch={{"spec": {{"code": "{"a" * 64}"}}}}')  # fmt: skip
         jobs.wait(
-            "trainingjob", "edited", lambda d: "is not there; upload" in str(d.get("status")),
-            "to refuse code that was not uploaded", timeout_s=BOUND_S,
-        )  # fmt: skip
+            "trainingjob",
+            "edited",
+            lambda d: "is not there; upload" in str(d.get("status")),
+            "to refuse code that was not uploaded",
+        )
         assert jobs.json("get", "trainingjob", "edited")["status"]["state"] == "running"
     finally:
         watching.terminate()

@@ -24,6 +24,7 @@ from tests.e2e.kubernetes.unschedulable import (
     message_of,
     reason_of,
     wait_pods,
+    wait_reason,
 )
 
 pytestmark = pytest.mark.e2e
@@ -92,10 +93,7 @@ def wait_requests(replica: Replica, verb: str, resource: str, count: int) -> Non
                 return float(line.split()[-1])
         return 0.0
 
-    until(
-        lambda: tried() >= count, f"{count} attempts to {verb} {resource}",
-        timeout_s=BOUND_S, last=replica.tail,
-    )  # fmt: skip
+    replica.until(lambda: tried() >= count, f"{count} attempts to {verb} {resource}")
 
 
 def test_without_the_right_to_create_pods_the_condition_names_right_and_fix(
@@ -103,14 +101,10 @@ def test_without_the_right_to_create_pods_the_condition_names_right_and_fix(
 ) -> None:
     replica = limited.start("pods", "create")
     namespace.apply(job("podless"))
-    found = namespace.wait(
-        "trainingjob", "podless", lambda d: reason_of(d) == "MissingRight", "to name the right",
-        timeout_s=BOUND_S,
-    )  # fmt: skip
-    assert "2 pods were requested and none was created: missing right: create pods" in message_of(
-        found
-    )
-    assert "bind a role that grants it, see the chart's RBAC" in message_of(found), replica.tail()
+    found = wait_reason(namespace, "podless", "MissingRight")
+    text = message_of(found)
+    assert "2 pods were requested and none was created: missing right: create pods" in text
+    assert "bind a role that grants it, see the chart's RBAC" in text, replica.tail()
     limited.grant(rules())
     wait_pods(namespace, "podless", 2)
     gone(namespace, "podless")
@@ -125,22 +119,18 @@ def test_without_the_right_to_write_the_status_the_log_and_an_event_name_it_once
     wait_requests(replica, "patch", "trainingjobs", 3)
     text = "the status cannot be written: missing right: patch trainingjobs/status"
     assert replica.log.read_text().count(text) == 1, "each attempt fails, and one is logged"
-    until(
+    replica.until(
         lambda: any(
             one["reason"] == "StatusNotWritten" and one["message"].startswith(text)
             for one in namespace.list("events", "holdfast.dev/job=mute")
         ),
-        "the event", timeout_s=BOUND_S, last=replica.tail,
-    )  # fmt: skip
+        "the event",
+    )
     limited.grant(rules())
-    namespace.wait(
-        "trainingjob", "mute", lambda d: reason_of(d) == "Unschedulable", "to have a status",
-        timeout_s=BOUND_S,
-    )  # fmt: skip
-    until(
-        lambda: "the status is written again" in replica.log.read_text(),
-        "the operator to log it", timeout_s=BOUND_S, last=replica.tail,
-    )  # fmt: skip
+    wait_reason(namespace, "mute", "Unschedulable")
+    replica.until(
+        lambda: "the status is written again" in replica.log.read_text(), "the operator to log it"
+    )
     gone(namespace, "mute")
 
 
@@ -166,10 +156,7 @@ def test_without_the_right_to_create_secrets_the_operator_waits_and_names_it(
 ) -> None:
     limited.start("secrets", "create")
     namespace.apply(job("keyless"))
-    found = namespace.wait(
-        "trainingjob", "keyless", lambda d: reason_of(d) == "OperatorWaits", "to name the right",
-        timeout_s=BOUND_S,
-    )  # fmt: skip
+    found = wait_reason(namespace, "keyless", "OperatorWaits")
     assert message_of(found).startswith("missing right: create secrets"), message_of(found)
     assert message_of(found).endswith("see the chart's RBAC; trying again")
     limited.grant(rules())
@@ -194,10 +181,7 @@ def test_a_started_job_stays_known_to_an_operator_that_lacks_a_right(
         "patch", "trainingjob", "begun", "--type=merge", '--patch={"spec":{"suspend":true}}'
     )
     limited.start("secrets", "get")
-    found = namespace.wait(
-        "trainingjob", "begun", lambda d: reason_of(d) == "OperatorWaits", "to name the right",
-        timeout_s=BOUND_S,
-    )  # fmt: skip
+    found = wait_reason(namespace, "begun", "OperatorWaits")
     for name in ("jobId", "startTime", "checkpointPath"):
         assert found["status"][name] == before[name]
     limited.grant(rules())
@@ -229,4 +213,4 @@ def test_without_the_right_to_delete_jobs_expired_ones_stay(
         "the event", timeout_s=BOUND_S, last=replica.tail,
     )  # fmt: skip
     limited.grant(rules())
-    namespace.wait("trainingjob", "over", lambda d: d is None, "to be deleted", timeout_s=BOUND_S)
+    namespace.wait("trainingjob", "over", lambda d: d is None, "to be deleted")

@@ -24,7 +24,9 @@ from tests.e2e.kubernetes.unschedulable import (
     names_of,
     pods,
     reason_of,
+    wait_message,
     wait_pods,
+    wait_reason,
 )
 
 pytestmark = pytest.mark.e2e
@@ -72,9 +74,7 @@ def test_an_applied_job_gets_pods_a_secret_a_journal_and_a_status(
     assert set(secret["data"]) == {"token", "tls.crt", "tls.key"}
     assert secret["metadata"]["ownerReferences"][0]["uid"] == owner["uid"]
     assert jobs.json("get", "configmap", "simple-journal")["binaryData"]
-    document = jobs.wait(
-        "trainingjob", "simple", lambda d: reason_of(d) == "Unschedulable", "says why it waits"
-    )
+    document = wait_reason(jobs, "simple", "Unschedulable")
     status = document["status"]
     assert status["state"] == "pending"
     assert status["nodes"] == {"ready": 0, "desired": 2, "summary": "0/2", "spares": 0}
@@ -105,10 +105,7 @@ def test_a_new_job_of_the_same_name_starts_from_the_beginning(
     first = names_of(wait_pods(jobs, "again", 2))
     gone(jobs, "again")
     jobs.apply(job("again"))
-    until(
-        lambda: len(names_of(pods(jobs, "again")) - first) == 2, "two new pods", timeout_s=BOUND_S,
-        last=operator.tail,
-    )  # fmt: skip
+    operator.until(lambda: len(names_of(pods(jobs, "again")) - first) == 2, "two new pods")
     gone(jobs, "again")
 
 
@@ -182,7 +179,7 @@ def test_an_impossible_fault_injection_is_refused_with_an_event(
         events = jobs.list("events", "holdfast.dev/job=quiet")
         return any(one["reason"] == "Refused" and "no workers" in one["message"] for one in events)
 
-    until(reported, "an event with the reason", timeout_s=BOUND_S, last=operator.tail)
+    operator.until(reported, "an event with the reason")
     gone(jobs, "quiet")
 
 
@@ -256,7 +253,7 @@ def test_a_quota_that_is_too_small_leaves_no_pods_and_is_reported(
     small: Kubectl, operator: Replica
 ) -> None:
     small.apply(job("crowded", nodes={"min": 2, "max": 2}))
-    found = small.wait("trainingjob", "crowded", lambda d: reason_of(d) == "NoRoom", "has no room")
+    found = wait_reason(small, "crowded", "NoRoom")
     assert "2 pods were requested and none was created" in message_of(found)
     assert "exceeded quota: small" in message_of(found)
     until(lambda: pods(small, "crowded") == [], "no pod to be left", timeout_s=BOUND_S)
@@ -273,7 +270,7 @@ def test_a_quota_between_minimum_and_maximum_is_used_up_without_churn(
     small.apply(job("elastic", nodes={"min": 2, "max": 4}))
     kept = names_of(wait_pods(small, "elastic", 3))
     refusal = "1 pod was requested and none was created: "
-    small.wait("trainingjob", "elastic", lambda d: refusal in message_of(d), "requested again")
+    wait_message(small, "elastic", refusal)
     assert names_of(pods(small, "elastic")) == kept
     small.run("delete", "quota", "middle")
     assert kept < names_of(wait_pods(small, "elastic", 4))
@@ -352,7 +349,7 @@ def test_a_deleted_journal_is_written_again_from_memory(jobs: Kubectl, operator:
 def test_an_edited_status_is_overwritten(jobs: Kubectl, operator: Replica) -> None:
     jobs.apply(job("edited"))
     wait_pods(jobs, "edited", 2)
-    jobs.wait("trainingjob", "edited", lambda d: reason_of(d) == "Unschedulable", "has a status")
+    wait_reason(jobs, "edited", "Unschedulable")
     lie = '{"status": {"state": "succeeded", "worldSize": 99, "traceback": "a lie"}}'
     jobs.run(
         "patch", "trainingjob", "edited", "--subresource=status", "--type=merge", f"--patch={lie}"
@@ -388,7 +385,7 @@ def test_a_pod_is_force_deleted_only_when_its_kubernetes_node_is_gone(
     bind(jobs, lost, "never-was")
     bind(jobs, kept, silent)
     jobs.run("patch", "trainingjob", "stuck", "--type=merge", '--patch={"spec":{"suspend":true}}')
-    jobs.wait("pod", lost, lambda d: d is None, "to be removed", timeout_s=BOUND_S)
+    jobs.wait("pod", lost, lambda d: d is None, "to be removed")
     # Kubernetes removes it only after 40 s.
     assert f"{lost}: deleted by force" in operator.log.read_text()
     found = jobs.json("get", "pod", kept)
@@ -400,7 +397,7 @@ def test_a_pod_is_force_deleted_only_when_its_kubernetes_node_is_gone(
         ]
         assert term["preference"]["matchFields"][0]["values"] == [silent], "it may be dead"
     jobs.run("delete", "node", silent)
-    jobs.wait("pod", kept, lambda d: d is None, "to be removed", timeout_s=BOUND_S)
+    jobs.wait("pod", kept, lambda d: d is None, "to be removed")
     gone(jobs, "stuck")
 
 
@@ -413,7 +410,7 @@ def test_a_deleted_job_leaves_no_pod_on_a_kubernetes_node_that_is_gone(
         bind(jobs, pod, "never-was")
     jobs.run("delete", "trainingjob", "ghostly", "--timeout=60s")
     for pod in pods:
-        jobs.wait("pod", pod, lambda d: d is None, "to be removed", timeout_s=BOUND_S)
+        jobs.wait("pod", pod, lambda d: d is None, "to be removed")
         assert f"{pod}: deleted by force" in operator.log.read_text()
 
 

@@ -103,9 +103,7 @@ def ready(document: Document | None) -> tuple[str, str]:
 
 
 def wait_reason(kubectl: Kubectl, name: str, reason: str) -> str:
-    document = kubectl.wait(
-        "trainingjob", name, lambda d: ready(d)[0] == reason, f"says {reason}", timeout_s=BOUND_S
-    )
+    document = kubectl.wait("trainingjob", name, lambda d: ready(d)[0] == reason, f"says {reason}")
     return ready(document)[1]
 
 

@@ -22,10 +22,10 @@ from tests.e2e.kubernetes.unschedulable import (
     Plane,
     install,
     job,
-    message_of,
     names_of,
     pods,
     reason_of,
+    wait_message,
     wait_pods,
 )
 
@@ -87,11 +87,9 @@ def test_a_killed_operator_continues_from_the_journal(
     namespace.run("delete", "pod", victim)
     namespace.run("scale", "trainingjob/orphan", "--replicas=3")
     replica.start_leading()
-    until(
+    replica.until(
         lambda: len(names_of(pods(namespace, "orphan")) - {victim}) == 3,
         "what was requested without an operator",
-        timeout_s=BOUND_S,
-        last=replica.tail,
     )
     assert before - {victim} < names_of(pods(namespace, "orphan"))
     assert namespace.json("get", "secret", "orphan-agents")["data"] == secret
@@ -113,11 +111,9 @@ def test_a_finished_job_is_in_the_metrics_of_the_next_leader(
     assert replica.close() == 0
     replica.start_leading()
     state = f'{{job="over",namespace="{namespace.namespace}",state="cancelled"}} 1.0'
-    until(
+    replica.until(
         lambda: f"holdfast_job_state{state}" in replica.get("/metrics")[1],
         "the next leader to tell its state",
-        timeout_s=BOUND_S,
-        last=replica.tail,
     )
     assert "holdfast_operator_jobs 0.0" in replica.get("/metrics")[1], "nothing was taken up"
     assert replica.close() == 0
@@ -134,20 +130,14 @@ def test_a_secret_deleted_without_an_operator_is_restored_or_its_loss_reported(
     replica.kill()
     namespace.run("delete", "secret", "keyless-agents")
     replica.start_leading()
-    until(
+    replica.until(
         lambda: (namespace.get("secret", "keyless-agents") or {}).get("data") == before,
-        "the Secret to be restored from its copy", timeout_s=BOUND_S, last=replica.tail,
-    )  # fmt: skip
+        "the Secret to be restored from its copy",
+    )
     replica.kill()
     namespace.run("delete", "secret", "keyless-agents", "keyless-agents-copy")
     replica.start_leading()
-    namespace.wait(
-        "trainingjob",
-        "keyless",
-        lambda d: "agents that still run cannot connect with the old one" in message_of(d),
-        "to say what the new Secret means",
-        timeout_s=BOUND_S,
-    )
+    wait_message(namespace, "keyless", "agents that still run cannot connect with the old one")
     assert namespace.json("get", "secret", "keyless-agents")["data"] != before
     assert replica.close() == 0
 
@@ -172,13 +162,7 @@ def test_a_running_job_continues_under_an_operator_that_would_refuse_it(
     second = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,), lease)
     second.start()
     second.wait_leading()
-    found = namespace.wait(
-        "trainingjob",
-        "older",
-        lambda d: "spec.image: got nothing" in message_of(d),
-        "to say what is wrong",
-        timeout_s=BOUND_S,
-    )
+    found = wait_message(namespace, "older", "spec.image: got nothing")
     assert found["status"]["state"] == "pending", "it waits for its pods, as before"
     assert names_of(pods(namespace, "older")) == before
     assert second.close() == 0
@@ -198,9 +182,7 @@ def test_a_job_keeps_its_checkpoint_path_under_an_operator_with_another_root(
         replica.start_leading()
         namespace.apply(job("rooted", nodes={"min": 1, "max": nodes}))
         wait_pods(namespace, "rooted", nodes)
-        until(
-            lambda: path() == place, "its path in the status", timeout_s=BOUND_S, last=replica.tail
-        )
+        replica.until(lambda: path() == place, "its path in the status")
         assert replica.close() == 0
     assert not (tmp_path / "two").exists()
 
@@ -212,12 +194,7 @@ def test_an_expired_token_is_reported(plane: Plane, tmp_path: Path, namespace: K
     kubeconfig = plane.write_kubeconfig(f"expired-{namespace.namespace}", token=old)
     replica = Replica(kubeconfig, tmp_path, (namespace.namespace,))
     replica.start()
-    until(
-        lambda: "rejected the credentials" in replica.tail(),
-        "the log",
-        timeout_s=BOUND_S,
-        last=replica.tail,
-    )
+    replica.until(lambda: "rejected the credentials" in replica.tail(), "the log")
     assert "log in again" in replica.tail()
     status, text = replica.get("/readyz")
     assert status == 503
@@ -236,20 +213,16 @@ def test_a_replica_without_rights_to_the_lease_is_not_ready(
     kubeconfig = plane.write_kubeconfig(f"unbound-{namespace.namespace}", token=token)
     replica = Replica(kubeconfig, tmp_path, (namespace.namespace,))
     replica.start()
-    until(
+    replica.until(
         lambda: "lease cannot be acquired: missing right: get leases" in replica.get("/readyz")[1],
         "readyz to name the missing right",
-        timeout_s=BOUND_S,
-        last=replica.tail,
     )
     namespace.run("create", "role", "lease", "--verb=get,create,update", "--resource=leases")
     account = f"--serviceaccount={namespace.namespace}:unbound"
     namespace.run("create", "rolebinding", "lease", "--role=lease", account)
-    until(
+    replica.until(
         lambda: "missing right: list" in replica.get("/readyz")[1],
         "the lease, and what is missing next",
-        timeout_s=BOUND_S,
-        last=replica.tail,
     )
     assert (replica.get("/readyz")[0], replica.get("/healthz")[0]) == (503, 200)
     assert replica.close() == 0
@@ -264,14 +237,12 @@ def test_a_standby_is_ready_until_an_outage_outlasts_the_lease(
     leader.wait_leading()
     heir.start()
     ready = (200, "ok\n")
-    until(lambda: heir.get("/readyz") == ready, "to stand by", timeout_s=BOUND_S, last=heir.tail)
+    heir.until(lambda: heir.get("/readyz") == ready, "to stand by")
     own_control_plane.kill_api_server()
     try:
-        until(
+        heir.until(
             lambda: "the lease cannot be acquired: the API server" in heir.get("/readyz")[1],
             "readyz to name the outage",
-            timeout_s=BOUND_S,
-            last=heir.tail,
         )
         assert heir.get("/readyz")[0] == 503
         assert heir.get("/healthz")[0] == 200
@@ -310,10 +281,7 @@ def test_an_operator_without_its_crd_reports_it_and_continues_with_it(
     replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
     replica.start()
     problem = "does not serve trainingjobs.holdfast.dev in version v1alpha1; install this version"
-    until(
-        lambda: problem in replica.get("/readyz")[1], "readyz to name the resource",
-        timeout_s=BOUND_S, last=replica.tail,
-    )  # fmt: skip
+    replica.until(lambda: problem in replica.get("/readyz")[1], "readyz to name the resource")
     assert replica.get("/readyz")[0] == 503 and replica.get("/healthz")[0] == 200
     assert replica.log.read_text().count(problem) == 1, replica.tail()
     plane.kubectl().run("delete", "crd", NAME, "--timeout=90s", timeout_s=100)

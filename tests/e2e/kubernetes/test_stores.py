@@ -12,8 +12,7 @@ import pytest
 
 from tests.e2e.kubernetes.replica import Replica
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
-from tests.e2e.kubernetes.rig.waiting import until
-from tests.e2e.kubernetes.unschedulable import BOUND_S, Plane, job, names_of, pods, wait_pods
+from tests.e2e.kubernetes.unschedulable import Plane, job, names_of, pods, wait_pods
 
 pytestmark = pytest.mark.e2e
 MANY = 40
@@ -45,10 +44,10 @@ def test_a_store_that_does_not_answer_delays_only_its_own_jobs(
         for number in range(MANY)
     ]
     namespace.apply(*hanging)
-    until(
+    replica.until(
         lambda: len(namespace.list("configmaps", "holdfast.dev/job")) == MANY,
-        "all of them to be taken up", timeout_s=BOUND_S, last=replica.tail,
-    )  # fmt: skip
+        "all of them to be taken up",
+    )
     namespace.apply(job("answered"))
     wait_pods(namespace, "answered", 2)
     for number in range(MANY):

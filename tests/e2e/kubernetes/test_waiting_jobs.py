@@ -4,16 +4,13 @@ with an operator that has all rights."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from tests.e2e.kubernetes.conftest import fresh
 from tests.e2e.kubernetes.replica import Replica, leading
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
-from tests.e2e.kubernetes.rig.waiting import until
 from tests.e2e.kubernetes.unschedulable import (
-    BOUND_S,
     Plane,
     gone,
     job,
@@ -21,6 +18,7 @@ from tests.e2e.kubernetes.unschedulable import (
     names_of,
     pods,
     reason_of,
+    wait_message,
     wait_pods,
 )
 
@@ -39,22 +37,15 @@ def operator(
     yield from leading(plane.kubeconfig, tmp_path_factory, jobs.namespace)
 
 
-def wait_message(kubectl: Kubectl, name: str, text: str) -> dict[str, Any]:
-    """Wait until the job's conditions have this text."""
-    return kubectl.wait(
-        "trainingjob", name, lambda d: text in message_of(d), f"to say {text!r}", timeout_s=BOUND_S
-    )
-
-
 def test_a_pod_that_does_not_start_in_time_is_replaced(jobs: Kubectl, operator: Replica) -> None:
     jobs.apply(job("late", kubernetes={"startTimeoutSeconds": 2}))
     first = names_of(wait_pods(jobs, "late", 2))
     found = wait_message(jobs, "late", "not started within 2 s: the scheduler finds no node: ")
     assert found["status"]["state"] == "pending"
-    until(
+    operator.until(
         lambda: names_of(pods(jobs, "late")) and not first & names_of(pods(jobs, "late")),
-        "other pods in their place", timeout_s=BOUND_S, last=operator.tail,
-    )  # fmt: skip
+        "other pods in their place",
+    )
     gone(jobs, "late")
 
 
@@ -140,8 +131,8 @@ def test_a_secret_edited_without_an_operator_is_named(
     )
     assert reason_of(found) == "OperatorWaits"
     jobs.run("delete", "secret", "tampered-agents")
-    until(
+    operator.until(
         lambda: (jobs.get("secret", "tampered-agents") or {}).get("data") == before,
-        "the Secret to be created again from its copy", timeout_s=BOUND_S, last=operator.tail,
-    )  # fmt: skip
+        "the Secret to be created again from its copy",
+    )
     gone(jobs, "tampered")

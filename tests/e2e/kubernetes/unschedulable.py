@@ -76,3 +76,11 @@ def message_of(document: Document | None, kind: str = "Ready") -> str:
 
 def gone(kubectl: Kubectl, name: str) -> None:
     kubectl.run("delete", "trainingjob", name, "--timeout=90s")
+
+
+def wait_message(kubectl: Kubectl, name: str, text: str) -> Document:
+    return kubectl.wait("trainingjob", name, lambda d: text in message_of(d), f"to say {text!r}")
+
+
+def wait_reason(kubectl: Kubectl, name: str, reason: str) -> Document:
+    return kubectl.wait("trainingjob", name, lambda d: reason_of(d) == reason, f"to have {reason}")

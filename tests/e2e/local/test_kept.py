@@ -160,6 +160,21 @@ def test_a_resized_job_keeps_its_processes_and_its_training(
     assert abs(after - before) < 1e-4 * abs(before)
 
 
+def test_whole_nodes_train_on_while_new_workers_build(tmp_path: Path, started: list[Job]) -> None:
+    elastic = {"nodes": {"min": 1, "max": 2}, "recovery": {"replacementWaitSeconds": 0}}
+    started.append(job := scripted(tmp_path, "hsdp", 400, **elastic))
+    job.run()
+    view = job.until(lambda v: v.state == "running" and v.world_size == 4 and v.step >= 5)
+    before, grown = job.worker_pids(), view.generation + 2
+    job.kill(before[1])
+    view = job.until(lambda v: v.generation == grown and v.state == "running")
+    after = job.worker_pids()
+    assert (after[0], after[1]) == (before[2], before[3]) and len(after) == 4
+    assert [one.world_size_after for one in view.incidents[-2:]] == [2, 4]
+    assert view.incidents[-2].decision.endswith("; the others are built beside the running job")
+    assert view.incidents[-1].title.endswith("the new workers are ready"), view.incidents[-1]
+
+
 LOOPS = """\
 import time
 import torch

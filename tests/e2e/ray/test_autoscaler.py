@@ -12,6 +12,7 @@ from .autoscaled_cluster import GrowingCluster
 from .jobs import Job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+EVERY = {"storage": {"everySteps": 20}, "memory": {"everySteps": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +28,7 @@ def test_nodes_are_added_for_a_job_replaced_and_removed_after_its_end(
     assert cluster.nodes() == set(), "no job has requested any"
     job = Job(
         tmp_path, "growing", 1_000_000, cluster=cluster, nodes={"min": 1, "max": 2},
-        checkpoint={
-            "path": str(tmp_path / "growing"),
-            "storage": {"everySteps": 20},
-            "memory": {"everySteps": 1},
-        },
+        checkpoint={"path": str(tmp_path / "growing"), **EVERY},
     )  # fmt: skip
     try:
         assert job.running(nodes=2).world_size == 4
@@ -55,11 +52,7 @@ def test_a_job_that_can_only_run_whole_gets_all_its_nodes_at_once(
     """The job's nodes are requested as one placement group, which has no room at first."""
     job = Job(
         tmp_path, "whole", 1_000_000, cluster=cluster, nodes={"min": 2, "max": 2},
-        checkpoint={
-            "path": str(tmp_path / "whole"),
-            "storage": {"everySteps": 20},
-            "memory": {"everySteps": 1},
-        },
+        checkpoint={"path": str(tmp_path / "whole"), **EVERY},
     )  # fmt: skip
     try:
         assert job.running(nodes=2).generation == 1, "it never started with fewer"

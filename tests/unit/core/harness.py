@@ -205,12 +205,14 @@ class Transcript:
         file = ShardFile(step, generation, shard, num_shards, name, 100, "c0ffee")
         return self.apply(FromNode("n", ShardPersisted(generation=generation, shard=file)))
 
+    def written(self, step: int) -> None:
+        """All shards of a step become durable."""
+        for shard in range(self.state.meshes[self.state.generation].num_shards):
+            self.persisted(step, shard)
+
     def commit(self, step: int) -> list[AnyAction]:
         """All shards of a step become durable, then its manifest."""
-        mesh = self.state.mesh
-        assert mesh is not None
-        for shard in range(mesh.num_shards):
-            self.persisted(step, shard)
+        self.written(step)
         return self.succeed(CommitManifest)
 
     # -- common beginnings --------------------------------------------------------------------

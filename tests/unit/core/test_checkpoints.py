@@ -227,8 +227,7 @@ def test_a_state_in_memory_that_no_generation_starts_from_is_replaced_by_storage
 
 def test_a_failed_commit_is_tried_again() -> None:
     job = Transcript().started()
-    job.persisted(9, 0)
-    job.persisted(9, 1)
+    job.written(9)
     job.fail(job.one(CommitManifest), "no space left")
     assert job.state.notes[-1][1] == (
         "the manifest after 10 steps was not written (no space left); trying again"
@@ -251,8 +250,7 @@ def test_a_damaged_checkpoint_is_noted_and_deleted_with_the_reason() -> None:
 
 def test_a_new_controller_finds_commits_whose_results_were_lost() -> None:
     job = Transcript().started()
-    job.persisted(9, 0)
-    job.persisted(9, 1)
+    job.written(9)
     job.controller = job.replayed()
     job.apply(ControllerStarted(incarnation=2, committed=_files(9)))
     assert [c.step for c in job.state.catalog.committed] == [9]
@@ -261,13 +259,24 @@ def test_a_new_controller_finds_commits_whose_results_were_lost() -> None:
 
 def test_a_new_controller_repeats_a_commit_that_did_not_happen() -> None:
     job = Transcript().started()
-    job.persisted(9, 0)
-    job.persisted(9, 1)
+    job.written(9)
     job.controller = job.replayed()
     job.apply(ControllerStarted(incarnation=2))
     again = job.one(CommitManifest)
     job.apply(ActionSucceeded(action_id=again.action_id))
     assert [c.step for c in job.state.catalog.committed] == [9]
+
+
+@pytest.mark.parametrize("staged", [9, 5])
+def test_a_new_controller_commits_no_state_after_which_a_later_generation_began(
+    staged: int,
+) -> None:
+    job = Transcript().started()
+    job.written(9)
+    job.exits(0, signal=9, step=9)
+    job.all_stopped(staged)
+    job.apply(ControllerStarted(incarnation=2))
+    assert [one.step for one in job.of(CommitManifest)] == [9] * (staged == 9)
 
 
 def test_directories_of_an_earlier_job_are_restored_and_never_written() -> None:
@@ -376,8 +385,7 @@ def test_a_refused_checkpoint_interrupts_only_before_the_first_step() -> None:
 def test_a_commit_gives_its_size_and_time() -> None:
     job = Transcript().started()
     job.wait(3)
-    job.persisted(9, 0)
-    job.persisted(9, 1)
+    job.written(9)
     assert job.one_reason(CommitManifest) == "all 2 shards of the state after 10 steps, 200 B"
     job.wait(2)
     job.succeed(CommitManifest)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from holdfast.orchestrator import limits
@@ -16,7 +18,7 @@ from holdfast.orchestrator.core.events import (
 )
 from holdfast.orchestrator.protocol.messages import PreemptionNoticed, StandbysReported
 
-from .harness import RequestNodes, Transcript
+from .harness import RequestNodes, Transcript, spec
 
 GROW_DELAY_S = Recovery().grow_delay_s
 
@@ -155,3 +157,42 @@ def test_a_replacement_builds_before_the_leaving_node_is_left(builds: bool) -> N
     else:
         job.wait(10.1)  # a third of the grace
     assert job.all(StopGroup)
+
+
+def after_a_failure(*, lost: bool, **document: Any) -> Transcript:
+    """Worker 0 of two nodes is killed, or its node is lost and a spare has joined."""
+    job = Transcript(spec(**document)).started(step=None)
+    trains(job, 3)
+    if lost:
+        job.lose("a")
+        job.join("spare")
+    else:
+        job.exits(0, signal=9, step=3)
+        job.stopped("a", 3, kept=(1,))
+    job.stopped("b", 3, kept=(2, 3))
+    return job
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_whole_nodes_train_at_once_in_a_job_that_waits_for_no_replacement(lost: bool) -> None:
+    job = after_a_failure(lost=lost, recovery={"replacementWaitSeconds": 0})
+    alone = job.one(LaunchGroup)
+    assert (alone.node, alone.membership.world_size, alone.membership.kept_from) == ("b", 2, 1)
+    text = "2 of 2 workers keep their process; the others are built beside the running job"
+    assert alone.reason.text.endswith(text)
+    job.succeed(LaunchGroup)
+    trains(job, 4)
+    job.wait(GROW_DELAY_S)
+    ahead = job.one(LaunchGroup)
+    assert ahead.node == ("spare" if lost else "a") and ahead.membership.ahead
+    job.succeed(LaunchGroup)
+    job.stopped("b", 5, kept=(0, 1))
+    both = job.of(LaunchGroup)
+    assert [one.node for one in both] == ["b", ahead.node] and both[0].membership.kept_from == 2
+    assert job.state.ledger.restarts == {"infrastructure": 1}
+
+
+def test_all_wait_for_a_new_process_in_a_job_of_one_size() -> None:
+    recovery, nodes = {"replacementWaitSeconds": 0}, {"min": 2, "max": 2}
+    launches = after_a_failure(lost=False, recovery=recovery, nodes=nodes).of(LaunchGroup)
+    assert [(one.node, one.membership.kept_from) for one in launches] == [("a", 1), ("b", 1)]

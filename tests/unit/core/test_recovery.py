@@ -218,8 +218,7 @@ def test_a_cordoned_node_is_released_once_its_state_is_in_storage() -> None:
     assert {action.node: action.step for action in job.of(PersistStep)} == {"a": 40}
     job.fail(job.one(RequestNodes))
     assert not job.of(ReleaseNode)
-    job.persisted(40, 0)
-    job.persisted(40, 1)
+    job.written(40)
     job.succeed(CommitManifest)
     assert job.one(ReleaseNode).node == "a"
     job.join("b")

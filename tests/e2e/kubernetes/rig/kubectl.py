@@ -126,7 +126,7 @@ class Kubectl:
         true_of: Callable[[Document | None], bool],
         what: str,
         *,
-        timeout_s: float = 60,
+        timeout_s: float = 90,
     ) -> Document:
         """Wait until this is true of the object, which is None while it does not exist."""
         seen: Document | None = None

@@ -70,8 +70,7 @@ def test_the_first_step_of_kept_processes_has_the_limit_of_any_step(kept: tuple[
     assert not watch.hangs
     watch.quiet(100, step=9, activities={})
     assert len(watch.hangs) == len(kept[:1])
-    for hang in watch.hangs:
-        assert "the hang limit (3 s" in hang.evidence and hang.quiet_s < 10
+    assert all("hang limit (3 s" in one.evidence and one.quiet_s < 10 for one in watch.hangs)
 
 
 def test_a_suspicion_comes_before_the_limit_and_ends_with_the_next_progress() -> None:

@@ -36,6 +36,15 @@ def halted(agent: AgentHarness, rank: int) -> tuple[Command, ...]:
     return agent.from_worker(rank, worker_protocol.Halted(step=3))
 
 
+def waiting() -> AgentHarness:
+    """Both workers have left their step."""
+    agent = training(0, 1)
+    stop(agent)
+    halted(agent, 0)
+    halted(agent, 1)
+    return agent
+
+
 def stopped(out: tuple[Command, ...]) -> m.GroupStopped:
     (found,) = (c.message for c in out if isinstance(c, commands.Send))
     assert isinstance(found, m.GroupStopped)
@@ -87,10 +96,7 @@ def test_a_worker_that_cannot_be_kept_is_killed_at_once_and_one_that_halts_late_
 
 
 def test_a_kept_worker_that_ends_while_it_waits_gets_no_seat() -> None:
-    agent = training(0, 1)
-    stop(agent)
-    halted(agent, 0)
-    halted(agent, 1)
+    agent = waiting()
     assert not agent.worker_ends(0, signal=9)
     assert [c.kept for c in forks(agent) if isinstance(c, commands.Fork)] == [None, (1, 1)]
 
@@ -107,10 +113,7 @@ def test_kept_workers_that_the_next_generation_does_not_use_are_killed() -> None
 
 
 def test_late_messages_of_a_kept_worker_do_not_count_in_its_next_generation() -> None:
-    agent = training(0, 1)
-    stop(agent)
-    halted(agent, 0)
-    halted(agent, 1)
+    agent = waiting()
     forks(agent)
     assert not agent.from_worker(0, worker_protocol.Progress(step=9), generation=1)
     assert agent.machine.group is not None
@@ -132,20 +135,14 @@ def test_without_the_order_nothing_is_halted() -> None:
 
 
 def test_a_kept_worker_whose_seat_is_not_given_after_all_is_killed() -> None:
-    agent = training(0, 1)
-    stop(agent)
-    halted(agent, 0)
-    halted(agent, 1)
+    agent = waiting()
     forks(agent)
     out = agent.give(inputs.ForkFailed(2, 0, "the code is unavailable"))
     assert kills(out) == [(1, 0), (2, 1)]
 
 
 def test_a_kept_worker_that_gets_no_seat_is_killed_after_two_minutes() -> None:
-    agent = training(0, 1)
-    stop(agent)
-    halted(agent, 0)
-    halted(agent, 1)
+    agent = waiting()
     for waits_s, killed in ((100, []), (21, [(1, 0), (1, 1)]), (200, [])):
         agent.now_ns += waits_s * SECOND_NS
         assert kills(agent.give(inputs.ClockTick())) == killed

@@ -36,7 +36,7 @@ def leave_after(script: str, directory: Path) -> tuple[list[str], str]:
     lines = "".join(f"    {line}\n" for line in script.splitlines())
     (directory / "leaves.py").write_text(LEAVE.format(script=lines))
     done = subprocess.run(
-        [sys.executable, "leaves.py"], cwd=directory, timeout=60,
+        [sys.executable, "leaves.py"], cwd=directory, timeout=200,
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     return done.stdout.splitlines(), done.stderr
