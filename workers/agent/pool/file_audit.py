@@ -20,6 +20,7 @@ import os
 import re
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -72,8 +73,7 @@ class Earlier:
     def __init__(self, known: Sequence[tuple[str, int]], since_ns: int = 0) -> None:
         """`since_ns`: when the job was submitted."""
         self._since_ns = since_ns
-        members: dict[Series, list[tuple[int, ...]]] = {}
-        again = []
+        members, again = dict[Series, list[tuple[int, ...]]](), list[Series]()
         self._states: set[Path] = set()
         self._once: set[Path] = set()
         """Written once in a start, and not named as a state."""
@@ -225,7 +225,8 @@ class FileAudit:
             self._judged[0] = 1
 
     def _made(self, path: Any, *_more: Any) -> None:
-        self._wrote(path, folder=True)
+        if Path(os.fsdecode(path)).parent != Path(tempfile.gettempdir()):  # of a queue, for example
+            self._wrote(path, folder=True)
 
     def _saves(self, path: Any) -> None:
         if not isinstance(path, int):
@@ -237,8 +238,7 @@ class FileAudit:
 
     def _renamed(self, source: Any, target: Any, *_more: Any) -> None:
         before = Path(os.fsdecode(source)).absolute()
-        saves = before in self._saved
-        self._saved.pop(before, None)
+        saves = self._saved.pop(before, 0) is None
         self._wrote(target, folder=before.is_dir(), saves=saves, is_final=saves)
 
     def _wrote(

@@ -21,12 +21,12 @@ from holdfast.workers.agent.pool.file_audit import (
 )
 
 SCRIPT = """
-import os, pathlib, sys
+import os, pathlib, sys, tempfile
 from holdfast.workers.agent.pool import file_audit, framework_hooks
 framework_hooks.install()
 file_audit.install(int(sys.argv[1]))
 import torch
-os.makedirs("out", exist_ok=True)
+os.makedirs("out", exist_ok=True); os.rmdir(tempfile.mkdtemp(suffix="1"))  # of a queue
 torch.save({}, "out/ckpt.pt")
 torch.save({}, "out/ckpt.pt")
 pathlib.Path("checkpoint-5").mkdir()
