@@ -118,38 +118,38 @@ class Session:
         self._restore = attached.assign.membership.restore if attached else None
 
     # -- ranks and mesh -------------------------------------------------------------------------
-    def reads(self, what: Literal["rank", "size", "mesh"]) -> None:
+    def _reads(self, what: Literal["rank", "size", "mesh"]) -> None:
         """The script depends on it here."""
         (self._read_within if self._attempts.is_open else self._read_outside).add(what)
 
     @contextmanager
-    def taking(self) -> Iterator[None]:
+    def _taking(self) -> Iterator[None]:
         """A loader gives a batch, which is not interrupted: its processes outlive an attempt."""
         if self._loops and self._why_no_loop is None and not self._attempts.is_open:
             raise UserError(
                 "session.data: got a batch taken outside an attempt; expected `batch = "
                 "next(loader)` within `with s.attempt():`, also for each epoch's first batch"
             )
-        self.reads("rank")
-        self.reads("size")
+        self._reads("rank")
+        self._reads("size")
         with self._attempts.shielded():
             yield
 
     @property
-    def seat(self) -> tuple[int, int]:
+    def _seat(self) -> tuple[int, int]:
         """data_parallel_rank and data_parallel_size, for what follows their changes."""
         return self.shape.data_parallel_index(self.rank), self.shape.data_parallel_size
 
     @property
     def world_size(self) -> int:
-        self.reads("size")
+        self._reads("size")
         return self.shape.world_size
 
     @property
     def mesh(self) -> DeviceMesh:
         """The device mesh with named axes: `replicate`, `shard`, and those of `tensor`, `context`
         and `pipeline` that are larger than 1. Made on first use, which is collective."""
-        self.reads("mesh")
+        self._reads("mesh")
         return self.meshes.all_axes
 
     @property
@@ -157,19 +157,19 @@ class Session:
         """The mesh for fully_shard: (`shard`,) for FSDP, (`replicate`, `shard`) for HSDP. With a
         context axis `shard_context`, which has the ranks of both, takes the place of `shard`. Made
         on first use, which is collective."""
-        self.reads("mesh")
+        self._reads("mesh")
         return self.meshes.data_parallel
 
     @property
     def data_parallel_rank(self) -> int:
         """Slice of the global batch that this rank reads: 0 to data_parallel_size - 1."""
-        self.reads("rank")
+        self._reads("rank")
         return self.shape.data_parallel_index(self.rank)
 
     @property
     def data_parallel_size(self) -> int:
         """Number of slices of the global batch: replicate x shard."""
-        self.reads("size")
+        self._reads("size")
         return self.shape.data_parallel_size
 
     @property

@@ -40,9 +40,9 @@ class Ranks(Protocol):
     """A Session as far as data needs one."""
 
     @property
-    def seat(self) -> tuple[int, int]: ...
-    def reads(self, what: Literal["size"]) -> None: ...
-    def taking(self) -> AbstractContextManager[None]: ...
+    def _seat(self) -> tuple[int, int]: ...
+    def _reads(self, what: Literal["size"]) -> None: ...
+    def _taking(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class ElasticLoader:
             raise _wrong(got, "a DataLoader of torch or torchdata, or one that accelerate prepared",
                          "give the state of another loader as per_rank of restore")  # fmt: skip
         if inner is not loader:
-            session.reads("size")  # accelerate has the number of ranks too
+            session._reads("size")  # accelerate has the number of ranks too
         is_stream = isinstance(inner.dataset, IterableDataset)
         self._plan = plan = _StreamPlan(self) if is_stream else _MapPlan(self)
         split = plan.read(inner)
@@ -116,7 +116,7 @@ class ElasticLoader:
         self._global_batch = global_batch
         self.seed = plan.seed if seed is None else seed
         self._how = {name: getattr(inner, name) for name in _KEPT if hasattr(inner, name)}
-        self._build(session.seat)
+        self._build(session._seat)
 
     def _build(self, seat: tuple[int, int]) -> None:
         """Make the loader of a rank among so many."""
@@ -131,9 +131,9 @@ class ElasticLoader:
 
     def _follow(self) -> None:
         """Divide the data for the ranks that there are now."""
-        if self._session.seat != self._seat:
+        if self._session._seat != self._seat:
             self._close()
-            self._build(self._session.seat)
+            self._build(self._session._seat)
 
     # -- the loop ---------------------------------------------------------------------------------
     @property
@@ -144,7 +144,7 @@ class ElasticLoader:
     def __len__(self) -> int:
         """Batches of a whole epoch at this number of ranks. Raises TypeError for a stream."""
         if self._global_batch is None:
-            self._session.reads("size")
+            self._session._reads("size")
         self._follow()
         size, batch = self._plan.num(self.epoch), self.pieces.batch
         num = max(0, size // batch - 1)  # none of these is the last one
@@ -161,7 +161,7 @@ class ElasticLoader:
 
     def take(self, last: int | None) -> Any:
         """The next batch, up to the end of the epoch `last`."""
-        with self._session.taking():
+        with self._session._taking():
             self._follow()
             while not self.is_over and (last is None or self.epoch <= last):
                 batch = self._next()

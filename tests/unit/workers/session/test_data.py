@@ -30,13 +30,13 @@ class At:
     read: set[str] = field(default_factory=set)
 
     @property
-    def seat(self) -> tuple[int, int]:
+    def _seat(self) -> tuple[int, int]:
         return self.rank, self.size
 
-    def reads(self, what: str) -> None:
+    def _reads(self, what: str) -> None:
         self.read.add(what)
 
-    def taking(self) -> AbstractContextManager[None]:
+    def _taking(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
