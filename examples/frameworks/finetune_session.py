@@ -42,16 +42,15 @@ def main() -> None:
     first = torch.arange(512).unsqueeze(1)
     texts = (first * 7 + torch.arange(32) * (first % 5 + 1)) % WORDS
     loader = s.data(DataLoader(texts, batch_size=8, shuffle=True), epochs=EPOCHS)
-    step = s.restore(model, optimizer, keep="trainable")
-    for _ in range(loader.epoch, EPOCHS):
-        for batch in loader:
-            tokens = batch.to(s.device)
+    s.restore(model, optimizer, keep="trainable")
+    for step in s.steps():
+        with s.attempt():
+            tokens = next(loader).to(s.device)
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             s.step(step, loss=loss.detach(), total_steps=EPOCHS * len(loader))
-            step += 1
     s.finish()
     session.leave()
 
