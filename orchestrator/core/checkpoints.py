@@ -183,13 +183,10 @@ def _give_up_commit(ctx: StepContext, action: CommitManifest, detail: str) -> No
 
 
 def retry_commits(ctx: StepContext) -> None:
-    """Commit complete sets whose commit failed, but none that this generation began before."""
-    state = ctx.state
+    """Commit complete sets whose commit failed, also of a generation that has ended since."""
     ctx.disarm("commit")
-    for pending in state.catalog.pending.values():
-        ours = pending.generation == state.generation or state.drain is not None
-        whole = len(pending.files) == pending.mesh.num_shards and pending.commit_action is None
-        if whole and (ours or pending.step <= state.step):
+    for pending in ctx.state.catalog.pending.values():
+        if len(pending.files) == pending.mesh.num_shards and pending.commit_action is None:
             _commit(ctx, pending)
 
 

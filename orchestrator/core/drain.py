@@ -53,8 +53,7 @@ def final_timeout_s(state: JobState) -> float:
 
 def controller_started(ctx: StepContext) -> None:
     """The next controller allows the whole time again."""
-    drain = ctx.state.drain
-    if drain is None:
+    if (drain := ctx.state.drain) is None:
         return
     if drain.kind != DrainKind.AT_RISK:
         ctx.arm("persist", final_timeout_s(ctx.state))

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
+from .. import limits
 from ..protocol.facts import Membership, Restore
 from ..protocol.mesh import Mesh
 from ..protocol.messages import GroupStopped
 from .actions import Reason
-from .context import StepContext
+from .context import StepContext, seconds
 from .failure import DIVERGED, Failure
 from .state import Cause, JobState
 
@@ -47,6 +48,27 @@ def kept(state: JobState, node: str, fact: GroupStopped) -> None:
         state.keeping.fixed_size = state.keeping.fixed_size or fact.fixed_size
 
 
+def _waiting(state: JobState) -> dict[str, int]:
+    """Node -> kept processes that wait for a seat; their node ends them after KEPT_S."""
+    stopped_ns = state.incident.stopped_ns if state.incident is not None else None
+    over = stopped_ns is None or state.now_ns - stopped_ns >= seconds(limits.KEPT_S)
+    return {} if over else state.keeping.workers
+
+
+def _replicas(state: JobState) -> list[tuple[str, ...]]:
+    """Nodes of each replica of the last generation. Those that share a node are one."""
+    group, each = state.group, state.job.spec.workers_per_node
+    assert group.membership is not None
+    size = max(1, group.membership.world_size // group.membership.mesh.replicate // each)
+    return [group.members[at : at + size] for at in range(0, len(group.members), size)]
+
+
+def whole_nodes(state: JobState) -> list[str]:
+    """Nodes of those replicas of which every process waits for a seat."""
+    each, here = state.job.spec.workers_per_node, _waiting(state)
+    return [n for part in _replicas(state) if all(here.get(n) == each for n in part) for n in part]
+
+
 def reported(state: JobState, *, keeps: bool) -> None:
     """Rank 0 of the running generation has said whether it keeps its process."""
     state.keeping.reported = state.keeping.reported or keeps
@@ -67,7 +89,7 @@ def kept_from(
     """The generation whose kept processes go on in a launch on `members`; 0: none do. In a smaller
     world all ranks must be kept ones, which know the process groups of the larger one. New ones
     have groups over replicas if there are several, and kept ones if there were."""
-    here = state.keeping.workers
+    here = _waiting(state)
     fits = restore is not None and bool(here) and _fits(state, mesh, members, here)
     return state.generation if fits else 0
 
@@ -87,13 +109,13 @@ def _fits(state: JobState, mesh: Mesh, members: tuple[str, ...], here: Mapping[s
         alike = (mesh.replicate == 1) == (state.keeping.replicas == 1)
         return whole or (alike and any(name in here for name in members))
     # Two halves of different replicas never had process groups with each other.
-    size = max(1, was.world_size // was.replicate // each)
-    replicas = {before.members[at : at + size] for at in range(0, len(before.members), size)}
-    return whole and all(members[at : at + size] in replicas for at in range(0, len(members), size))
+    replicas = _replicas(state)
+    parts = (members[at : at + len(replicas[0])] for at in range(0, len(members), len(replicas[0])))
+    return whole and all(part in replicas for part in parts)
 
 
 def is_smaller(state: JobState, membership: Membership) -> bool:
-    """True for a smaller world of kept processes: it has no new ones."""
+    """True for a smaller world, in which all processes were kept."""
     was = state.meshes.get(membership.kept_from)
     return was is not None and membership.mesh.replicate < was.replicate
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal
 
 from msgspec.structs import replace
 
@@ -154,18 +153,15 @@ def _launch(ctx: StepContext, size: int) -> None:
 
 
 def _whole(state: JobState, restore: Restore | None) -> Plan | None:
-    """The launch after a failure that waits for no new process: on nodes that kept all of theirs,
-    while joining.py builds the others. None: there is none, or the job waits for replacements."""
-    spec, incident, kept = state.job.spec, state.incident, state.keeping.workers
-    if spec.recovery.replacement_wait_s or incident is None or incident.purpose != "failure":
+    """A launch after a failure, on replicas that kept all their processes, while joining.py builds
+    the other workers. None: there are no such replicas, or the job waits for replacements."""
+    failed = state.incident is not None and state.incident.purpose == "failure"
+    if state.job.spec.recovery.replacement_wait_s or not (failed and state.keeping.reported):
         return None
-    all_here = [n for n in state.nodes.in_order(kept) if kept[n.name] == spec.workers_per_node]
-    num = len(usable(state, all_here))
-    size = best_size(state.job, num, state.worker_memory, state.sizes.allows)
-    if not (size and state.keeping.reported):
-        return None
-    chosen = plan(state, size, all_here)
-    return chosen if keeping.kept_from(state, *chosen, restore) else None
+    all_here = usable(state, state.nodes.in_order(keeping.whole_nodes(state)))
+    size = best_size(state.job, len(all_here), state.worker_memory, state.sizes.allows)
+    chosen = plan(state, size, all_here) if size else None
+    return chosen if chosen and keeping.kept_from(state, *chosen, restore) else None
 
 
 def plan(state: JobState, size: int, among: list[NodeRecord] | None = None) -> Plan:
@@ -263,11 +259,8 @@ def _describe(
         return f"{what}; {own_checkpoints.describe(state)}"
     if restore is None:
         return f"{what}, from the beginning"
-    return f"{what}, from {_tier(restore)} after {steps_done(restore.step)}"
-
-
-def _tier(restore: Restore) -> Literal["memory", "storage"]:
-    return "storage" if restore.directory else "memory"
+    tier = "storage" if restore.directory else "memory"
+    return f"{what}, from {tier} after {steps_done(restore.step)}"
 
 
 def _fill_incident(
@@ -288,14 +281,14 @@ def _fill_incident(
     incident.resumed_after_step = restore.step if restore else -1
     # Its write may have ended after the last report, on a node that was lost then.
     incident.step_before = max(incident.step_before, incident.resumed_after_step)
-    incident.restored_from = _tier(restore) if restore else "nothing"
+    stored = restore is not None and bool(restore.directory)
+    incident.restored_from = "storage" if stored else "memory" if restore else "nothing"
 
 
 # -- results of the launch --------------------------------------------------------------------
 def launched(ctx: StepContext, action: LaunchGroup) -> None:
-    state = ctx.state
-    if state.group.launching.get(action.node) == action.action_id:
-        state.group.launched(action.node)
+    if ctx.state.group.launching.get(action.node) == action.action_id:
+        ctx.state.group.launched(action.node)
     check_launched(ctx)
 
 
@@ -306,8 +299,7 @@ def check_launched(ctx: StepContext) -> None:
     if state.group.launching or not state.group.active or state.stop is not None:
         return
     ctx.disarm(*LAUNCH)
-    incident = state.incident
-    if incident is not None and incident.started_ns is None:
+    if (incident := state.incident) is not None and incident.started_ns is None:
         incident.started_ns = ctx.now_ns
     assert state.group.membership is not None
     alone = state.counted_by == "collectives" and state.group.membership.world_size == 1

@@ -97,7 +97,8 @@ def joined(ctx: StepContext, name: str, fact: NodeJoined) -> Cause | None:
             ctx.emit(StopGroup, Reason("infrastructure", text), node.generation, node=name)
     elif cause is None:
         cause = _member_rejoined(ctx, node, fact)
-    _check_rejoined(ctx)
+    if not state.nodes.unconfirmed:
+        ctx.disarm("rejoin")
     return cause
 
 
@@ -126,8 +127,11 @@ def _member_rejoined(ctx: StepContext, node: NodeRecord, fact: NodeJoined) -> Ca
     """A member of the generation has reconnected: adopt it, or send again what it may miss."""
     state = ctx.state
     if state.stop is not None:
-        if node.name in state.stop.waiting:
-            _resend_stop(ctx, node.name)
+        if node.name in (stop := state.stop).waiting:
+            why = Reason("controller-restart", f"{node.name} may not have received the stop")
+            stop.waiting[node.name] = ctx.emit(
+                StopGroup, why, node=node.name, grace_s=stop.grace_s, stacks=stop.stacks_wanted
+            )
     elif fact.generation == state.generation:
         state.group.launched(node.name)
     elif node.name in state.group.launching:
@@ -140,15 +144,6 @@ def _member_rejoined(ctx: StepContext, node: NodeRecord, fact: NodeJoined) -> Ca
         reason = Reason("infrastructure", text)
         return Cause("failure", reason, launch_failure=(node.name, text))
     return None
-
-
-def _resend_stop(ctx: StepContext, name: str) -> None:
-    stop = ctx.state.stop
-    assert stop is not None
-    reason = Reason("controller-restart", f"{name} may not have received the request to stop")
-    stop.waiting[name] = ctx.emit(
-        StopGroup, reason, node=name, grace_s=stop.grace_s, stacks=stop.stacks_wanted
-    )
 
 
 def stale_stopped(ctx: StepContext, name: str, fact: GroupStopped) -> None:
@@ -178,7 +173,8 @@ def lost(ctx: StepContext, event: NodeLost) -> str:
         return ""
     detail = event.detail or event.cause
     release(ctx, event.node, "infrastructure", f"lost ({event.cause}): {detail}")
-    _check_rejoined(ctx)
+    if not state.nodes.unconfirmed:
+        ctx.disarm("rejoin")
     if state.is_member(event.node):
         return "preempted" if node.preempting else event.cause
     return ""
@@ -198,11 +194,6 @@ def rejoin_expired(ctx: StepContext) -> list[NodeLost]:
 def _absence_s(ctx: StepContext) -> float:
     """Seconds since the controller before this one was last there."""
     return (ctx.now_ns - ctx.state.last_controller_ns) / SECOND_NS
-
-
-def _check_rejoined(ctx: StepContext) -> None:
-    if not ctx.state.nodes.unconfirmed:
-        ctx.disarm("rejoin")
 
 
 def preemption_noticed(ctx: StepContext, name: str, fact: PreemptionNoticed) -> None:

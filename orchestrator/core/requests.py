@@ -42,8 +42,7 @@ MAX_NAMED = 3
 # -- requests ---------------------------------------------------------------------------------
 def resize(ctx: StepContext, event: ResizeRequested) -> None:
     state = ctx.state
-    problem = resize_problem(state, event.nodes)
-    if problem:
+    if problem := resize_problem(state, event.nodes):
         ctx.note(problem)
         return
     launching.request_size(state, event.nodes)
@@ -71,8 +70,7 @@ def adjust(ctx: StepContext, event: AdjustRequested) -> None:
     changed = spec.nodes.model_copy(update={"min": low, "spares": event.spares})
     elasticity = spec.elasticity if event.elasticity is None else event.elasticity
     updates = {"nodes": changed, "recovery": recovery, "elasticity": elasticity}
-    spec = spec.model_copy(update=updates)
-    ctx.replace_job(state.job.model_copy(update={"spec": spec}))
+    ctx.replace_job(state.job.model_copy(update={"spec": spec.model_copy(update=updates)}))
 
 
 def again(ctx: StepContext, event: AgainRequested) -> None:

@@ -63,6 +63,8 @@ class Oracle:
         self._ids: dict[int, None] = {}
         self._stage_actions: dict[int, a.StageStep] = {}
         self._members: dict[int, tuple[str, ...]] = {}
+        self._commits: dict[tuple[int, int], None] = {}
+        """(step, generation) of commits that were decided in their generation."""
         self._judged: set[int] = set()
         self._uncharged: set[int] = set()
         self._cordoned: dict[str, None] = {}
@@ -337,8 +339,10 @@ class Oracle:
         drained = drain is not None and (drain.step, drain.generation) == (
             action.step, action.generation,
         )  # fmt: skip
+        again = (action.step, action.generation) in self._commits
+        self._commits[action.step, action.generation] = None
         self.require(
-            action.generation == state.generation or drained or action.step <= state.step,
+            action.generation == state.generation or drained or again,
             f"commit of generation {action.generation} in {state.generation}",
         )
         shards = [file.shard for file in action.files]

@@ -27,15 +27,15 @@ MAX_WORDS = 40000
 # Lines of Python. A budget only falls: a feature pays with something that goes. The goal is 66,000
 # for orchestrator and workers, 65,000 for tests.
 BUDGETS = {
-    "orchestrator": 53609,
+    "orchestrator": 53608,
     "workers": 26453,
-    "tests": 90238,
+    "tests": 90237,
     "orchestrator/api": 4508,
     "orchestrator/backends": 6324,
     "orchestrator/catalogue": 989,
     "orchestrator/cli": 9322,
     "orchestrator/client": 1078,
-    "orchestrator/core": 7529,
+    "orchestrator/core": 7528,
     "orchestrator/explorer": 2346,
     "orchestrator/hosts": 3602,
     "orchestrator/journal": 852,

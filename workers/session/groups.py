@@ -231,7 +231,7 @@ class Groups:
         for name, (group, created, place) in self._listed.items():
             members = ranks_now(created, self._each, place, self._place)
             if lack := [member for member in members if name not in listed[member]]:
-                raise NotKept(f"rank {rank} has the process group {name}, rank {lack[0]} has not")
+                raise NotKept(f"rank {rank} has the process group {name}, rank {lack[0]} does not")
             c10d._world.pg_group_ranks[group] = {at: index for index, at in enumerate(members)}
             self._form(name, is_over)
 

@@ -58,9 +58,10 @@ class Replica:
             )
         self.until(lambda: self.get("/healthz")[0] == 200, "the operator's /healthz")
 
-    def start_leading(self) -> None:
+    def start_leading(self) -> Replica:
         self.start()
         self.wait_leading()
+        return self
 
     def wait_leading(self) -> None:
         self.until(self.leads, "the operator to lead")
@@ -100,7 +101,6 @@ class Replica:
 
 def leading(kubeconfig: Path, factory: TempPathFactory, *namespaces: str) -> Iterator[Replica]:
     """A fixture's operator."""
-    replica = Replica(kubeconfig, factory.mktemp("operator"), namespaces)
-    replica.start_leading()
+    replica = Replica(kubeconfig, factory.mktemp("operator"), namespaces).start_leading()
     yield replica
     assert replica.close() == 0, replica.tail()

@@ -48,8 +48,9 @@ def operator(
     plane: Plane, jobs: Kubectl, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Replica]:
     directory = tmp_path_factory.mktemp("operator")
-    replica = Replica(plane.kubeconfig, directory, (jobs.namespace,), f"--worker-image={IMAGE}")
-    replica.start_leading()
+    replica = Replica(
+        plane.kubeconfig, directory, (jobs.namespace,), f"--worker-image={IMAGE}"
+    ).start_leading()
     yield replica
     assert replica.close() == 0, replica.tail()
 

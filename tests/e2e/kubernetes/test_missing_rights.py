@@ -168,9 +168,7 @@ def test_a_started_job_stays_known_to_an_operator_that_lacks_a_right(
     plane: Plane, limited: Limited, namespace: Kubectl, tmp_path: Path
 ) -> None:
     """A suspended job that never started would be left alone."""
-    first = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
-    first.start()
-    first.wait_leading()
+    first = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,)).start_leading()
     namespace.apply(job("begun"))
     wait_pods(namespace, "begun", 2)
     before = namespace.wait(

@@ -36,8 +36,7 @@ def test_another_replica_takes_over_when_the_leader_is_killed(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
     first, second = (Replica(plane.kubeconfig, tmp_path, (namespace.namespace,)) for _ in range(2))
-    first.start()
-    first.wait_leading()
+    first.start_leading()
     second.start()
     namespace.apply(job("heir"))
     before = names_of(wait_pods(namespace, "heir", 2))
@@ -54,8 +53,9 @@ def test_another_replica_takes_over_when_the_leader_is_killed(
 def test_an_operator_that_stops_releases_its_lease_and_its_jobs(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
-    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,), "--lease-seconds=600")
-    replica.start_leading()
+    replica = Replica(
+        plane.kubeconfig, tmp_path, (namespace.namespace,), "--lease-seconds=600"
+    ).start_leading()
     namespace.apply(job("left"))
     wait_pods(namespace, "left", 2)
     assert replica.close() == 0
@@ -64,9 +64,9 @@ def test_an_operator_that_stops_releases_its_lease_and_its_jobs(
         assert condition(left or {}, kind)["status"] == "Unknown", "nothing renews it"
         assert reason_of(left, kind) == "NoOperator"
     assert "NoOperator" in namespace.run("get", "trainingjob", "left")
-    heir = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,), "--lease-seconds=600")
-    heir.start()
-    heir.wait_leading()
+    heir = Replica(
+        plane.kubeconfig, tmp_path, (namespace.namespace,), "--lease-seconds=600"
+    ).start_leading()
     namespace.wait(
         "trainingjob", "left",
         lambda d: condition(d or {}, "Progressing").get("status") == "True", "to be looked at",
@@ -77,8 +77,7 @@ def test_an_operator_that_stops_releases_its_lease_and_its_jobs(
 def test_a_killed_operator_continues_from_the_journal(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
-    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
-    replica.start_leading()
+    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,)).start_leading()
     namespace.apply(job("orphan"))
     before = names_of(wait_pods(namespace, "orphan", 2))
     secret = namespace.json("get", "secret", "orphan-agents")["data"]
@@ -99,8 +98,7 @@ def test_a_killed_operator_continues_from_the_journal(
 def test_a_finished_job_is_in_the_metrics_of_the_next_leader(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
-    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
-    replica.start_leading()
+    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,)).start_leading()
     namespace.apply(job("over"))
     wait_pods(namespace, "over", 2)
     namespace.run("annotate", "trainingjob", "over", "holdfast.dev/cancel=ann")
@@ -122,8 +120,7 @@ def test_a_finished_job_is_in_the_metrics_of_the_next_leader(
 def test_a_secret_deleted_without_an_operator_is_restored_or_its_loss_reported(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
-    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
-    replica.start_leading()
+    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,)).start_leading()
     namespace.apply(job("keyless"))
     wait_pods(namespace, "keyless", 2)
     before = namespace.json("get", "secret", "keyless-agents")["data"]
@@ -151,17 +148,14 @@ def test_a_running_job_continues_under_an_operator_that_would_refuse_it(
     first = Replica(
         plane.kubeconfig, tmp_path, (namespace.namespace,), lease, "--worker-image=some:1"
     )
-    first.start()
-    first.wait_leading()
+    first.start_leading()
     namespace.apply(imageless)
     before = names_of(wait_pods(namespace, "older", 2))
     namespace.wait(
         "trainingjob", "older", lambda d: bool((d or {}).get("status", {}).get("jobId")), "known"
     )
     assert first.close() == 0
-    second = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,), lease)
-    second.start()
-    second.wait_leading()
+    second = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,), lease).start_leading()
     found = wait_message(namespace, "older", "spec.image: got nothing")
     assert found["status"]["state"] == "pending", "it waits for its pods, as before"
     assert names_of(pods(namespace, "older")) == before
@@ -178,8 +172,9 @@ def test_a_job_keeps_its_checkpoint_path_under_an_operator_with_another_root(
 
     for nodes, root in ((2, f"{tmp_path}/one"), (3, f"{tmp_path}/two"), (4, "")):
         option = f"--checkpoint-root={root}"
-        replica = Replica(plane.kubeconfig, tmp_path, (name,), "--lease-name=rooted", option)
-        replica.start_leading()
+        replica = Replica(
+            plane.kubeconfig, tmp_path, (name,), "--lease-name=rooted", option
+        ).start_leading()
         namespace.apply(job("rooted", nodes={"min": 1, "max": nodes}))
         wait_pods(namespace, "rooted", nodes)
         replica.until(lambda: path() == place, "its path in the status")
@@ -233,8 +228,7 @@ def test_a_standby_is_ready_until_an_outage_outlasts_the_lease(
 ) -> None:
     replicas = [Replica(plane.kubeconfig, tmp_path, (namespace.namespace,)) for _ in range(2)]
     leader, heir = replicas
-    leader.start()
-    leader.wait_leading()
+    leader.start_leading()
     heir.start()
     ready = (200, "ok\n")
     heir.until(lambda: heir.get("/readyz") == ready, "to stand by")

@@ -31,8 +31,7 @@ def test_a_store_that_does_not_answer_delays_only_its_own_jobs(
 ) -> None:
     endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
     listed = f"--user-credentials={json.dumps({namespace.namespace: [endpoint]})}"
-    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,), listed)
-    replica.start_leading()
+    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,), listed).start_leading()
     environment = {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "AKIADUMMYDUMMYDUMMY1",

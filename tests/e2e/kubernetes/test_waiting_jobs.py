@@ -124,8 +124,7 @@ def test_a_secret_edited_without_an_operator_is_named(
     operator.kill()
     change = '{"data": {"tls.crt": "bm9uc2Vuc2U="}}'
     jobs.run("patch", "secret", "tampered-agents", "--type=merge", f"--patch={change}")
-    operator.start()
-    operator.wait_leading()
+    operator.start_leading()
     found = wait_message(
         jobs, "tampered", "not usable; delete it and the operator creates it again"
     )

@@ -267,16 +267,14 @@ def test_a_new_controller_repeats_a_commit_that_did_not_happen() -> None:
     assert [c.step for c in job.state.catalog.committed] == [9]
 
 
-@pytest.mark.parametrize("staged", [9, 5])
-def test_a_new_controller_commits_no_state_after_which_a_later_generation_began(
-    staged: int,
-) -> None:
+def test_a_failed_commit_of_a_generation_that_has_ended_is_tried_again() -> None:
     job = Transcript().started()
     job.written(9)
-    job.exits(0, signal=9, step=9)
-    job.all_stopped(staged)
-    job.apply(ControllerStarted(incarnation=2))
-    assert [one.step for one in job.of(CommitManifest)] == [9] * (staged == 9)
+    job.fail(job.one(CommitManifest), "no space left")
+    job.exits(0, signal=9)
+    job.all_stopped(5)
+    job.wait(2.1)
+    assert job.state.generation == 2 and job.last(CommitManifest).generation == 1
 
 
 def test_directories_of_an_earlier_job_are_restored_and_never_written() -> None:

@@ -14,13 +14,16 @@ from holdfast.orchestrator.core.events import (
     ActionUnknown,
     ControllerStarted,
     FromNode,
+    ResumeRequested,
     StepCompleted,
+    SuspendRequested,
 )
 from holdfast.orchestrator.protocol.messages import PreemptionNoticed, StandbysReported
 
 from .harness import RequestNodes, Transcript, spec
 
 GROW_DELAY_S = Recovery().grow_delay_s
+AT_ONCE = {"replacementWaitSeconds": 0}
 
 
 def trains(job: Transcript, step: int, *, keeps: bool = True) -> None:
@@ -175,7 +178,7 @@ def after_a_failure(*, lost: bool, **document: Any) -> Transcript:
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_whole_nodes_train_at_once_in_a_job_that_waits_for_no_replacement(lost: bool) -> None:
-    job = after_a_failure(lost=lost, recovery={"replacementWaitSeconds": 0})
+    job = after_a_failure(lost=lost, recovery=AT_ONCE)
     alone = job.one(LaunchGroup)
     assert (alone.node, alone.membership.world_size, alone.membership.kept_from) == ("b", 2, 1)
     text = "2 of 2 workers keep their process; the others are built beside the running job"
@@ -193,6 +196,29 @@ def test_whole_nodes_train_at_once_in_a_job_that_waits_for_no_replacement(lost: 
 
 
 def test_all_wait_for_a_new_process_in_a_job_of_one_size() -> None:
-    recovery, nodes = {"replacementWaitSeconds": 0}, {"min": 2, "max": 2}
-    launches = after_a_failure(lost=False, recovery=recovery, nodes=nodes).of(LaunchGroup)
+    job = after_a_failure(lost=False, recovery=AT_ONCE, nodes={"min": 2, "max": 2})
+    launches = job.of(LaunchGroup)
     assert [(one.node, one.membership.kept_from) for one in launches] == [("a", 1), ("b", 1)]
+
+
+def test_processes_that_have_waited_for_too_long_are_not_kept() -> None:
+    """Their nodes have ended them after two minutes."""
+    job = Transcript(spec(recovery=AT_ONCE)).started(step=None)
+    trains(job, 3)
+    job.exits(0, signal=9, step=3)
+    job.apply(SuspendRequested())
+    job.stopped("a", 3, kept=(1,))
+    job.stopped("b", 3, kept=(2, 3))
+    job.wait(limits.KEPT_S)
+    job.apply(ResumeRequested())
+    assert [one.membership.kept_from for one in job.of(LaunchGroup)] == [0, 0]
+
+
+def test_a_replica_over_two_nodes_trains_on_if_both_are_whole() -> None:
+    six = spec({"min": 2, "max": 6}, shard=4, recovery=AT_ONCE)
+    job = Transcript(six).started(*"abcdef", step=None)
+    trains(job, 3)
+    job.exits(0, signal=9, step=3)
+    for number, name in enumerate("abcdef"):
+        job.stopped(name, 3, kept=(2 * number, 2 * number + 1)[name in "ac" :])
+    assert [one.node for one in job.of(LaunchGroup)] == ["e", "f"]

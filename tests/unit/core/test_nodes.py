@@ -143,7 +143,7 @@ def test_a_member_that_rejoins_during_a_stop_gets_the_stop_again_until_it_has_st
     job.exits(0, signal=9)
     job.apply(FromNode("b", NodeJoined(facts=facts("b"), generation=1, ranks=(2, 3))))
     again = job.one(StopGroup)
-    assert again.reason.text == "b may not have received the request to stop"
+    assert again.reason.text == "b may not have received the stop"
     assert (again.node, again.grace_s, again.stacks) == ("b", 0.0, False)
     assert job.state.stop is not None and job.state.stop.waiting["b"] == again.action_id
     job.stopped("b")

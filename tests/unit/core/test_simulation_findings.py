@@ -21,7 +21,7 @@ from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.facts import Restore
 from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands, inputs
-from tests.unit.workers.agent.machine.harness import AgentHarness, of
+from tests.unit.workers.agent.machine.harness import AgentHarness, of, request_buffers
 
 from .harness import Transcript, spec
 
@@ -67,10 +67,10 @@ def test_a_request_whose_result_was_lost_is_settled_by_the_nodes_of_the_backend(
 # has nothing left to do and ends with exit code 0. The state was staged by the generation before:
 # its agents refused to write it, or had written it and their shards were refused, and the job
 # waited ten minutes and ended without its result.
-def _buffers(agent: AgentHarness) -> None:
+def _stop(agent: AgentHarness) -> None:
+    agent.receive(m.StopWorkers(action_id=1, generation=1))
     for rank in range(2):
-        for _ in range(3):
-            agent.from_worker(rank, worker_protocol.BufferRequest(num_bytes=100))
+        agent.worker_ends(rank, signal=9)
 
 
 def test_the_controller_has_a_state_of_the_old_generation_written_and_commits_it() -> None:
@@ -96,11 +96,9 @@ def test_the_controller_has_a_state_of_the_old_generation_written_and_commits_it
 def test_an_agent_writes_a_state_that_an_older_generation_staged() -> None:
     agent = AgentHarness()
     agent.launch(1)
-    _buffers(agent)
+    request_buffers(agent)
     agent.stage(49)
-    agent.receive(m.StopWorkers(action_id=1, generation=1))
-    for rank in range(2):
-        agent.worker_ends(rank, signal=9)
+    _stop(agent)
     agent.launch(2, restore=Restore(step=49, generation=1, num_shards=2))
     for rank in range(2):
         agent.from_worker(rank, worker_protocol.Finished(step=49), generation=2)
@@ -114,14 +112,12 @@ def test_an_agent_writes_a_state_that_an_older_generation_staged() -> None:
 def test_an_agent_that_had_written_the_state_reports_it_again() -> None:
     agent = AgentHarness()
     agent.launch(1)
-    _buffers(agent)
+    request_buffers(agent)
     agent.stage(49)
     written = of(commands.WriteStorage, agent.from_worker(0, worker_protocol.Finished(step=49)))[0]
     done = inputs.WriteDone(written.buffer, written.staged, written.file, checksum="c")
     (first,) = of(m.ShardPersisted, agent.give(done))
-    agent.receive(m.StopWorkers(action_id=1, generation=1))
-    for rank in range(2):
-        agent.worker_ends(rank, signal=9)
+    _stop(agent)
     again = of(m.ShardPersisted, agent.receive(m.Persist(action_id=2, generation=1, step=49)))
     assert first in again
 
@@ -129,9 +125,7 @@ def test_an_agent_that_had_written_the_state_reports_it_again() -> None:
 def test_an_agent_without_the_step_reports_a_failure() -> None:
     agent = AgentHarness()
     agent.launch(1)
-    agent.receive(m.StopWorkers(action_id=1, generation=1))
-    for rank in range(2):
-        agent.worker_ends(rank, signal=9)
+    _stop(agent)
     (failed,) = of(m.PersistFailed, agent.receive(m.Persist(action_id=2, generation=1, step=49)))
     assert "not held here" in failed.detail
 

@@ -106,10 +106,8 @@ def of(kind: type[T], outputs: Iterable[object]) -> list[T]:
 
 
 def request_buffers(harness: AgentHarness, generation: int = 1) -> tuple[Command, ...]:
-    out: tuple[Command, ...] = ()
+    out, wanted = tuple[Command, ...](), worker_protocol.BufferRequest(num_bytes=100)
     for rank in range(2):
         for _ in range(3):
-            out += harness.from_worker(
-                rank, worker_protocol.BufferRequest(num_bytes=100), generation
-            )
+            out += harness.from_worker(rank, wanted, generation)
     return out
