@@ -28,6 +28,7 @@ class SimNode:
         self.world, self.name, self.slots = world, name, slots
         self.machine = AgentMachine(job=world.job_name, node=name, token="t", slots=slots)
         self.workers: dict[tuple[int, int], SimWorker] = {}
+        self.starting: set[tuple[int, int]] = set()
         self.contents: dict[int, Payload | None] = {}
         self.memory_bytes: int | None = None
         """None: not measured, nothing is limited."""
@@ -78,6 +79,7 @@ class SimNode:
                 if self.link is not None:
                     self.link.close()
             case commands.Fork():
+                self.starting.add((out.membership.generation, out.seat.rank))
                 world.after(world.between(0.004, 0.03), lambda: self._fork(out))
             case commands.Kill():
                 self._kill(out)
@@ -138,8 +140,10 @@ class SimNode:
         if not self.alive:
             return
         generation, rank = out.membership.generation, out.seat.rank
-        if self.world.fork_fails():
-            self.feed(inputs.ForkFailed(generation, rank, "out of processes"))
+        dropped = (generation, rank) not in self.starting
+        if dropped or self.world.fork_fails():
+            why = "stopped before it was started" if dropped else "out of processes"
+            self.feed(inputs.ForkFailed(generation, rank, why))
             return
         if out.kept is not None and (held := self.workers[out.kept]).kept:
             held.take_seat(out.membership, out.seat)
@@ -150,8 +154,8 @@ class SimNode:
         self.world.after(self.world.between(0.1, 0.4), worker.begin)
 
     def _kill(self, out: commands.Kill) -> None:
-        worker = self.workers.get((out.generation, out.rank))
-        if worker is None:
+        if (worker := self.workers.get((out.generation, out.rank))) is None:
+            self.starting.discard((out.generation, out.rank))
             return
         if out.signal == 19:
             self.stop_worker(worker)

@@ -63,8 +63,7 @@ class Oracle:
         self._ids: dict[int, None] = {}
         self._stage_actions: dict[int, a.StageStep] = {}
         self._members: dict[int, tuple[str, ...]] = {}
-        self._commits: dict[tuple[int, int], None] = {}
-        """(step, generation) of commits that were decided in their generation."""
+        self._commits: dict[tuple[int, int], None] = {}  # (step, generation)
         self._judged: set[int] = set()
         self._uncharged: set[int] = set()
         self._cordoned: dict[str, None] = {}

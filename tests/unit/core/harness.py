@@ -206,7 +206,6 @@ class Transcript:
         return self.apply(FromNode("n", ShardPersisted(generation=generation, shard=file)))
 
     def written(self, step: int) -> None:
-        """All shards of a step become durable."""
         for shard in range(self.state.meshes[self.state.generation].num_shards):
             self.persisted(step, shard)
 

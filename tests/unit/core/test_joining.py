@@ -202,7 +202,6 @@ def test_all_wait_for_a_new_process_in_a_job_of_one_size() -> None:
 
 
 def test_processes_that_have_waited_for_too_long_are_not_kept() -> None:
-    """Their nodes have ended them after two minutes."""
     job = Transcript(spec(recovery=AT_ONCE)).started(step=None)
     trains(job, 3)
     job.exits(0, signal=9, step=3)

@@ -37,7 +37,6 @@ def halted(agent: AgentHarness, rank: int) -> tuple[Command, ...]:
 
 
 def waiting() -> AgentHarness:
-    """Both workers have left their step."""
     agent = training(0, 1)
     stop(agent)
     halted(agent, 0)
