@@ -97,7 +97,7 @@ def kept_from(
 def _fits(state: JobState, mesh: Mesh, members: tuple[str, ...], here: Mapping[str, int]) -> bool:
     """The processes that nodes keep, `here`, can continue in a launch on `members`."""
     before = state.group
-    if before.membership is None or state.new_code:
+    if before.membership is None or not before.members or state.new_code:
         return False
     was = before.membership.mesh
     fixed = bool(state.keeping.fixed_size) and mesh.replicate != was.replicate

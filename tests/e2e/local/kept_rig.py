@@ -181,7 +181,6 @@ class Steps:
                 self.last[int(rank)] = int(step), int(generation)
 
     def expect_each_sample_once(self) -> None:
-        """Each epoch has all samples, which were read with s.data."""
         newest: dict[int, tuple[int, list[int]]] = {}
         for line in (self._file.parent / "samples.txt").read_text().splitlines():
             step, generation, ids = line.split(maxsplit=2)

@@ -91,7 +91,6 @@ RESIZED = {"nodes": {"min": 1, "max": 2}, "env": {"SLOW_IN": "2"}}
 
 
 def resized_twice(job: Job) -> JobView:
-    """The end of a job that runs on 2 nodes, on 1, and on 2 again."""
     job.run()
     for nodes in (1, 2):
         before = job.until(lambda view: view.state == "running" and view.step >= 5)

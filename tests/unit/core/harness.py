@@ -197,10 +197,9 @@ class Transcript:
         )
 
     def persisted(self, step: int, shard: int, **more: Any) -> list[AnyAction]:
-        mesh = self.state.mesh
-        assert mesh is not None
         generation = more.pop("generation", self.state.generation)
-        num_shards = more.pop("num_shards", mesh.num_shards)
+        whole = self.state.meshes[self.state.generation].num_shards
+        num_shards = more.pop("num_shards", whole)
         name = shard_file_name(shard, num_shards)
         file = ShardFile(step, generation, shard, num_shards, name, 100, "c0ffee")
         return self.apply(FromNode("n", ShardPersisted(generation=generation, shard=file)))

@@ -163,7 +163,6 @@ def test_a_replacement_builds_before_the_leaving_node_is_left(builds: bool) -> N
 
 
 def after_a_failure(*, lost: bool, **document: Any) -> Transcript:
-    """Worker 0 of two nodes is killed, or its node is lost and a spare has joined."""
     job = Transcript(spec(**document)).started(step=None)
     trains(job, 3)
     if lost:
@@ -201,16 +200,21 @@ def test_all_wait_for_a_new_process_in_a_job_of_one_size() -> None:
     assert [(one.node, one.membership.kept_from) for one in launches] == [("a", 1), ("b", 1)]
 
 
-def test_processes_that_have_waited_for_too_long_are_not_kept() -> None:
+@pytest.mark.parametrize("suspended", [False, True])
+def test_a_resumed_job_keeps_no_process_that_its_nodes_have_ended(suspended: bool) -> None:
     job = Transcript(spec(recovery=AT_ONCE)).started(step=None)
     trains(job, 3)
     job.exits(0, signal=9, step=3)
     job.apply(SuspendRequested())
     job.stopped("a", 3, kept=(1,))
     job.stopped("b", 3, kept=(2, 3))
-    job.wait(limits.KEPT_S)
+    job.commit(3) if suspended else job.wait(limits.KEPT_S)
     job.apply(ResumeRequested())
-    assert [one.membership.kept_from for one in job.of(LaunchGroup)] == [0, 0]
+    if suspended:
+        job.succeed(RequestNodes)
+        job.join("c")
+        job.wait(6)
+    assert [one.membership.kept_from for one in job.of(LaunchGroup)] == [0, 0][suspended:]
 
 
 def test_a_replica_over_two_nodes_trains_on_if_both_are_whole() -> None:

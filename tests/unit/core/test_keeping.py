@@ -16,7 +16,6 @@ KEEPS = spec()
 
 
 def kept_after_a_kill(job: Transcript) -> None:
-    """Worker 0 is killed, and the others wait."""
     job.exits(0, signal=9, step=3)
     job.stopped("a", 3, kept=(1,))
     job.stopped("b", 3, kept=(2, 3))
