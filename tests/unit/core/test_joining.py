@@ -32,7 +32,6 @@ def trains(job: Transcript, step: int, *, keeps: bool = True) -> None:
 
 
 def shrunk(*, keeps: bool = True) -> Transcript:
-    """One node of two trains, a second one has joined, and nothing else holds the job back."""
     job = Transcript().started()
     job.lose("b")
     job.succeed(RequestNodes)
@@ -112,7 +111,6 @@ def test_a_failure_meanwhile_is_recovered_at_once_on_all_nodes() -> None:
 
 
 def test_an_event_while_they_build_plans_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan costs a pass over all nodes."""
     job = shrunk()
     monkeypatch.setattr(launching, "plan", lambda *_: pytest.fail("planned again"))
     trains(job, 7)

@@ -386,8 +386,8 @@ class Generation:
 
     def kill_all(self) -> list[Command]:
         stop = self.stop = self.stop or Stopping([], 0.0)
-        late = [w.seat.rank for w in self.alive if w.keeps is True and w.failed is None]
-        text = "had not left its step when it was killed, so its process is not kept"
+        late = [w.seat.rank for w in self.alive if w.keeps and not (w.failed or w.signals)]
+        text = "did not wait for a seat in time, so its process is not kept"
         notes = [commands.Note(f"rank {r} {text}") for r in late if stop.stage == "halt"]
         stop.stage, stop.deadline_ns = "kill", None
         return [*notes, *self._signal(self.alive, SIGKILL)]

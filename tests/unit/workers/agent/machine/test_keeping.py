@@ -89,8 +89,9 @@ def test_a_worker_that_cannot_be_kept_is_killed_at_once_and_one_that_halts_late_
     agent.now_ns += SECOND_NS
     out = agent.give(inputs.ClockTick())
     assert kills(out) == [(1, 0)]
-    text = "rank 0 had not left its step when it was killed, so its process is not kept"
-    assert commands.Note(text) in out
+    assert (
+        commands.Note("rank 0 did not wait for a seat in time, so its process is not kept") in out
+    )
     assert not halted(agent, 0), "too late: its kill is under way"
     assert stopped(agent.worker_ends(0, signal=9)).kept == ()
 
