@@ -179,8 +179,8 @@ class Recovery(Part):
     startup_timeout_s: Seconds = limits.STARTUP_TIMEOUT_S
     """Seconds from a launch to its first step; on one machine also for the start of nodes."""
     replacement_wait_s: Wait = limits.REPLACEMENT_WAIT_S
-    """Seconds that the job waits for a replacement of a lost node before it shrinks; 0 where
-    earlier nodes took longer to start. 0: whole replicas wait for no worker."""
+    """Seconds that the job waits for a replacement of a lost node before it shrinks; none where
+    earlier nodes took longer to start. With 0, killed workers hold up no whole replica."""
     capacity_timeout_s: Seconds | None = None
     """Seconds that the job waits for nodes.min nodes before it fails. Default: no limit."""
     grow_delay_s: Wait = limits.GROW_DELAY_S

@@ -50,7 +50,7 @@ TABLE: tuple[HangRow, ...] = (
         "works; or the ranks that report steps have ended", "no limit"),
     HangRow("start-up",
         lambda f: not f.counted and not f.silent, lambda f: f.recovery.startup_timeout_s,
-        "no step has finished, but in a smaller world of kept processes",
+        "no step has finished, except in a smaller world of kept processes",
         "`startupTimeoutSeconds` without a sign of life of any rank"),
     HangRow("save",
         lambda f: f.works, lambda f: limits.SAVE_TIMEOUT_S,

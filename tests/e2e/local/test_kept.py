@@ -80,8 +80,7 @@ def test_survivors_of_kills_keep_what_they_have_compiled(
                 killer.until(3, killer.steps.generation - 1)
                 killer.recover()
             logs = started[-1].directory.path.glob("logs/agent-*.log")
-            late = sum(log.read_text().count("did not wait for a seat in time") for log in logs)
-            assert killer.num_kept + late == killer.num_survivors == 12 and late <= 3
+            assert killer.num_kept == killer.num_survivors == 12, [log.read_text() for log in logs]
         assert started[-1].wait().state == "succeeded", started[-1].output()
     calm, killed = (Steps(job.place) for job in started)
     assert killed.losses == calm.losses and sorted(calm.losses) == list(range(60))

@@ -161,6 +161,7 @@ def test_a_replacement_builds_before_the_leaving_node_is_left(builds: bool) -> N
 
 
 def after_a_failure(*, lost: bool, **document: Any) -> Transcript:
+    """Worker 0 of two nodes is killed, or its node is lost and a spare has joined."""
     job = Transcript(spec(**document)).started(step=None)
     trains(job, 3)
     if lost:

@@ -238,7 +238,7 @@ class FileAudit:
 
     def _renamed(self, source: Any, target: Any, *_more: Any) -> None:
         before = Path(os.fsdecode(source)).absolute()
-        saves = self._saved.pop(before, 0) is None
+        saves = self._saved.pop(before, 0) is None  # as each value is
         self._wrote(target, folder=before.is_dir(), saves=saves, is_final=saves)
 
     def _wrote(
