@@ -29,7 +29,7 @@ MAX_WORDS = 40000
 BUDGETS = {
     "orchestrator": 53608,
     "workers": 26453,
-    "tests": 90237,
+    "tests": 90234,
     "orchestrator/api": 4508,
     "orchestrator/backends": 6324,
     "orchestrator/catalogue": 989,
