@@ -176,7 +176,7 @@ class StopNoticeWanted(WorkerMessage, frozen=True, kw_only=True, tag="stop-notic
 
 
 class StackReport(WorkerMessage, frozen=True, kw_only=True, tag="stack"):
-    """The stack of the main thread, as the pulse thread sees it; asked for by a byte on the
+    """Stacks, the main thread's first, as the pulse thread sees them; asked for by a byte on the
     inspection socket. CollectivesReport follows."""
 
     text: str

@@ -148,14 +148,13 @@ class AgentChannel:
             request, _fds = packets.receive(asked, 0)
         except OSError:  # this process is about to end
             request = b""
-        if not request:
-            self._inspection = None  # the agent has ended
-            return
         if request == worker_protocol.HALT:
             self.halt()
-            return
-        self.send(worker_protocol.StackReport(text=inspection.main_stack()))
-        self.send(worker_protocol.CollectivesReport(groups=inspection.collectives()))
+        elif request:
+            self.send(worker_protocol.StackReport(text=inspection.stacks()))
+            self.send(worker_protocol.CollectivesReport(groups=inspection.collectives()))
+        else:
+            self._inspection = None  # the agent has ended
 
     def next_seat(self, last_step: int, fixed_size: str) -> worker_transport.Attached:
         """Wait for a seat in the next generation, and take it; what was sent to this one is

@@ -1,5 +1,5 @@
-"""Reports of a worker's pulse thread when the agent asks why there is no progress: the stack of the
-main thread, and the newest collective of each process group.
+"""Reports of a worker's pulse thread when the agent asks why there is no progress: the stacks of
+the threads, and the newest collective of each process group.
 
 The thread answers while the main thread waits in native code. It cannot while the process is
 stopped or native code holds the interpreter lock; the missing answer shows that.
@@ -11,6 +11,7 @@ import contextlib
 import json
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -22,15 +23,16 @@ MAX_GROUPS = 16
 """Groups with the newest collectives; a mesh of five axes has fewer."""
 
 
-def main_stack() -> str:
-    """The main thread's frames, innermost first, as faulthandler writes them."""
-    ident = threading.main_thread().ident
-    frame = sys._current_frames().get(ident) if ident is not None else None
-    lines = ["Current thread (most recent call first):"]
-    while frame is not None and len(lines) <= MAX_FRAMES:
-        code = frame.f_code
-        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
-        frame = frame.f_back
+def stacks() -> str:
+    """Frames of all threads but this one, as faulthandler writes them; the main thread's first."""
+    main, this, lines = threading.main_thread().ident, threading.get_ident(), []
+    for ident, top in sorted(sys._current_frames().items(), key=lambda entry: entry[0] != main):
+        if ident != this:
+            kind = "Current thread" if ident == main else "Thread"
+            lines.append(f"{kind} {ident:#x} (most recent call first):")
+            for frame, number in list(traceback.walk_stack(top))[:MAX_FRAMES]:
+                code = frame.f_code
+                lines.append(f'  File "{code.co_filename}", line {number} in {code.co_name}')
     return "\n".join(lines)[: limits.MAX_STACK_BYTES]
 
 
@@ -72,9 +74,8 @@ def parse(dump: str | bytes) -> tuple[GroupProgress, ...]:
     """The newest collective of each group in a dump. Send and receive are not counted: they have
     numbers per pair of ranks."""
     newest: dict[str, GroupProgress] = {}
-    for entry in json.loads(dump).get("entries", ()):
-        if entry.get("is_p2p"):
-            continue
+    entries = json.loads(dump).get("entries", ())
+    for entry in (entry for entry in entries if not entry.get("is_p2p")):
         name, label = entry["process_group"][:2]
         newest.pop(name, None)  # so that the newest collective decides the order
         newest[name] = GroupProgress(

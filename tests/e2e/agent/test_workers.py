@@ -181,10 +181,8 @@ def test_standbys_of_a_new_node_import_what_the_script_imports_on_others(
 ) -> None:
     """One process of the node imports it, and the controller is notified when they have it."""
     controller, name = rig.controller, next(_names)
-    known, controller.welcome = (
-        controller.welcome,
-        replace(controller.welcome, imports=("hypothesis", "hypothesis.strategies")),
-    )
+    known = controller.welcome
+    controller.welcome = replace(known, imports=("hypothesis", "hypothesis.strategies"))
     try:
         agent = psutil.Process(rig.start_node(launcher, name))
     finally:

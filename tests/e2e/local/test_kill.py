@@ -49,11 +49,10 @@ def test_a_killed_worker_costs_at_most_one_step(job: Job) -> None:
 
 
 def test_a_killed_node_is_replaced_and_its_shards_are_restored_from_memory(job: Job) -> None:
-    view = job.until(lambda view: True)
-    node = view.nodes[0].name
+    before = incidents(job)
+    node = job.until(lambda view: True).nodes[0].name
     job.kill(job.agent_pid(node))
-    after = job.running(incidents=len(view.incidents) + 1)
-    incident = after.incidents[-1]
+    incident = (after := job.running(incidents=before + 1)).incidents[-1]
     assert incident.culprit_node == node
     assert incident.restored_from == "memory"
     assert incident.world_size_after == 4
@@ -144,13 +143,10 @@ def test_cancelling_leaves_no_process_behind(job: Job) -> None:
     job.running(incidents=incidents(job))
     job.command.send_signal(signal.SIGINT)
     view = job.wait()
-    assert view.state == "cancelled"
+    assert view.state == "cancelled" and view.finished_ns is not None
     assert job.command.returncode == 130
     assert job.processes() == []
     assert not job.directory.host_socket.exists()
     assert "Ctrl-C: cancelling the job" in job.output()
-    assert abs(sum(view.ledger.values()) - _elapsed_s(view)) < 1e-6
-
-
-def _elapsed_s(view: object) -> float:
-    return (view.finished_ns - view.submitted_ns) / 1e9  # type: ignore[attr-defined, no-any-return]
+    elapsed_s = (view.finished_ns - view.submitted_ns) / 1e9
+    assert abs(sum(view.ledger.values()) - elapsed_s) < 1e-6

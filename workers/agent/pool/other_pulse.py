@@ -49,7 +49,7 @@ def start(wire_fd: int, asked_fd: int) -> None:
                         continue
                     if not os.read(asked, packets.MAX_PACKET_BYTES):
                         return  # the agent has ended
-                    stack = worker_protocol.StackReport(text=inspection.main_stack())
+                    stack = worker_protocol.StackReport(text=inspection.stacks())
                     groups = worker_protocol.CollectivesReport(groups=inspection.collectives())
                     send(link, stack)
                     send(link, groups)

@@ -29,7 +29,7 @@ def main(order: dict[str, Any]) -> int:
     traceback), audit (whether to report checkpoints and to patch frameworks)."""
     leaving = _load("leaving")
     faulthandler.enable()
-    faulthandler.register(order["signal"], file=order["stack"], all_threads=True)
+    faulthandler.register(order["signal"], file=order["stack"], all_threads=False)
     if importlib.util.find_spec("holdfast") is not None:
         _load("other_pulse").start(order["wire"], order["asked"])
         if order.get("audit"):

@@ -1,7 +1,8 @@
 """Takes the stacks of workers, as evidence for the attribution.
 
-faulthandler answers from any state except stopped; py-spy reads stopped processes from outside.
-faulthandler and py-spy take at most limits.STACK_TIMEOUT_S.
+The pulse thread answers unless native code holds the interpreter's lock; faulthandler answers from
+any state except stopped, for the main thread only, since reading others while they run may end a
+healthy process with SIGSEGV; py-spy reads stopped processes from outside.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import time
 from collections.abc import Awaitable, Callable
 
 from holdfast.orchestrator import limits
@@ -19,8 +21,8 @@ from ..linux import processes
 from . import py_spy, stack_activity
 from .stack_activity import Inspection
 
-FAULTHANDLER_TIMEOUT_S = 0.4
-"""A live process writes its stacks within milliseconds; on a busy node, 0.1 s or so."""
+ANSWER_TIMEOUT_S = 0.4
+"""A live process answers or writes within milliseconds; on a busy node, 0.1 s or so."""
 INSPECTION_TIMEOUT_S = 0.7
 """Limit for the pulse threads of workers that go on. The controller asks 1 s before it decides."""
 CLASSIFY_TIMEOUT_S = 0.2
@@ -39,8 +41,8 @@ POLL_INTERVAL_S = 0.01
 
 
 async def take(workers: dict[int, tuple[int, int]], ask: Ask) -> tuple[Stack, ...]:
-    """Stacks of ranks before they are killed: rank -> (pid, descriptor of the file that
-    faulthandler writes to). `ask` gets the collectives from a worker's pulse thread."""
+    """Stacks of ranks before they are stopped: rank -> (pid, descriptor of the file that
+    faulthandler writes to). `ask` gets what a worker's pulse thread reports."""
     jobs = [_take_one(rank, pid, fd, ask) for rank, (pid, fd) in workers.items()]
     return tuple(await asyncio.gather(*jobs))
 
@@ -86,14 +88,13 @@ async def _show_one(rank: int, pid: int, ask: Ask, few: asyncio.Semaphore) -> Ra
 
 
 async def _take_one(rank: int, pid: int, stack_fd: int, ask: Ask) -> Stack:
-    state = processes.state_of(pid)
-    text, answer = "", Inspection()
-    if state not in UNABLE:
-        text, answer = await asyncio.gather(
-            _from_faulthandler(pid, stack_fd), ask(rank, FAULTHANDLER_TIMEOUT_S)
-        )
+    state, until_s = processes.state_of(pid), time.monotonic() + limits.STACK_TIMEOUT_S
+    answer = Inspection() if state in UNABLE else await ask(rank, ANSWER_TIMEOUT_S)
+    text = answer.text
+    if not text and state not in UNABLE:
+        text = await _from_faulthandler(pid, stack_fd)
     if not text and state not in ("Z", ""):
-        text = await _from_py_spy(pid)
+        text = await _from_py_spy(pid, until_s - time.monotonic())
     if not text:
         text = f"no stack could be taken; the process is in state {state or 'ended'}"
     return await _stack(rank, text, state, answer)
@@ -102,7 +103,8 @@ async def _take_one(rank: int, pid: int, stack_fd: int, ask: Ask) -> Stack:
 async def _inspect_one(rank: int, pid: int, ask: Ask) -> Stack:
     state = processes.state_of(pid)
     answer = Inspection() if state in UNABLE else await ask(rank, INSPECTION_TIMEOUT_S)
-    return await _stack(rank, answer.text, processes.state_of(pid), answer)
+    main = answer.text.partition("\nThread ")[0]
+    return await _stack(rank, main, processes.state_of(pid), answer)
 
 
 async def _stack(rank: int, text: str, state: str, answer: Inspection) -> Stack:
@@ -129,22 +131,20 @@ async def _from_faulthandler(pid: int, stack_fd: int) -> str:
     if not processes.catches(pid, processes.STACK_SIGNAL):
         return ""  # it is another program, and would end at the signal
     os.kill(pid, processes.STACK_SIGNAL)
-    size, give_up = before, asyncio.get_running_loop().time() + FAULTHANDLER_TIMEOUT_S
+    size, give_up = before, asyncio.get_running_loop().time() + ANSWER_TIMEOUT_S
     while asyncio.get_running_loop().time() < give_up:
         await asyncio.sleep(POLL_INTERVAL_S)
         now = os.fstat(stack_fd).st_size
         if now > before and now == size:
             break  # the file is complete
         size = now
-    return os.pread(stack_fd, limits.MAX_STACK_BYTES, before).decode(errors="replace")
+    text = os.pread(stack_fd, limits.MAX_STACK_BYTES, before).decode(errors="replace")
+    return text.replace("Stack ", "Current thread ", 1)
 
 
-async def _from_py_spy(pid: int) -> str:
+async def _from_py_spy(pid: int, timeout_s: float) -> str:
     try:
-        output = await py_spy.run(
-            "dump", "--nonblocking", "--pid", str(pid),
-            timeout_s=limits.STACK_TIMEOUT_S - FAULTHANDLER_TIMEOUT_S,
-        )  # fmt: skip
+        output = await py_spy.run("dump", "--nonblocking", "--pid", str(pid), timeout_s=timeout_s)
     except py_spy.SpyError:
         return ""
     return output.decode(errors="replace")

@@ -53,7 +53,7 @@ def run(
     reserve: list[bytearray] = []
     try:
         _reset_signals()
-        faulthandler.register(processes.STACK_SIGNAL, descriptors.stack, all_threads=True)
+        faulthandler.register(processes.STACK_SIGNAL, descriptors.stack, all_threads=False)
         if not select.select([link], [], [], 0)[0]:  # a standby: Assign has not come yet
             gpu_context.open_context(job, request.local_rank)
             user_modules.import_after_fork(job, request.modules)

@@ -36,7 +36,7 @@ def test_a_dump_gives_the_newest_collective_of_each_group() -> None:
     assert inspection.parse('{"pg_status":{}}') == ()
 
 
-def test_a_dump_that_cannot_be_read_is_no_evidence(
+def test_a_dump_that_is_missing_or_cannot_be_read_is_no_evidence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken() -> str:
@@ -45,6 +45,8 @@ def test_a_dump_that_cannot_be_read_is_no_evidence(
     monkeypatch.setattr(inspection, "recorders", lambda: [broken])
     assert inspection.collectives() == ()
     assert "the recorder is off" in capsys.readouterr().err
+    monkeypatch.setattr(inspection, "recorders", list)
+    assert inspection.collectives() == ()
 
 
 def test_collectives_of_gloo_and_of_nccl_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,12 +61,9 @@ def test_collectives_of_gloo_and_of_nccl_are_reported(monkeypatch: pytest.Monkey
     assert names == ["gloo:all_reduce", "nccl:all_reduce"]
 
 
-def test_a_torch_without_a_recorder_has_no_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspection, "recorders", list)
-    assert inspection.collectives() == ()
-
-
 def test_the_pulse_thread_answers_while_the_main_thread_waits() -> None:
+    other, waits = socket.socketpair()
+    threading.Thread(target=socket.recv_fds, args=(waits, 1, 1)).start()
     link, worker_end = worker_transport.pair()
     asks, asked = worker_transport.pair()
     with link, worker_end, asks, asked:
@@ -72,14 +71,17 @@ def test_the_pulse_thread_answers_while_the_main_thread_waits() -> None:
         channel.start_pulse()
         asks.send(b"?")
         link.settimeout(30)
-        kinds: list[worker_protocol.FromWorker] = []
-        while not kinds or not isinstance(kinds[-1], worker_protocol.CollectivesReport):
-            message, _fd = worker_transport.receive(link)
-            kinds.append(message)  # type: ignore[arg-type]
+        while not isinstance(
+            report := worker_transport.receive(link)[0], worker_protocol.StackReport
+        ):
+            pass
+        assert isinstance(worker_transport.receive(link)[0], worker_protocol.CollectivesReport)
         channel.stop_pulse()
-        (report,) = [one for one in kinds if isinstance(one, worker_protocol.StackReport)]
+        other.close()
         assert "test_the_pulse_thread_answers_while_the_main_thread_waits" in report.text
         assert report.text.startswith("Current thread")
+        assert report.text.count("\nThread ") >= 1 and "recv_fds" in report.text
+        assert "_send_pulses" not in report.text
 
 
 def _rank(rank: int, port: int, answers: socket.socket, wait: Callable[[], object]) -> None:
@@ -119,13 +121,10 @@ def test_the_flight_recorder_of_gloo_shows_who_has_not_arrived() -> None:
         ours.settimeout(60)
         children.append(pid)
     shown = [ours.recv(200).decode() for ours, _theirs in pairs]
-    for ours, _theirs in pairs:
-        ours.send(b"x")
-    for pid in children:
+    for pid, (ours, theirs) in zip(children, pairs, strict=True):
+        with ours, theirs:
+            ours.send(b"x")
         os.waitpid(pid, 0)
-    for ends in pairs:
-        for end in ends:
-            end.close()
     assert shown == ["3 False gloo:all_reduce", "2 True gloo:all_reduce"]
 
 

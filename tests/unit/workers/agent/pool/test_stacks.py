@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 from holdfast.workers.agent.linux import processes
 from holdfast.workers.agent.pool import stacks
@@ -13,7 +15,7 @@ from holdfast.workers.agent.pool.stack_activity import Inspection
 
 SCRIPT = f"""
 import faulthandler, signal, sys
-faulthandler.register({processes.STACK_SIGNAL}, file=int(sys.argv[1]), all_threads=True)
+faulthandler.register({processes.STACK_SIGNAL}, file=int(sys.argv[1]), all_threads=False)
 signal.signal(signal.SIGUSR1, lambda *_: print("SIGUSR1: saving, leaving", flush=True))
 def waits_for_data():
     print("ready", flush=True)
@@ -23,8 +25,7 @@ print("over", flush=True)
 """
 
 
-async def no_answer(rank: int, timeout_s: float) -> Inspection:
-    return Inspection()
+no_answer = AsyncMock(return_value=Inspection())
 
 
 def test_the_stack_of_a_script_is_taken_without_its_own_signals(tmp_path: Path) -> None:
@@ -36,6 +37,12 @@ def test_the_stack_of_a_script_is_taken_without_its_own_signals(tmp_path: Path) 
         assert script.stdout is not None and script.stdout.readline() == "ready\n"
         (stack,) = asyncio.run(stacks.take({3: (script.pid, file.fileno())}, no_answer))
         assert stack.rank == 3 and "waits_for_data" in stack.text
+        assert stack.place.startswith("waits_for_data (<string>:")
+        size = os.fstat(file.fileno()).st_size
+        answers = AsyncMock(return_value=Inspection("its answer"))
+        (stack,) = asyncio.run(stacks.take({3: (script.pid, file.fileno())}, answers))
+        assert stack.text == "its answer"
+        assert os.fstat(file.fileno()).st_size == size > 0, "it got no signal again"
         assert script.communicate()[0] == "over\n"
 
 
