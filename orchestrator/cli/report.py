@@ -168,7 +168,7 @@ def _stacks(incident: Incident, *, full: bool) -> Iterator[str]:
 
 
 def main_thread(stack: str) -> list[str]:
-    """The frames of the main thread, innermost first. py-spy names it `MainThread`, faulthandler
+    """The frames of the main thread, innermost first. py-spy names it `MainThread`, the agent
     `Current thread`."""
     frames: list[str] = []
     inside = False

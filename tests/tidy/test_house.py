@@ -28,8 +28,8 @@ MAX_WORDS = 40000
 # for orchestrator and workers, 65,000 for tests.
 BUDGETS = {
     "orchestrator": 53608,
-    "workers": 26453,
-    "tests": 90234,
+    "workers": 26450,
+    "tests": 90233,
     "orchestrator/api": 4508,
     "orchestrator/backends": 6324,
     "orchestrator/catalogue": 989,
@@ -45,7 +45,7 @@ BUDGETS = {
     "orchestrator/protocol": 3288,
     "orchestrator/runtime": 5724,
     "orchestrator/ui": 951,
-    "workers/agent": 10889,
+    "workers/agent": 10886,
     "workers/checkpoint": 5013,
     "workers/integrations": 2342,
     "workers/session": 4183,

@@ -18,7 +18,7 @@ from typing import Any
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol.facts import GroupProgress
 
-MAX_FRAMES = 64
+MAX_FRAMES = 100
 MAX_GROUPS = 16
 """Groups with the newest collectives; a mesh of five axes has fewer."""
 

@@ -73,8 +73,7 @@ def test_an_example_applies_unchanged_with_the_same_defaults(jobs: Kubectl, path
     stored = jobs.get("trainingjob", load_job(path).name)
     assert stored is not None
     ours = load_job(path)
-    theirs = job_from_resource(stored)
-    assert theirs.spec == ours.spec
+    assert job_from_resource(stored).spec == ours.spec
     written = ours.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
     if recipe := written["entrypoint"].get("recipe"):
         # The server does not know the settings of recipes: packages bring them.

@@ -50,8 +50,7 @@ def test_without_the_newest_manifest_the_checkpoint_before_is_restored(job: Job)
     (newest_first(path)[0] / MANIFEST_NAME).unlink(missing_ok=True)
     view = job.until(lambda view: view.state == "running" and bool(view.incidents))
     assert view.restarts["infrastructure"] <= 3
-    view = job.wait()
-    assert view.state == "succeeded", job.output()
+    assert job.wait().state == "succeeded", job.output()
 
 
 def test_a_store_that_is_away_costs_no_restart(job: Job) -> None:

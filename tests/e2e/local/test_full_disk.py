@@ -60,8 +60,7 @@ def test_a_full_disk_ends_nothing_and_the_journal_is_complete_afterwards(job: Jo
     job.command.kill()
     job.command.wait()
     job.attach()
-    view = job.running(incidents=2)
-    assert view.generation == 3
+    assert job.running(incidents=2).generation == 3
 
 
 @pytest.mark.parametrize("steps", [200])

@@ -130,8 +130,7 @@ def test_training_survives_its_node_launcher_and_the_next_one_starts_nodes(job: 
 
 def test_a_job_shrinks_without_a_replacement_and_grows_again(job: Job) -> None:
     view = job.until(lambda view: True)
-    reply = job.request("chaos", kind="kill-node", node=view.nodes[-1].name, hold_s=10.0)
-    assert reply.ok
+    assert job.request("chaos", kind="kill-node", node=view.nodes[-1].name, hold_s=10.0).ok
     small = job.until(lambda v: v.state == "running" and v.world_size == 2)
     incident = small.incidents[-1]
     assert incident.rehearsal and incident.restored_from == "memory"

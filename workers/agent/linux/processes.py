@@ -14,8 +14,8 @@ _PR_SET_NAME = 15
 _PR_SET_PTRACER = 0x59616D61
 
 STACK_SIGNAL = signal.SIGRTMAX - 5
-"""faulthandler answers it with stacks. SIGUSR1 belongs to scripts: Slurm sends it before a job's
-end."""
+"""faulthandler answers it with the main thread's stack. SIGUSR1 belongs to scripts: Slurm sends it
+before a job's end."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -91,8 +91,8 @@ def in_one_form(frame: str) -> str:
 
 
 def main_frames(text: str) -> list[str]:
-    """Innermost first. faulthandler calls the main thread `Current thread` (the signal goes there)
-    and prints it last; py-spy calls it `MainThread`."""
+    """Innermost first. The main thread is `Current thread` in reports of the pulse thread, and
+    `MainThread` in those of py-spy."""
     frames: list[str] = []
     inside = False
     for line in text.splitlines():

@@ -1,13 +1,14 @@
 """Takes the stacks of workers, as evidence for the attribution.
 
-The pulse thread answers unless native code holds the interpreter's lock; faulthandler answers from
-any state except stopped, for the main thread only, since reading others while they run may end a
-healthy process with SIGSEGV; py-spy reads stopped processes from outside.
+The pulse thread is asked first, and reports all threads. If it does not answer, faulthandler writes
+the main thread: reading threads that run may end a healthy process with SIGSEGV. py-spy reads
+stopped processes from outside.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import time
@@ -41,10 +42,10 @@ POLL_INTERVAL_S = 0.01
 
 
 async def take(workers: dict[int, tuple[int, int]], ask: Ask) -> tuple[Stack, ...]:
-    """Stacks of ranks before they are stopped: rank -> (pid, descriptor of the file that
-    faulthandler writes to). `ask` gets what a worker's pulse thread reports."""
+    """Stacks of ranks before they are stopped, without those that have ended: rank -> (pid,
+    descriptor of the file that faulthandler writes to)."""
     jobs = [_take_one(rank, pid, fd, ask) for rank, (pid, fd) in workers.items()]
-    return tuple(await asyncio.gather(*jobs))
+    return tuple(stack for stack in await asyncio.gather(*jobs) if stack.text)
 
 
 async def inspect(workers: dict[int, tuple[int, int]], ask: Ask) -> tuple[Stack, ...]:
@@ -88,15 +89,19 @@ async def _show_one(rank: int, pid: int, ask: Ask, few: asyncio.Semaphore) -> Ra
 
 
 async def _take_one(rank: int, pid: int, stack_fd: int, ask: Ask) -> Stack:
-    state, until_s = processes.state_of(pid), time.monotonic() + limits.STACK_TIMEOUT_S
+    until_s = time.monotonic() + limits.STACK_TIMEOUT_S - CLASSIFY_TIMEOUT_S
+    state = processes.state_of(pid)
     answer = Inspection() if state in UNABLE else await ask(rank, ANSWER_TIMEOUT_S)
-    text = answer.text
+    text, state = answer.text, processes.state_of(pid)
     if not text and state not in UNABLE:
-        text = await _from_faulthandler(pid, stack_fd)
+        with contextlib.suppress(OSError):  # it has ended
+            text = await _from_faulthandler(pid, stack_fd)
     if not text and state not in ("Z", ""):
-        text = await _from_py_spy(pid, until_s - time.monotonic())
-    if not text:
-        text = f"no stack could be taken; the process is in state {state or 'ended'}"
+        text = f"no stack could be taken; the process is in state {state}"
+        with contextlib.suppress(py_spy.SpyError):
+            spy = ("dump", "--nonblocking", "--pid", str(pid))
+            out = await py_spy.run(*spy, timeout_s=until_s - time.monotonic())
+            text = out.decode(errors="replace") or text
     return await _stack(rank, text, state, answer)
 
 
@@ -140,14 +145,6 @@ async def _from_faulthandler(pid: int, stack_fd: int) -> str:
         size = now
     text = os.pread(stack_fd, limits.MAX_STACK_BYTES, before).decode(errors="replace")
     return text.replace("Stack ", "Current thread ", 1)
-
-
-async def _from_py_spy(pid: int, timeout_s: float) -> str:
-    try:
-        output = await py_spy.run("dump", "--nonblocking", "--pid", str(pid), timeout_s=timeout_s)
-    except py_spy.SpyError:
-        return ""
-    return output.decode(errors="replace")
 
 
 def shorten(text: str) -> str:

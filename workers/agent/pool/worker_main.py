@@ -193,7 +193,7 @@ def _enter_logs(assign: worker_protocol.Assign, why: str) -> None:
 
 def _start_pulse(job: TrainingJob, inherited: frozenset[str]) -> None:
     """A thread that shows, also of a script without the session, whether the interpreter runs and
-    whether the rank begins collectives, and that reports its stack."""
+    whether the rank begins collectives, and that reports stacks."""
     from holdfast.workers.session import agent_channel  # with torch, which the forkserver has
 
     channel = agent_channel.of_process()

@@ -178,8 +178,8 @@ class WorkerPool:
             self._send(process, message, fd)
 
     async def inspect(self, generation: int, rank: int, timeout_s: float) -> Inspection:
-        """Ask a worker for its stack and its collectives; what it has reported after `timeout_s`.
-        A script without the session has no thread that answers."""
+        """Ask a worker for its stacks and its collectives; what it has reported after `timeout_s`.
+        A program without Holdfast has no thread that answers."""
         process = self._seats.get((generation, rank))
         if process is None:
             return Inspection()

@@ -130,8 +130,7 @@ def test_a_job_survives_its_operator_and_the_other_one_takes_over(installed: Ins
         timeout_s=60,
         last=lambda: installed.system.run("get", "pods,leases"),
     )
-    after = job.wait_steps(3)
-    assert after["generation"] == before["generation"], job.report()
+    assert job.wait_steps(3)["generation"] == before["generation"], job.report()
     assert job.incidents_after(before) == []
     job.demand("checkpoint")
     until(

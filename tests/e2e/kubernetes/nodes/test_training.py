@@ -207,8 +207,7 @@ def test_partitioned_pods_end_when_the_network_recovers(running: Job, cluster: C
         timeout_s=120,
     )
     healed = running.status()
-    after = running.wait_steps(3)
-    assert after["generation"] == healed["generation"], running.report()
+    assert running.wait_steps(3)["generation"] == healed["generation"], running.report()
     incidents = running.incidents_after(before)
     assert all(one["stepsLost"] <= 1 for one in incidents), running.report()
 

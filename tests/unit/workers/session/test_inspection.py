@@ -36,7 +36,7 @@ def test_a_dump_gives_the_newest_collective_of_each_group() -> None:
     assert inspection.parse('{"pg_status":{}}') == ()
 
 
-def test_a_dump_that_is_missing_or_cannot_be_read_is_no_evidence(
+def test_a_missing_or_unreadable_dump_is_not_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken() -> str:
@@ -63,10 +63,10 @@ def test_collectives_of_gloo_and_of_nccl_are_reported(monkeypatch: pytest.Monkey
 
 def test_the_pulse_thread_answers_while_the_main_thread_waits() -> None:
     other, waits = socket.socketpair()
-    threading.Thread(target=socket.recv_fds, args=(waits, 1, 1)).start()
+    threading.Thread(target=socket.recv_fds, args=(waits, 1, 1), daemon=True).start()
     link, worker_end = worker_transport.pair()
     asks, asked = worker_transport.pair()
-    with link, worker_end, asks, asked:
+    with link, worker_end, asks, asked, other:
         channel = AgentChannel(worker_end, inspection_socket=asked)
         channel.start_pulse()
         asks.send(b"?")
@@ -77,7 +77,6 @@ def test_the_pulse_thread_answers_while_the_main_thread_waits() -> None:
             pass
         assert isinstance(worker_transport.receive(link)[0], worker_protocol.CollectivesReport)
         channel.stop_pulse()
-        other.close()
         assert "test_the_pulse_thread_answers_while_the_main_thread_waits" in report.text
         assert report.text.startswith("Current thread")
         assert report.text.count("\nThread ") >= 1 and "recv_fds" in report.text

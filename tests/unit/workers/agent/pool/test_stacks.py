@@ -42,7 +42,7 @@ def test_the_stack_of_a_script_is_taken_without_its_own_signals(tmp_path: Path) 
         answers = AsyncMock(return_value=Inspection("its answer"))
         (stack,) = asyncio.run(stacks.take({3: (script.pid, file.fileno())}, answers))
         assert stack.text == "its answer"
-        assert os.fstat(file.fileno()).st_size == size > 0, "it got no signal again"
+        assert os.fstat(file.fileno()).st_size == size > 0, "the script was not signalled again"
         assert script.communicate()[0] == "over\n"
 
 
@@ -53,3 +53,9 @@ def test_a_program_that_does_not_know_the_signal_does_not_get_it(tmp_path: Path)
     assert stack.text
     program.communicate()
     assert program.returncode == 0
+
+
+def test_a_worker_that_ends_before_it_answers_has_no_stack() -> None:
+    program = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    ends = AsyncMock(side_effect=lambda *_: (program.communicate(), Inspection())[1])
+    assert asyncio.run(stacks.take({0: (program.pid, -1)}, ends)) == ()
