@@ -132,16 +132,16 @@ def unpack(run: Run, binaries: Binaries, archives: Path, root: Path, mounted: st
         lambda: subprocess.run([*ctr, "version"], capture_output=True).returncode == 0, timeout_s=20
     )
     for archive in sorted(archives.glob("*.tar")):
-        subprocess.run([*ctr, "images", "import", archive], check=True, capture_output=True)
+        subprocess.check_output([*ctr, "images", "import", archive])
     if mounted:
         view = archives / "view"
         view.mkdir()
-        subprocess.run([*ctr, "images", "mount", mounted, view], check=True, capture_output=True)
+        subprocess.check_output([*ctr, "images", "mount", mounted, view])
         lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
         options = next(fields[-1] for fields in lines if fields[4] == str(view)).split(",")
         lower = next(option for option in options if option.startswith("lowerdir="))
         (root / "layers").write_text(lower.replace(f"{root}/", ""))
-        subprocess.run([*ctr, "images", "unmount", "--rm", view], check=True, capture_output=True)
+        subprocess.check_output([*ctr, "images", "unmount", "--rm", view])
     server.end()
 
 
