@@ -282,8 +282,7 @@ def test_neighbours_of_a_group_are_where_the_mesh_puts_them(
     axes: tuple[str, ...], ranks: int, stride: int
 ) -> None:
     mesh = Mesh(replicate=7, shard=5, tensor=2, context=3, pipeline=2)
-    found = span(_ring(axes, ranks), layout(mesh))
-    assert found == (stride, stride * ranks)
+    assert span(_ring(axes, ranks), layout(mesh)) == (stride, stride * ranks)
     last = axes[-1]
     one = next(r for r in range(1, mesh.world_size) if mesh.coordinates(r)[last] == 1)
     assert one == stride

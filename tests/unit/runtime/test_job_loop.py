@@ -85,8 +85,7 @@ def test_nothing_more_is_ready_before_the_last_records_are_durable() -> None:
 def test_heartbeats_are_no_records_and_need_no_commit() -> None:
     loop, _ = launched()
     loop.feed(2 * SECOND_NS, FromNode("a", Heartbeat(generation=1)))
-    ready = take(loop, 2 * SECOND_NS)
-    assert ready == ((), (), False, ())
+    assert take(loop, 2 * SECOND_NS) == ((), (), False, ())
     (seen,) = [one for one in loop.view(3 * SECOND_NS).nodes if one.name == "a"]
     assert seen.heartbeat_age_s == 1.0
 

@@ -236,8 +236,7 @@ def test_training_continues_while_the_operator_is_down(running: Job, operator: O
         until(lambda: running.last_step() >= seen + 3, "steps without operator", timeout_s=60)
     finally:
         operator.start()
-    after = running.wait_steps(3)
-    assert after["generation"] == before["generation"], running.report()
+    assert running.wait_steps(3)["generation"] == before["generation"], running.report()
     assert running.incidents_after(before) == []
 
 
@@ -248,6 +247,5 @@ def test_training_continues_while_the_api_server_is_down(
     cluster.control_plane.kill_api_server()
     cluster.control_plane.start_api_server()
     operator.ensure_running()
-    after = running.wait_steps(3)
-    assert after["generation"] == before["generation"], running.report()
+    assert running.wait_steps(3)["generation"] == before["generation"], running.report()
     assert running.incidents_after(before) == []

@@ -87,6 +87,13 @@ def test_a_text_in_place_of_an_exit_code_reaches_the_agent(tmp_path: Path) -> No
     assert (failed.error_type, failed.message) == ("SystemExit", "no data set")
 
 
+def test_the_signal_for_stacks_writes_the_main_thread_only(tmp_path: Path) -> None:
+    text = "import os, threading as t; t.Thread(target=t.Event().wait, daemon=True).start(); "
+    text += f"os.kill(os.getpid(), {processes.STACK_SIGNAL})"
+    assert run(tmp_path, text) == (0, "", None)
+    assert (tmp_path / "stack").read_text().count("most recent call first") == 1
+
+
 def test_hook_and_exit_functions_run_after_an_error_there_too(tmp_path: Path) -> None:
     text = (
         "import atexit, sys\n"
