@@ -24,6 +24,7 @@ from . import faults
 from .check import shared_backend
 from .kit import Figures, Kit, Measurement
 from .plan import LARGE
+from .regroup import regroup
 
 BIG = {"model": LARGE, "globalBatch": 2, "data": {"sequenceLength": 512}}
 SMALL = {"globalBatch": 8}
@@ -51,6 +52,7 @@ SIDES = {"Holdfast": Holdfast, "torchrun": Torchrun}
 def measurements() -> list[Measurement]:
     rows = [
         Measurement("recover", "floors", floors, 30, 1),
+        Measurement("recover", "groups formed again after a kill", regroup, 60, 2, device_gb=4),
     ]
     for size, without in {"large": ABSENT, "small": COMPILED}.items():
         for name in [name for name in FAULTS if name != without]:
