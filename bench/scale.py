@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
@@ -65,6 +66,8 @@ class Row:
     stop_wall_s: list[float] = field(default_factory=list)
     """Wall time from a death to the last StopWorkers, of each death."""
     stop_cpu_s: list[float] = field(default_factory=list)
+    shrink_cpu_s: list[float] = field(default_factory=list)
+    """CPU time from a death until the kept processes of all other nodes are launched again."""
     share: float = 0.0
     """Share of a core while the job trains."""
     interval_s: float = 0.0
@@ -239,6 +242,8 @@ class Bench:
         else:
             with self.phase("stop to launch"):
                 await self.until(lambda: state.generation > generation and self.launched())
+        row.shrink_cpu_s.append(time.process_time() - began_cpu_s)
+        assert state.group.membership is not None and state.group.membership.kept_from == generation
         await self.until(lambda: state.group.first_step_ns)
 
 
@@ -259,14 +264,15 @@ def page(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
         " without TLS, as on one machine; the journal is a file, with fsync. The agents are another"
         " process and have no workers, so the start of workers is not in it. A death counts from"
         " the report of the lost node until StopWorkers is written for all nodes; in brackets the"
-        " wall time, which other processes make longer. The share of a core is that of a job that"
-        " trains, in steps of 1 s. Heartbeats go on while agents reconnect; `without heartbeats`"
-        " subtracts their number times what one cost while the job trained.",
+        " wall time, which other processes make longer. A shrink in place ends when all other nodes"
+        " have their launch, in which kept processes go on. The share of a core is that of a job"
+        " that trains, in steps of 1 s. Heartbeats go on while agents reconnect; `without"
+        " heartbeats` subtracts their number times what one cost while the job trained.",
         "",
         "| nodes x ranks | join | reconnect (without heartbeats) | stop to launch"
-        " | death to StopWorkers for all, P99 | heartbeats every | share of a core"
-        " | memory per node |",
-        "|---|---|---|---|---|---|---|---|",
+        " | death to StopWorkers for all, P99 | shrink in place, median, most | heartbeats every"
+        " | share of a core | memory per node |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         times = {name: f"{row['cpu_s'][name]:.2f} s" for name in PHASES}
@@ -275,6 +281,8 @@ def page(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
         times["reconnect"] += f" ({rest_s:.2f} s)"
         phases = " | ".join(times.values())
         death = f"{1e3 * _p99(row['stop_cpu_s']):.0f} ms ({1e3 * _p99(row['stop_wall_s']):.0f} ms)"
+        shrinks = sorted(1e3 * seconds for seconds in row["shrink_cpu_s"])
+        death += f" | {median(shrinks):.0f} ms, {shrinks[-1]:.0f} ms"
         beats = f"{row['interval_s']:.3g} s | {100 * row['share']:.0f} %"
         lines.append(
             f"| {row['nodes']:,} x {RANKS} | {phases} | {death} | {beats}"

@@ -1,7 +1,8 @@
 """The agents of bench/scale.py, all in one process: real connections, no workers.
 
-They answer as real agents do: each launch and each stop at once, and heartbeats in the interval of
-the Welcome. Commands come line by line on standard input: `join`, `reconnect`, `lose NAME`.
+They answer as real agents do: each launch and each stop at once, in which all workers keep their
+processes, and heartbeats in the interval of the Welcome. Commands come line by line on standard
+input: `join`, `reconnect`, `lose NAME`.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ class Agent(asyncio.Protocol):
                     wire.Launched(action_id=message.action_id, generation=generation, ok=True)
                 )
             case wire.StopWorkers():
+                seats = self.launch.seats if self.launch is not None else ()
                 staged, self.launch = self._staged(), None
                 self._send(
                     wire.GroupStopped(
@@ -120,6 +122,7 @@ class Agent(asyncio.Protocol):
                         generation=message.generation,
                         staged=staged,
                         offered_port=4001,
+                        kept=tuple(seat.rank for seat in seats),
                     )
                 )
             case _:
@@ -153,7 +156,7 @@ class Agent(asyncio.Protocol):
         workers = tuple(
             WorkerBeat(
                 rank=seat.rank, phase="train", step=step, ticks=step + 2, loss=1.0, tokens=512,
-                step_s=STEP_S, quiet_s=0.1, counted_by="session",
+                step_s=STEP_S, quiet_s=0.1, counted_by="session", keeps=seat.rank == 0 or "",
             )
             for seat in self.launch.seats
         )  # fmt: skip
