@@ -154,11 +154,13 @@ def join(
 
 
 def _kept(at: RankEnv, membership: Membership) -> tuple[SwitchStore, Groups]:
-    ahead, one_machine = membership.ahead, membership.num_nodes == 1
-    store = SwitchStore(HashStore() if ahead else own_store(at, one_machine=one_machine))
+    connected, one_machine = (
+        not (membership.kept_from or membership.ahead),
+        membership.num_nodes == 1,
+    )
+    store = SwitchStore(own_store(at, one_machine=one_machine) if connected else HashStore())
     at_now = (at.rank, at.world_size, membership.generation)
-    replicas, connected = membership.mesh.replicate, not (membership.kept_from or ahead)
-    return store, Groups(store, *at_now, connected=connected, replicas=replicas)
+    return store, Groups(store, *at_now, connected=connected, replicas=membership.mesh.replicate)
 
 
 def keep_groups_of_script(membership: Membership) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -43,15 +43,8 @@ def open_store(rank: int, world_size: int, address: str, port: int, *, one_machi
     listener = _listen(address, port) if local else None
     if listener is None:
         return _store(address, port, world_size, is_master=True)
-    try:
-        return _store(address, port, world_size, is_master=True, master_listen_fd=listener.fileno())
-    except TypeError:  # another torch
-        listener.close()
-        _explain(address, port, "TCPStore of this torch takes no listening socket")
-        return _store(address, port, world_size, is_master=True)
-    finally:
-        if listener.fileno() >= 0:
-            listener.detach()  # the store owns it
+    at = listener.detach()  # the store owns it
+    return _store(address, port, world_size, is_master=True, master_listen_fd=at)
 
 
 def _store(address: str, port: int, world_size: int, **more: object) -> Store:
@@ -67,6 +60,7 @@ def _store(address: str, port: int, world_size: int, **more: object) -> Store:
 
 
 def _listen(address: str, port: int) -> socket.socket | None:
+    """None where this process hosts a store there already, which torch shares."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -76,17 +70,10 @@ def _listen(address: str, port: int) -> socket.socket | None:
         listener.listen()
     except OSError as error:
         listener.close()
-        _explain(address, port, error.strerror or str(error))
+        if error.errno != errno.EADDRINUSE:
+            raise
         return None
     return listener
-
-
-def _explain(address: str, port: int, why: str) -> None:
-    print(
-        f"holdfast: the store of rank 0 could not listen on {address}:{port} only ({why}); it "
-        "listens on all addresses of this machine",
-        file=sys.stderr,
-    )
 
 
 def wait_until_open(address: str, port: int, world_size: int) -> None:

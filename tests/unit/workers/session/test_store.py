@@ -68,7 +68,7 @@ def listens_on(port: int) -> set[str]:
     return found
 
 
-LOOPBACK = "0100007F"
+LOCAL, LOOPBACK = "127.0.0.1", "0100007F"
 
 
 @pytest.mark.parametrize(
@@ -99,22 +99,19 @@ def test_the_store_of_several_machines_listens_on_all_addresses() -> None:
         del host
 
 
-def test_a_torch_that_takes_no_socket_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real = store.TCPStore
-
-    def older(*arguments: object, **options: object) -> object:
-        if "master_listen_fd" in options:
-            raise TypeError("incompatible constructor arguments")
-        return real(*arguments, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(store, "TCPStore", older)
+def test_a_second_store_of_a_process_shares_the_first_ones_port() -> None:
     held, port = reserved_port()
     with held:
-        host = store.open_store(0, 1, "127.0.0.1", port, one_machine=True)
-        host.set("key", "value")
-    assert f"could not listen on 127.0.0.1:{port} only" in capsys.readouterr().err
+        first, second = (store.open_store(0, 1, LOCAL, port, one_machine=True) for _ in range(2))
+        first.set("key", "value")
+        assert second.get("key") == b"value" and listens_on(port) == {LOOPBACK}
+
+
+def test_a_port_that_another_process_has_taken_is_not_opened_to_other_machines() -> None:
+    with socket.create_server((LOCAL, 0)) as taken:
+        with pytest.raises(RuntimeError, match="in use"):
+            store.open_store(0, 1, LOCAL, taken.getsockname()[1], one_machine=True)
+        assert listens_on(taken.getsockname()[1]) == {LOOPBACK}
 
 
 def test_a_rank_that_comes_first_waits_for_the_store() -> None:
