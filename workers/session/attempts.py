@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from inspect import CO_GENERATOR
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -72,6 +73,8 @@ class Attempts:
         self._acting = threading.Lock()
         self._halting, self._over = threading.Event(), threading.Event()
         self._open = self._stepped = False
+        self._begun_in: FrameType | None = None
+        """The frame of the script whose `with` has the open attempt."""
         self._shields = self._outside = 0
         if groups is not None and threading.current_thread() is threading.main_thread():
             signal.signal(SIGNAL, self._on_signal)
@@ -107,9 +110,12 @@ class Attempts:
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
         if not self.halting or not self._open or self._shields:
             return
-        while frame is not None:
-            # What a context manager has half entered would stay so. The signal comes again.
+        while frame is not None and frame is not self._begun_in:
+            # What a context manager has half entered would stay so, and a generator would be over
+            # for the next attempt, too. The signal comes again.
             if frame.f_code.co_name in ("__enter__", "__exit__", "__del__"):
+                return
+            if frame.f_code.co_flags & CO_GENERATOR and frame.f_code.co_name != "<genexpr>":
                 return
             if frame.f_globals.get("__name__") in COMPILER:
                 return  # one that takes long ends with its process
@@ -149,6 +155,10 @@ class Attempts:
             self._open = opened
 
     def expect_open(self, step: int) -> None:
+        # A script may have caught the error of a collective, and its step is none then.
+        if self.wanted and self.groups is not None and not self.groups.whole:
+            with self.shielded():
+                self._halting.wait(limits.HALT_WAIT_S)  # in vain if the peer has left at the end
         if (self.halting and self.wanted) or self.rehearses:
             raise AttemptHalted  # again, if the script has caught it
         if not self._open:
@@ -202,12 +212,12 @@ class Attempts:
         if self._collectives is not None and num_collectives() > self._collectives:
             # New processes would wait in them for kept ones, which are in their loop.
             self.why_not = self.why_not or "the script has collectives outside its attempts"
-        self._open = True
+        self._open, self._begun_in = True, sys._getframe(1)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> bool:
-        self._open = False
+        self._open, self._begun_in = False, None
         self.count_collectives()
         if self.rehearses and isinstance(error, Exception | AttemptHalted | None):
             _drop_frames(error)

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
 from typing import Any
@@ -147,8 +147,8 @@ class Groups:
         """Name -> group, its ranks, and `_place` when it was made, in the order of creation."""
         self._times: Counter[str] = Counter()
         """Formations of each named group in this generation: a script may replace it."""
-        self._inodes: set[int] = set()
-        """Sockets of the connections."""
+        self._connections: dict[str, dict[int, int]] = {}
+        """Name of a group -> the inode of each connection's socket -> its descriptor."""
         self.num_collectives = 0
         """Collectives by which DDP compared its values."""
         self.replicated: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -225,7 +225,7 @@ class Groups:
         keys = [f"kept/{other}" for other in range(world_size)]
         self._await(keys, limits.STARTUP_TIMEOUT_S, is_over)
         listed = [json.loads(said) for said in store.multi_get(keys)]
-        self._inodes.clear()
+        self._connections.clear()
         self._times.clear()
         self._rank, self._world_size, self.connected = rank, world_size, True
         for name, (group, created, place) in self._listed.items():
@@ -267,9 +267,10 @@ class Groups:
         # Survivors that moved have groups with the names of other ones now.
         options.uuid = int.from_bytes(hashlib.blake2b(prefix.encode(), digest_size=7).digest())
         options.timeout = TIMEOUT if is_over is None else timedelta(seconds=FORM_TIMEOUT_S)
-        before = set(_sockets())
+        before = _sockets()
         gloo.reconfigure(options).wait()
-        self._inodes |= set(_sockets()) - before
+        after = _sockets().items()
+        self._connections[name] = {inode: at for inode, at in after if inode not in before}
 
     def _await(self, keys: list[str], timeout_s: float, is_over: Callable[[], bool]) -> None:
         deadline, pause_s = time.monotonic() + timeout_s, FIRST_POLL_S
@@ -282,15 +283,26 @@ class Groups:
     def cut(self) -> None:
         """End each collective that waits, from another thread: close the groups' connections. The
         owner may close a descriptor meanwhile, so duplicates are checked and closed."""
+        connections = set().union(*list(self._connections.values()))
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
             with contextlib.suppress(OSError):
                 copy = os.dup(int(name))
                 try:
-                    if _inode(copy) in self._inodes:
+                    if _inode(copy) in connections:
                         with socket.socket(fileno=os.dup(copy)) as connection:
                             connection.shutdown(socket.SHUT_RDWR)
                 finally:
                     os.close(copy)
+
+    @property
+    def whole(self) -> bool:
+        """False once gloo has closed a connection: its peer has ended, or a collective failed."""
+        here = [name for name, entry in self._listed.items() if entry[0] in c10d._world.pg_map]
+        try:
+            pairs = (pair for name in here for pair in self._connections.get(name, {}).items())
+            return all(_inode(at) == inode for inode, at in pairs)
+        except OSError:
+            return False
 
     def reset(self) -> None:
         """New reducers for DDP: those of survivors have other buckets than those of new processes,
@@ -336,7 +348,10 @@ def _inode(descriptor: int) -> int:
     return status.st_ino if stat.S_ISSOCK(status.st_mode) else 0
 
 
-def _sockets() -> Iterator[int]:
+def _sockets() -> dict[int, int]:
+    """Inode of each socket of this process -> its descriptor."""
+    sockets = {}
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
         with contextlib.suppress(OSError):
-            yield _inode(int(name))
+            sockets[_inode(int(name))] = int(name)
+    return sockets  # 0: other files

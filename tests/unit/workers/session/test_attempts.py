@@ -22,7 +22,7 @@ from holdfast.workers.session.core import Session
 class NoGroups:
     """Process groups without connections."""
 
-    cuts = 0
+    cuts, whole = 0, True
 
     def cut(self) -> None:
         self.cuts += 1

@@ -86,14 +86,14 @@ def test_a_collective_that_waits_is_cut_and_the_group_is_formed_again() -> None:
         dist.destroy_process_group()  # a script may make its own
         dist.init_process_group("gloo", store=switch, rank=rank, world_size=2)
         group = dist.new_group([0, 1])
-        assert total(rank) == 3
+        assert total(rank) == 3 and made.whole, "what a destroyed group had does not count"
         if rank == 0:
             threading.Timer(0.2, made.cut).start()
             with pytest.raises(RuntimeError) as error:
                 total(rank)
-            assert is_secondary(error.value)
+            assert is_secondary(error.value) and not made.whole
         made.connect(stores[1](), rank, 2, 2, lambda: False)
-        assert total(rank) == 3 and group.size() == 2
+        assert total(rank) == 3 and group.size() == 2 and made.whole
         dist.barrier(group)
 
     in_two_processes(work)
