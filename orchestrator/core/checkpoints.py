@@ -51,11 +51,12 @@ def newest_committed(state: JobState) -> CommittedCheckpoint | None:
 def choose_restore(state: JobState) -> Restore | None:
     """State that the next generation restores; None: it starts from the beginning. At the same step
     memory is preferred: it is faster."""
-    committed = newest_committed(state)
+    committed, (first, last) = newest_committed(state), state.keeping.doubtful
     for key, num_shards in state.nodes.complete():
         if committed is not None and key[0] < committed.step:
             break
-        if state.catalog.distrusted.get(key, 0) < DISTRUST_AFTER:
+        doubtful = first <= key[1] <= last
+        if not doubtful and state.catalog.distrusted.get(key, 0) < DISTRUST_AFTER:
             shards = sources(state, key, num_shards)
             return Restore(
                 step=key[0],

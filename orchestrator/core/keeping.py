@@ -142,6 +142,7 @@ def launched(state: JobState, membership: Membership) -> None:
     if not membership.kept_from:
         state.keeping.reported = False
         state.keeping.replicas = membership.mesh.replicate
+        state.keeping.renewed_in = membership.generation
 
 
 def failed(ctx: StepContext, failure: Failure) -> str:
@@ -153,6 +154,10 @@ def failed(ctx: StepContext, failure: Failure) -> str:
     if not state.group.membership.kept_from or not (diverged or early):
         return ""
     keeping.workers, keeping.num_failures = {}, keeping.num_failures + 1
+    if diverged and state.incident is not None:
+        # Replicas differ, and no rank is known to be right.
+        keeping.doubtful = (keeping.renewed_in + 1, state.generation)
+        state.incident.culprit_node, state.incident.culprit_rank = "", None
     if diverged or keeping.num_failures >= TRIES:
         keeping.why_never = f"{failure.title}: {failure.evidence}"
     then = "no process is kept any more" if keeping.why_never else "all workers are forked again"

@@ -303,6 +303,10 @@ class Keeping(Struct):
     """Reason why they cannot go on in a world of another size."""
     replicas: int = 1
     """Replicas in the last generation whose workers all were new."""
+    renewed_in: int = 0
+    """That generation."""
+    doubtful: tuple[int, int] = (0, 0)
+    """First and last generation whose states in memory may differ between replicas."""
     num_failures: int = 0
     """Generations with kept processes that failed before their first step."""
     why_never: str = ""

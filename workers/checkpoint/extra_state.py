@@ -41,7 +41,7 @@ _FIX = (
 def export_user(extra: Extra, in_script: Mapping[str, Any]) -> dict[str, Any]:
     """JSON values for a header. Raises UserError for an unsupported value, with its name."""
     settings: dict[str, Any] = {_IN_SCRIPT: in_script} if in_script else {}
-    if schedules := _schedules(extra):
+    if schedules := schedules_in(extra):
         settings[_SCHEDULES] = {name: type(s).__name__ for name, s in schedules.items()}
     if extra is None:
         return {_USER: {}}
@@ -56,14 +56,14 @@ def export_user(extra: Extra, in_script: Mapping[str, Any]) -> dict[str, Any]:
 def settings_of(extra: Extra) -> dict[str, Any]:
     """The settings of the schedules in `extra`, as JSON values; one without a name is ""."""
     settings = {}
-    for name, schedule in _schedules(extra).items():
+    for name, schedule in schedules_in(extra).items():
         with contextlib.suppress(UserError):  # raised where it matters, when it is staged
             state = _packed(schedule.state_dict())
             settings[name] = {k: v for k, v in state.items() if k not in _POSITION}
     return settings
 
 
-def _schedules(extra: Extra) -> dict[str, LRScheduler]:
+def schedules_in(extra: Extra) -> dict[str, LRScheduler]:
     named = {"": extra} if isinstance(extra, Stateful) else extra or {}
     return {name: s for name, s in named.items() if isinstance(s, LRScheduler)}
 

@@ -206,6 +206,12 @@ class TrainingState:
         for optimizer in self.optimizers:
             given_optimizers.expect_hooks(optimizer.optimizer)(lambda *_: hook())
 
+    @property
+    def lacks_schedule(self) -> bool:
+        """True if a schedule of torch sets a learning rate, and `extra` has none."""
+        groups = (group for one in self.optimizers for group in one.optimizer.param_groups)
+        return any("initial_lr" in g for g in groups) and not extra_state.schedules_in(self.extra)
+
     def export_extra(self, *, in_full: bool = False) -> dict[str, Any]:
         """State that is not a tensor, as JSON values. Raises UserError for an unsupported value,
         and for an optimizer that lacks state of some parameters.

@@ -233,7 +233,7 @@ class Session:
             optimizer = torch.optim.AdamW(shards.parameters())
             ...
             loss.backward()
-            shards.clip_grad_norm_(1.0)  # or shards.take_gradients()
+            shards.clip_grad_norm_(1.0)  # 0: no clipping; it moves the gradients
             optimizer.step()
             optimizer.zero_grad()
 
@@ -497,6 +497,8 @@ class Session:
             return "single ranks have state"
         if self._why_no_loop is not None and (why := self._why_no_loop()):
             return why
+        if self._why_no_loop is None and state.lacks_schedule:
+            return "restore did not get the learning rate's schedule, which new processes begin"
         if self._why_no_loop is not None and num_graphs():
             return "the framework's model is compiled"
         if self._attempts.num_graphs not in (None, num_graphs()):
@@ -561,11 +563,13 @@ class Session:
         at = (self.rank, self.shape.world_size, self.generation)
         groups.connect(store, *at, lambda: self._attempts.halting)
 
-    def _compare_replicas(self, state: TrainingState) -> None:
-        """Compare, in the first steps of a generation, the replicas' parameters and the optimizers'
-        settings. Where they differ before processes were kept, none is: the script means it, or
-        has an error. Raises ReplicasDiverged where they differ afterwards. Collective."""
-        if self._num_compared >= CHECKED_STEPS or not self._loops:
+    def _compare_replicas(self, state: TrainingState, step: int) -> None:
+        """Compare the replicas' parameters and the optimizers' settings: in the first steps of a
+        generation and, once processes were kept, in each step that goes to storage. Where they
+        differ before that, none is kept: the script means it, or has an error. Raises
+        ReplicasDiverged where they differ afterwards. Collective."""
+        late = self._kept and self._checkpoint is not None and self._checkpoint.stores(step)
+        if not self._loops or (self._num_compared >= CHECKED_STEPS and not late):
             return
         parameters = [p for p in state.parameters.values() if p.requires_grad]
         if not self._num_compared:
@@ -578,15 +582,15 @@ class Session:
         largest_s2[self.shape.shard_index(self.rank)] = torch.tensor([number, -number])
         largest_s2[-1] = torch.tensor([common, -common])
         dist.all_reduce(largest_s2, dist.ReduceOp.MAX)
-        differ = bool((largest_s2.sum(1) != 0).any())
-        if differ and not self._kept:
-            self._num_compared = CHECKED_STEPS
-            self._attempts.why_not = "replicas have different parameters, or ranks other settings"
-        elif differ:
-            raise ReplicasDiverged(
-                f"ranks have different values or settings after {steps_done(self._last_step + 1)}, "
-                "after processes were kept; all are forked again from the last state"
-            )
+        differ_s = largest_s2.sum(1) != 0
+        if not differ_s.any():
+            return
+        said = (
+            f"ranks have different {'learning rates or settings' if differ_s[-1] else 'parameters'}"
+        )
+        if self._kept:
+            raise ReplicasDiverged(f"{said} after {steps_done(step)}, since processes were kept")
+        self._num_compared, self._attempts.why_not = CHECKED_STEPS, said
 
     def step(
         self,
@@ -632,7 +636,7 @@ class Session:
     ) -> None:
         assert self._state is not None
         now = time.perf_counter()
-        self._compare_replicas(self._state)
+        self._compare_replicas(self._state, step)
         self._last_step = step
         step_s = now - self._step_began
         work_s = self._work.end() if self._work is not None else 0.0

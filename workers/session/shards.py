@@ -52,16 +52,10 @@ class Shards:
         model's memory; parameters that are not sharded are the model's own."""
         return list(self._shards)
 
-    def take_gradients(self) -> list[Tensor]:
-        """Moves the gradients from the model's parameters to these parts, and returns them.
-
-        Call it between backward and the optimizer's step, unless you call clip_grad_norm_.
-        """
-        return [gradient for gradient, _ in self._moved()]
-
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Moves the gradients as take_gradients does, and clips their norm to `max_norm` (0: no
-        clipping), as `torch.nn.utils.clip_grad_norm_` on the model, with one all-reduce.
+        """Moves the gradients from the model's parameters to these parts, and clips their norm to
+        `max_norm` (0: no clipping), as `torch.nn.utils.clip_grad_norm_` on the model, with one
+        all-reduce. Call it between backward and the optimizer's step.
 
         Returns the L2 norm before clipping, over all ranks: a scalar on the session's device.
         """
@@ -154,9 +148,7 @@ class Shards:
             return None
         if shard is not parameter:
             local = local_of(parameter)
-            if (
-                local.data_ptr() != shard.data_ptr()
-            ):  # FSDP2 may pad its shards in its first forward
+            if local.data_ptr() != shard.data_ptr():  # FSDP2 may pad them in its first forward
                 shard.data = local
             shard.grad = _local_gradient(parameter)
             parameter.grad = None

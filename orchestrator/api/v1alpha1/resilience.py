@@ -104,6 +104,10 @@ class Checkpoint(Part):
             return True
         if self.memory.every_steps != "auto" or self.storage.every_s is not None:
             return False
+        return self.stores(step)
+
+    def stores(self, step: int) -> bool:
+        """True if this step goes to storage, unless the time since the last one decides."""
         return (step + 1) % (self.storage.every_steps or limits.STORAGE_EVERY_STEPS) == 0
 
     @model_validator(mode="after")

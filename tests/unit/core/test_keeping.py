@@ -160,6 +160,30 @@ def test_replicas_that_differ_are_an_incident_and_nothing_is_kept_any_more() -> 
     assert job.state.incidents[-1].rule == "diverged"
     assert not job.of(LaunchGroup)[0].membership.kept_from
     assert "replicas differ" in job.state.keeping.why_never
+    assert (job.state.incidents[-1].culprit_node, job.state.incidents[-1].culprit_rank) == (
+        "",
+        None,
+    )
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_replicas_that_differ_restore_no_state_that_kept_processes_have_staged(
+    *, older: bool
+) -> None:
+    """Each replica would restore its own."""
+    job = Transcript(KEEPS).started(step=3)
+    job.commit(2)
+    before = {node: job.inventory(node, 3) for node in ("a", "b")}
+    kept_after_a_kill(job)
+    job.succeed(LaunchGroup)
+    job.step(4)
+    job.exits(3, code=1, error_type="ReplicasDiverged", step=4)
+    for node in ("a", "b"):
+        staged = job.inventory(node, 4) + (before[node] if older else ())
+        job.stopped(node, staged=staged)
+    restore = job.of(LaunchGroup)[0].membership.restore
+    assert restore is not None and (restore.step, restore.generation) == (3 if older else 2, 1)
+    assert bool(restore.directory) != older
 
 
 def test_an_error_of_that_name_in_a_job_that_kept_nothing_is_charged() -> None:

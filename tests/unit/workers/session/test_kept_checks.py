@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,7 +24,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast import session
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.api.v1alpha1.resilience import Checkpoint
 from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.workers.checkpoint.state import TrainingState
 from holdfast.workers.session import attempts as attempts_module
 from holdfast.workers.session import groups
 from holdfast.workers.session.attempts import AttemptHalted, Attempts, reset, versions, why_not
@@ -143,7 +147,7 @@ def same(*_: object) -> None:
     pass
 
 
-def compared(change: Callable[..., None], rank: int, *, kept: bool) -> str:
+def compared(change: Callable[..., None], rank: int, *, kept: bool, step: int = 0) -> str:
     """Verdict of the comparison after a step on ranks that one `change` has made different."""
     s = session.init(shard=1)
     model = nn.Linear(2, 2)
@@ -153,11 +157,12 @@ def compared(change: Callable[..., None], rank: int, *, kept: bool) -> str:
     optimizer = torch.optim.SGD([model.weight], lr=0.1)
     s.restore(model, optimizer, keep="trainable")
     change(model, optimizer, rank)
-    s._loops, s._num_compared, s._kept, s._attempts.why_not = True, 0, kept, ""
+    s._loops, s._num_compared, s._kept, s._attempts.why_not = True, 0 if step == 0 else 2, kept, ""
+    s._checkpoint = Checkpoint()
     try:
-        s._compare_replicas(s._state)  # type: ignore[arg-type]
-    except ReplicasDiverged:
-        return "diverged"
+        s._compare_replicas(s._state, step)  # type: ignore[arg-type]
+    except ReplicasDiverged as error:
+        return f"diverged: {error}"
     return s._attempts.why_not
 
 
@@ -170,9 +175,33 @@ def test_replicas_that_differ_stop_kept_processes_and_keep_none_of_others() -> N
             assert compared(same, rank, kept=kept) == ""
             for change in (frozen, trained, setting):
                 said = compared(change, rank, kept=kept)
-                assert said.startswith("diverged" if kept else "replicas"), change
+                assert said.startswith("diverged" if kept else "ranks have"), change
+                assert ("learning rates" in said) == (change is setting)
 
     in_two_processes(work)
+
+
+def test_once_processes_were_kept_replicas_are_compared_before_each_checkpoint_in_storage() -> None:
+    def work(rank: int, stores: list[Callable[[], Store]]) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", store=stores[0](), rank=rank, world_size=2)
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+        for change in (trained, setting):
+            assert compared(change, rank, kept=True, step=199).startswith("diverged")
+            assert compared(change, rank, kept=True, step=198) == ""
+            assert compared(change, rank, kept=False, step=199) == ""
+
+    in_two_processes(work)
+
+
+def test_a_schedule_that_restore_did_not_get_keeps_no_process() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert not TrainingState(model, optimizer, None).lacks_schedule
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    assert TrainingState(model, optimizer, {"seen": 1}).lacks_schedule
+    for extra in (schedule, {"schedule": schedule}):
+        assert not TrainingState(model, optimizer, extra).lacks_schedule
 
 
 # -- the model ------------------------------------------------------------------------------------
@@ -344,6 +373,41 @@ def test_a_context_manager_is_neither_half_entered_nor_half_left(attempts: Attem
         signal.raise_signal(attempts_module.SIGNAL)
         done.append("not reached")
     assert done == [True, False, "deleted"] and attempts.failed
+
+
+def test_a_generator_of_the_script_is_not_closed_by_a_halt(attempts: Attempts) -> None:
+    def batches() -> Iterator[int]:
+        for number in range(9):
+            signal.raise_signal(attempts_module.SIGNAL)
+            yield number
+
+    def loop() -> Iterator[object]:  # the attempt itself may run in one
+        with attempts:
+            assert next(data) == 0
+            signal.raise_signal(attempts_module.SIGNAL)
+            yield "not reached"
+
+    attempts._halting.set()
+    data = batches()
+    assert list(loop()) == [] and attempts.failed
+    assert next(data) == 1
+
+
+def test_a_step_whose_peer_is_gone_counts_only_if_nobody_halts_it(
+    attempts: Attempts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that catches errors would call s.step without an update."""
+    attempts.groups.whole = False  # type: ignore[misc, union-attr]
+    threading.Timer(0.1, attempts._halting.set).start()
+    with attempts:
+        attempts.expect_open(3)
+    assert attempts.failed
+    attempts.resumed()
+    attempts.wanted = True
+    monkeypatch.setattr(limits, "HALT_WAIT_S", 0.01)
+    with attempts:
+        attempts.expect_open(4)  # the peer has left after its last step
+    assert not attempts.failed
 
 
 def test_a_step_after_a_bare_except_raises_again(attempts: Attempts) -> None:
