@@ -304,7 +304,7 @@ class Keeping(Struct):
     replicas: int = 1
     """Replicas in the last generation whose workers all were new."""
     renewed_in: int = 0
-    """That generation."""
+    """The number of that generation."""
     doubtful: tuple[int, int] = (0, 0)
     """First and last generation whose states in memory may differ between replicas."""
     num_failures: int = 0

@@ -209,7 +209,7 @@ class TrainingState:
     @property
     def lacks_schedule(self) -> bool:
         """True if a schedule of torch sets a learning rate, and `extra` has none."""
-        groups = (group for one in self.optimizers for group in one.optimizer.param_groups)
+        groups = (group for named in self.optimizers for group in named.optimizer.param_groups)
         return any("initial_lr" in g for g in groups) and not extra_state.schedules_in(self.extra)
 
     def export_extra(self, *, in_full: bool = False) -> dict[str, Any]:
