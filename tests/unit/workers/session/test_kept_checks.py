@@ -393,7 +393,7 @@ def test_a_generator_of_the_script_is_not_closed_by_a_halt(attempts: Attempts) -
     assert next(data) == 1
 
 
-def test_a_step_whose_peer_is_gone_counts_only_if_nobody_halts_it(
+def test_a_step_whose_peer_is_gone_counts_unless_it_is_halted(
     attempts: Attempts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script that catches errors would call s.step without an update."""
