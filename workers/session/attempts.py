@@ -154,11 +154,11 @@ class Attempts:
         finally:
             self._open = opened
 
-    def expect_open(self, step: int) -> None:
-        # A script may have caught the error of a collective, and its step is none then.
-        if self.wanted and self.groups is not None and not self.groups.whole:
+    def expect_open(self, step: int, *, is_last: bool) -> None:
+        # A script may have caught a collective's error. In the last step a peer may have left.
+        if self.wanted and self.groups is not None and not is_last and not self.groups.whole:
             with self.shielded():
-                self._halting.wait(limits.HALT_WAIT_S)  # in vain if the peer has left at the end
+                self._halting.wait(2 * limits.HALT_S)
         if (self.halting and self.wanted) or self.rehearses:
             raise AttemptHalted  # again, if the script has caught it
         if not self._open:

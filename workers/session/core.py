@@ -89,7 +89,7 @@ class Session:
         self._data: list[ElasticLoader] = []
         self._twins: TwinGroup | None = None
         """Exchange between ranks with state of their own."""
-        self._last_step, self._last_staged, self._first_step = -1, -1, 0
+        self._last_step, self._last_staged, self._first_step, self._total = -1, -1, 0, -1
         self._stall_s = 0.0
         self._loss = LossReport(device.type)
         self._memory = PeakMemory(device)
@@ -403,7 +403,7 @@ class Session:
             raise UserError(
                 "session.steps: got no end; expected total_steps, or s.data(loader, epochs=...)"
             )
-        first_step = self._last_step + 1
+        first_step, self._total = self._last_step + 1, total_steps or -1
         for step in self._rounds(self._state):
             if step < first_step:
                 raise NotKept("the restored step is before the first one of this loop")
@@ -622,7 +622,8 @@ class Session:
                 "every optimizer step, counting from the result of restore"
             )
         if self._loops:
-            self._attempts.expect_open(step)
+            ends = step + 1 in (total_steps, self._total) or any(d.is_over for d in self._data)
+            self._attempts.expect_open(step, is_last=ends)
         with self._attempts.shielded():
             self._attempts.look_at_random()
             if self._kept and self._attempts.why_not:

@@ -43,8 +43,7 @@ def open_store(rank: int, world_size: int, address: str, port: int, *, one_machi
     listener = _listen(address, port) if local else None
     if listener is None:
         return _store(address, port, world_size, is_master=True)
-    at = listener.detach()  # the store owns it
-    return _store(address, port, world_size, is_master=True, master_listen_fd=at)
+    return _store(address, port, world_size, is_master=True, master_listen_fd=listener.detach())
 
 
 def _store(address: str, port: int, world_size: int, **more: object) -> Store:

@@ -172,7 +172,7 @@ def test_an_attempt_without_peers_ends_with_s_step_and_so_does_an_error_in_it(
 ) -> None:
     kept.rehearses = True
     with kept:
-        kept.expect_open(7)
+        kept.expect_open(7, is_last=False)
         pytest.fail("s.step ends it")
     assert kept.over
     kept.failed = False

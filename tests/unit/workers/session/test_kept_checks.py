@@ -396,17 +396,17 @@ def test_a_generator_of_the_script_is_not_closed_by_a_halt(attempts: Attempts) -
 def test_a_step_whose_peer_is_gone_counts_unless_it_is_halted(
     attempts: Attempts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script that catches errors would call s.step without an update."""
     attempts.groups.whole = False  # type: ignore[misc, union-attr]
     threading.Timer(0.1, attempts._halting.set).start()
     with attempts:
-        attempts.expect_open(3)
+        attempts.expect_open(3, is_last=False)
     assert attempts.failed
-    attempts.resumed()
-    attempts.wanted = True
-    monkeypatch.setattr(limits, "HALT_WAIT_S", 0.01)
+    attempts.wanted = not attempts.resumed()
     with attempts:
-        attempts.expect_open(4)  # the peer has left after its last step
+        attempts.expect_open(4, is_last=True)
+    monkeypatch.setattr(limits, "HALT_S", 0.01)
+    with attempts:
+        attempts.expect_open(4, is_last=False)  # the peers have left the loop early
     assert not attempts.failed
 
 
@@ -417,7 +417,7 @@ def test_a_step_after_a_bare_except_raises_again(attempts: Attempts) -> None:
             signal.raise_signal(attempts_module.SIGNAL)
         except BaseException as error:  # a script's `except:`
             assert isinstance(error, AttemptHalted)
-        attempts.expect_open(3)
+        attempts.expect_open(3, is_last=False)
     assert attempts.failed
 
 
