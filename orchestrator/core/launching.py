@@ -253,10 +253,8 @@ def _describe(
         what = f"{', '.join(new)} replace{'s' if len(new) == 1 else ''} {', '.join(out)}"
     else:
         what = f"restart on the same {_nodes(len(after)).removeprefix('1 ')}"
-    if restore is None and state.job.spec.entrypoint.recipe is None:
-        if not before:
-            return what
-        return f"{what}; {own_checkpoints.describe(state)}"
+    if restore is None and state.may_keep_own_checkpoints:
+        return f"{what}; {own_checkpoints.describe(state)}" if before else what
     if restore is None:
         return f"{what}, from the beginning"
     tier = "storage" if restore.directory else "memory"

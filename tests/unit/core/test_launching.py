@@ -380,6 +380,8 @@ def test_the_decision_says_where_the_state_comes_from() -> None:
     fresh = Transcript().started()
     fresh.exits(0, signal=9)
     fresh.all_stopped(None)
+    text = "restart on the same 2 nodes, from the beginning"
+    assert fresh.one_reason(LaunchGroup) == f"{text}: no complete state was staged yet"
     incident = fresh.state.incidents[0]
     assert (incident.restored_from, incident.resumed_after_step) == ("nothing", -1)
 
@@ -399,6 +401,10 @@ def test_a_script_has_no_state_that_holdfast_restores() -> None:
     assert job.state.phase == "recovering"
     job.succeed(LaunchGroup)
     assert job.state.phase == "running"
+    job.apply(StepCompleted(generation=2, step=0, counted_by="session"))
+    job.lose("a")
+    job.join("b")
+    assert ", from the beginning: no usable state is left" in job.last(LaunchGroup).reason.text
 
 
 def test_the_first_step_of_all_ranks_makes_a_job_run() -> None:
