@@ -259,8 +259,8 @@ def outcome(incident: Incident, *, ended: bool = False) -> str:
     if incident.inferred:
         resumed = "collectives again (no steps are reported)"
     parts = [f"{resumed} after {duration(incident.seconds['total'])}"]
-    if incident.steps_lost is not None:
-        least = "at least " * incident.steps_lost_at_least
+    least = "at least " * incident.steps_lost_at_least
+    if incident.steps_lost is not None and (incident.steps_lost or not least):
         parts.append(f"{least}{plural(incident.steps_lost, 'step')} lost")
     if incident.restored_from and incident.restored_from != "nothing":
         parts.append(f"restored from {incident.restored_from}")

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from holdfast.orchestrator.cli import output
 from holdfast.orchestrator.cli.display import LineDisplay, LiveDisplay, make_display
-from holdfast.orchestrator.cli.render import checkpoints, status, throughput
+from holdfast.orchestrator.cli.render import checkpoints, outcome, status, throughput
 from holdfast.orchestrator.cli.report import main_thread, print_report, report
 from holdfast.orchestrator.runtime.observe.view import CheckpointView, JobView, NodeView
 
@@ -251,6 +251,8 @@ def test_the_end_of_an_incident_is_unknown_if_the_script_shows_no_progress() -> 
     incident.seconds = {"stop": 0.05, "place": 0.0, "launch": 0.62}
     lines = list(report_lines(make_view(incidents=[incident], step=-1)))
     assert "outcome: all workers run after 0.67 s, when training continued is unknown" in lines
+    few = make_incident(steps_lost=0, steps_lost_at_least=True)
+    assert outcome(few) == "next step after 0.67 s, restored from memory"
     inferred = make_incident(inferred=True, **unknown)
     (line,) = [x for x in report_lines(make_view(incidents=[inferred])) if "outcome" in x]
     assert line == "outcome: collectives again (no steps are reported) after 0.67 s"
