@@ -401,6 +401,8 @@ def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> Rea
     if failure.exit is not None:
         incident.traceback = failure.exit.traceback
     if failure.failure_class != "user" and failure.rule not in sizes.RULES:
+        if rule == keeping.NOT_KEPT:
+            incident.title = f"not charged, since processes had been kept: {failure.title}"
         _learn_size(ctx, incident)
     if rule := keeping.failed(ctx, failure):
         incident.failure_class, incident.rule = "infrastructure", rule

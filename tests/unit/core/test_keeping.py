@@ -227,3 +227,5 @@ def test_an_error_in_the_first_step_of_kept_processes_is_charged_once_they_are_f
     infrastructure = {"infrastructure": 1}
     assert charged == [infrastructure, infrastructure, infrastructure | {"user": 1}]
     assert not job.state.group.membership or not job.state.group.membership.kept_from
+            note = "not charged, since processes had been kept: worker 0"
+            assert job.state.incidents[-1].title.startswith(note) == (generation == 2)
