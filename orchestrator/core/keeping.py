@@ -15,6 +15,7 @@ from .. import limits
 from ..protocol.facts import Membership, Restore
 from ..protocol.mesh import Mesh
 from ..protocol.messages import GroupStopped
+from ..protocol.rank_stacks import rank_list
 from .actions import Reason
 from .context import StepContext, seconds
 from .failure import DIVERGED, Failure
@@ -120,13 +121,15 @@ def is_smaller(state: JobState, membership: Membership) -> bool:
     return was is not None and membership.mesh.replicate < was.replicate
 
 
-def describe(state: JobState, said: bool | str) -> str:
-    """Sentence on the workers that start again after a failure, where rank 0 has `said` whether it
-    keeps its process."""
-    why = state.keeping.why_never or (said if isinstance(said, str) else "")
-    if said is True and not why:
-        return "survivors keep their process"
-    return f"all workers start again: {why}" if why else ""
+def describe(state: JobState, said: Mapping[int, bool | str]) -> str:
+    """Sentence on the workers that start again after a failure. `said`: rank -> WorkerBeat.keeps;
+    ranks that have said nothing are left out."""
+    why_not = {rank: text for rank, text in sorted(said.items()) if isinstance(text, str)}
+    why = state.keeping.why_never or next(iter(why_not.values()), "")
+    if state.keeping.why_never or len(why_not) == len(said):
+        return f"all workers start again: {why}" if why else ""
+    others = f", but not {rank_list(list(why_not))}: {why}" if why else ""
+    return f"survivors keep their process{others}"
 
 
 def decision(state: JobState, membership: Membership, members: tuple[str, ...]) -> str:

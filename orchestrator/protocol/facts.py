@@ -199,7 +199,7 @@ class WorkerBeat(StepReport, frozen=True, kw_only=True):
     leaves: bool = False
     """The script has run to its end; threads and exit functions may still take their time."""
     keeps: bool | str = ""
-    """True if rank 0 keeps its process when a peer fails, or why not; empty: not known."""
+    """True if rank 0 keeps its process when a peer fails; of each rank, why not; else empty."""
 
     @property
     def silent(self) -> bool:

@@ -309,7 +309,7 @@ class JobProjection:
         workers = [worker for beat in heartbeats for worker in beat.workers]
         if workers:
             view.step = max(view.step, min(worker.step for worker in counting(workers)))
-            said = next((worker.keeps for worker in workers if worker.keeps), "")
+            said = {worker.rank: worker.keeps for worker in workers if worker.keeps}
             view.keeping = keeping.describe(state, said)
             workers.sort(key=lambda worker: (-worker.step, worker.rank))
             newest = largest(workers)

@@ -33,9 +33,11 @@ def test_the_next_generation_goes_on_with_what_was_kept() -> None:
     job.succeed(LaunchGroup)
     job.step(4)
     assert job.state.ledger.restarts == {"infrastructure": 1}
-    assert keeping.describe(job.state, True) == "survivors keep their process"
-    assert keeping.describe(job.state, "NCCL") == "all workers start again: NCCL"
-    assert keeping.describe(job.state, "") == ""
+    assert keeping.describe(job.state, {0: True}) == "survivors keep their process"
+    assert keeping.describe(job.state, {3: "X", 0: "NCCL"}) == "all workers start again: NCCL"
+    assert keeping.describe(job.state, {}) == ""
+    some = keeping.describe(job.state, {0: True, 2: "X", 3: "X", 1: "it is compiled"})
+    assert some == "survivors keep their process, but not ranks 1-3: it is compiled"
     assert job.replayed().state.keeping == job.state.keeping
 
 
@@ -135,8 +137,9 @@ def test_kept_processes_that_cannot_go_on_cost_no_restart_and_all_are_forked() -
         job.succeed(LaunchGroup)
         job.step(3 + failures)
     assert "ranks have moved" in job.state.keeping.why_never
-    assert keeping.describe(job.state, True).startswith("all workers start again: worker 1 on a")
-    job.exits(0, signal=9, step=5)
+    said = keeping.describe(job.state, {0: True})
+    assert said.startswith("all workers start again: worker 1 on a")
+    job.exits(2, signal=9, step=5)
     assert not any(stop.keep for stop in job.of(StopGroup))
 
 

@@ -158,7 +158,7 @@ class Worker:
             began_s=self.script.began_s(now_ns),
             collectives=self.collectives,
             leaves=self.leaves,
-            keeps=self.keeps if self.seat.rank == 0 else "",
+            keeps="" if self.keeps is True and self.seat.rank else self.keeps,
             **report_fields(last),
         )
 

@@ -116,14 +116,15 @@ def test_restarts_count_also_where_no_budget_is_charged() -> None:
 
 
 def test_a_script_without_a_pulse_is_not_suspect() -> None:
-    transcript = core.Transcript(core.spec(script=True)).started(step=None)
+    transcript = core.Transcript(core.spec({"min": 1}, script=True)).started("a", step=None)
     projection = projected(transcript)
-    silent = WorkerBeat(rank=0, pulse_age_s=99)
-    paused = WorkerBeat(rank=1, ticks=7, pulse_age_s=99)
+    silent = WorkerBeat(rank=0, pulse_age_s=99, keeps=True)
+    paused = WorkerBeat(rank=1, ticks=7, pulse_age_s=99, keeps="it is compiled")
     beat = Heartbeat(generation=1, workers=(silent, paused))
     projection.beat(transcript.now_ns, "a", beat)
-    workers = projection.view(transcript.now_ns).nodes[0].workers
-    assert [worker.state for worker in workers] == ["running", "suspect"]
+    view = projection.view(transcript.now_ns)
+    assert [worker.state for worker in view.nodes[0].workers] == ["running", "suspect"]
+    assert view.keeping == "survivors keep their process, but not rank 1: it is compiled"
 
 
 def test_a_job_that_has_ended_has_no_nodes_and_nothing_in_memory() -> None:

@@ -122,11 +122,13 @@ def test_late_messages_of_a_kept_worker_do_not_count_in_its_next_generation() ->
     assert not agent.machine.group.workers[0].keeps
 
 
-def test_heartbeats_have_what_rank_0_has_said_of_its_process() -> None:
-    agent = training(0, 1)
+def test_heartbeats_have_why_ranks_are_not_kept_and_that_rank_0_is() -> None:
+    agent, compiled = training(0, 1), worker_protocol.KeepReported(why_not="it is compiled")
     assert beats(agent) == [True, ""]
-    agent.from_worker(0, worker_protocol.KeepReported(why_not="the model is compiled"))
-    assert beats(agent) == ["the model is compiled", ""]
+    agent.from_worker(1, compiled)
+    assert beats(agent) == [True, "it is compiled"]
+    agent.from_worker(0, compiled)
+    assert beats(agent) == ["it is compiled", "it is compiled"]
 
 
 def test_without_the_order_nothing_is_halted() -> None:
