@@ -28,6 +28,8 @@ OTHER_FAULTS = (
     "outside-signal", "out-of-memory-kill",
 )  # fmt: skip
 """Rules of failures that have nothing to do with kept processes."""
+GOES_ON = ("failure", "resize", "preemption")
+"""Purposes of stops in which processes may be kept."""
 NOT_KEPT = "not-kept"
 """The rule of an incident in which kept processes could not continue; it charges no restart."""
 
@@ -37,13 +39,13 @@ def may_keep(state: JobState, cause: Cause) -> bool:
     trained shows that something else is wrong."""
     spec = state.job.spec
     wanted = spec.recovery.keep_processes == "auto" and not spec.resources.num_gpus
-    goes_on = cause.purpose in ("failure", "resize", "preemption")
-    trained = goes_on and bool(state.group.first_step_ns)
+    trained = cause.purpose in GOES_ON and bool(state.group.first_step_ns)
     return wanted and trained and not state.keeping.why_never
 
 
 def kept(state: JobState, node: str, fact: GroupStopped) -> None:
-    """A node has stopped its workers, and some processes wait."""
+    """A node has stopped its workers, and some processes may wait."""
+    state.keeping.why_not = state.keeping.why_not or fact.why_not
     if fact.kept:
         state.keeping.workers[node] = len(fact.kept)
         state.keeping.fixed_size = state.keeping.fixed_size or fact.fixed_size
@@ -77,42 +79,50 @@ def reported(state: JobState, *, keeps: bool) -> None:
 
 def would_keep(state: JobState, mesh: Mesh, members: tuple[str, ...]) -> bool:
     """True if survivors keep their processes in a resize to `members`, as far as is known."""
-    each = state.job.spec.workers_per_node
-    stay = {name: each for name in members if state.is_member(name)}
+    stay = dict.fromkeys(filter(state.is_member, members), state.job.spec.workers_per_node)
     resize = Cause("resize", Reason("resize", ""))
     keeps = state.keeping.reported and may_keep(state, resize)
-    return keeps and _fits(state, mesh, members, stay)
+    return keeps and not _why_unfit(state, mesh, members, stay)
 
 
 def kept_from(
     state: JobState, mesh: Mesh, members: tuple[str, ...], restore: Restore | None
-) -> int:
-    """The generation whose kept processes go on in a launch on `members`; 0: none do. In a smaller
-    world all ranks must be kept ones, which know the process groups of the larger one. New ones
-    have groups over replicas if there are several, and kept ones if there were."""
-    here = _waiting(state)
-    fits = restore is not None and bool(here) and _fits(state, mesh, members, here)
-    return state.generation if fits else 0
+) -> tuple[int, str]:
+    """The generation whose processes go on in a launch, 0: none do; and why not all, if known."""
+    here, keeping = _waiting(state), state.keeping
+    if not here:
+        late = f"kept processes end after {limits.KEPT_S:g} s" if keeping.workers else ""
+        return 0, late or keeping.why_never or keeping.why_not
+    why = _why_unfit(state, mesh, members, here) if restore else "no state is restored"
+    return (0, why) if why else (state.generation, keeping.why_not)
 
 
-def _fits(state: JobState, mesh: Mesh, members: tuple[str, ...], here: Mapping[str, int]) -> bool:
-    """The processes that nodes keep, `here`, can continue in a launch on `members`."""
+def _why_unfit(
+    state: JobState, mesh: Mesh, members: tuple[str, ...], here: Mapping[str, int]
+) -> str:
+    """Reason why the processes that nodes keep, `here`, cannot continue in a launch on `members`.
+    In a smaller world all ranks must be kept ones, which know the process groups of the larger one.
+    New ones have groups over replicas if there are several, and kept ones if there were."""
     before = state.group
     if before.membership is None or not before.members or state.new_code:
-        return False
+        return "the code is new"
     was = before.membership.mesh
-    fixed = bool(state.keeping.fixed_size) and mesh.replicate != was.replicate
-    if fixed or replace(was, replicate=mesh.replicate) != mesh:
-        return False
+    if state.keeping.fixed_size and mesh.replicate != was.replicate:
+        return state.keeping.fixed_size
+    if replace(was, replicate=mesh.replicate) != mesh:
+        return "the model is divided in another way"
     each = state.job.spec.workers_per_node
     whole = all(here.get(name) == each for name in members)
     if mesh.replicate >= was.replicate:
+        if not any(name in here for name in members):
+            return "none of these nodes has a kept process"
         alike = (mesh.replicate == 1) == (state.keeping.replicas == 1)
-        return whole or (alike and any(name in here for name in members))
+        return "" if whole or alike else "new workers have other process groups than kept ones"
     # Two halves of different replicas never had process groups with each other.
     replicas = _replicas(state)
     parts = (members[at : at + len(replicas[0])] for at in range(0, len(members), len(replicas[0])))
-    return whole and all(part in replicas for part in parts)
+    fits = whole and all(part in replicas for part in parts)
+    return "" if fits else "a smaller world needs whole replicas of kept processes"
 
 
 def is_smaller(state: JobState, membership: Membership) -> bool:
@@ -132,16 +142,19 @@ def describe(state: JobState, said: Mapping[int, bool | str]) -> str:
     return f"survivors keep their process{others}"
 
 
-def decision(state: JobState, membership: Membership, members: tuple[str, ...]) -> str:
-    """The part of a launch's decision about kept processes; empty: there were none."""
-    num, why = sum(state.keeping.workers.get(name, 0) for name in members), state.keeping.fixed_size
+def decision(state: JobState, membership: Membership, members: tuple[str, ...], why: str) -> str:
+    """The part of a launch's decision about kept processes. `why`: some are not; empty: unknown."""
     if membership.kept_from:
-        return f"; {num} of {membership.world_size} workers keep their process"
-    return f"; all workers start again: {why}" if why else ""
+        num, size = sum(state.keeping.workers.get(n, 0) for n in members), membership.world_size
+        others = f", others do not: {why}" if why and num < size else ""
+        return f"; {num} of {size} workers keep their process{others}"
+    wanted, incident = state.job.spec.recovery.keep_processes == "auto", state.incident
+    explains = wanted and incident is not None and incident.purpose in GOES_ON
+    return f"; all workers start again: {why}" if explains and why else ""
 
 
 def launched(state: JobState, membership: Membership) -> None:
-    state.keeping.workers, state.keeping.fixed_size = {}, ""
+    state.keeping.workers, state.keeping.fixed_size, state.keeping.why_not = {}, "", ""
     if not membership.kept_from:
         state.keeping.reported = False
         state.keeping.replicas = membership.mesh.replicate

@@ -109,11 +109,11 @@ def _launch(ctx: StepContext, size: int) -> None:
     if not state.num_launches and (problem := refusal(state.job, size, mesh, memory)):
         completion.end_early(ctx, "failed", Reason("does-not-fit", str(problem)))
         return
-    kept_from = keeping.kept_from(state, mesh, members, restore)
+    kept_from, why_none = keeping.kept_from(state, mesh, members, restore)
     ctx.fence(state.generation + 1)
     begins = replace(membership(state, mesh, members, restore), kept_from=kept_from)
     decision = _describe(state, before, members, restore)
-    decision += keeping.decision(state, begins, members)
+    decision += keeping.decision(state, begins, members, why_none)
     if whole and len(members) < size:
         decision += "; the others are built beside the running job"
     elif len(members) < len(before):
@@ -161,12 +161,11 @@ def _whole(state: JobState, restore: Restore | None) -> Plan | None:
     all_here = usable(state, state.nodes.in_order(keeping.whole_nodes(state)))
     size = best_size(state.job, len(all_here), state.worker_memory, state.sizes.allows)
     chosen = plan(state, size, all_here) if size else None
-    return chosen if chosen and keeping.kept_from(state, *chosen, restore) else None
+    return chosen if chosen and keeping.kept_from(state, *chosen, restore)[0] else None
 
 
 def plan(state: JobState, size: int, among: list[NodeRecord] | None = None) -> Plan:
-    """Mesh and members, in the order of their node ranks, of a generation of this size. `among`:
-    nodes that may be members."""
+    """Mesh and members, by node rank, of a generation of this size. `among`: possible members."""
     mesh = mesh_for(state.job, size, state.worker_memory)
     assert mesh is not None
     free = order_newcomers((n.name, n.facts, n.join_order) for n in usable(state, among))
@@ -256,7 +255,10 @@ def _describe(
     if restore is None and state.may_keep_own_checkpoints:
         return f"{what}; {own_checkpoints.describe(state)}" if before else what
     if restore is None:
-        return f"{what}, from the beginning"
+        lost = any(name not in state.nodes for name in before)
+        had = lost or state.nodes.complete() or state.catalog.committed
+        why = "no usable state is left" if had else "no complete state was staged yet"
+        return f"{what}, from the beginning{f': {why}' if before else ''}"
     tier = "storage" if restore.directory else "memory"
     return f"{what}, from {tier} after {steps_done(restore.step)}"
 
@@ -291,8 +293,7 @@ def launched(ctx: StepContext, action: LaunchGroup) -> None:
 
 
 def check_launched(ctx: StepContext) -> None:
-    """Count a script without any progress as running once every node has started its workers: it
-    may never show any."""
+    """Count a script as running once every node has started its workers: it may report nothing."""
     state = ctx.state
     if state.group.launching or not state.group.active or state.stop is not None:
         return
@@ -339,8 +340,7 @@ def collectives_begun(ctx: StepContext, event: CollectivesBegun) -> None:
 
 
 def _note_resumption(state: JobState, event: StepCompleted) -> None:
-    """Note the step after which a script with its own checkpoints resumed. It may become known
-    after the end of the incident."""
+    """Note after which step a script with its own checkpoints resumed, maybe after the incident."""
     incident = state.led_to(event.generation)
     if incident is not None and event.began_after is not None:
         incident.resumed_after_step = event.began_after

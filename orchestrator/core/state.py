@@ -300,6 +300,8 @@ class Keeping(Struct):
     workers: dict[str, int] = {}
     """Node -> processes that it has kept of the newest generation."""
     fixed_size: str = ""
+    why_not: str = ""
+    """Reason that a worker gave why its process cannot be kept."""
     """Reason why they cannot go on in a world of another size."""
     replicas: int = 1
     """Replicas in the last generation whose workers all were new."""

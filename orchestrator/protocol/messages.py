@@ -110,6 +110,8 @@ class GroupStopped(Message, frozen=True, kw_only=True, tag="group-stopped"):
     """Ranks whose processes wait for a seat in the next generation."""
     fixed_size: str = ""
     """Reason why they cannot have one in a world of another size; empty: they can."""
+    why_not: str = ""
+    """Reason that a worker of the node gave why its process cannot be kept."""
 
 
 class GroupInspected(Message, frozen=True, kw_only=True, tag="group-inspected"):

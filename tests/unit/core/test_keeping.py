@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.orchestrator.core import keeping
-from holdfast.orchestrator.core.actions import LaunchGroup, StopGroup
-from holdfast.orchestrator.core.events import ResizeRequested, SuspendRequested
+from holdfast.orchestrator.core.actions import LaunchGroup, RequestNodes, StopGroup
+from holdfast.orchestrator.core.events import AgainRequested, ResizeRequested, SuspendRequested
 from holdfast.orchestrator.protocol.facts import Exit
 
 from .harness import Transcript, spec
@@ -58,6 +58,60 @@ def test_a_generation_that_has_not_trained_keeps_nothing_and_nor_does_a_suspende
     assert job.all(StopGroup) and not any(stop.keep for stop in job.all(StopGroup))
 
 
+@pytest.mark.parametrize("why", ["", "it is never", "a GradScaler is in use"])
+def test_a_decision_says_why_no_process_is_kept_if_a_worker_has_said_so(why: str) -> None:
+    job = Transcript(spec(recovery=NEVER) if "never" in why else KEEPS).started(step=3)
+    job.exits(0, signal=9, step=3)
+    job.stopped("a", 3, why_not=why)
+    job.stopped("b", 3)
+    expected = f"; all workers start again: {why}" if "in use" in why else "after 4 steps"
+    assert job.one_reason(LaunchGroup).endswith(expected) and not job.state.keeping.why_not
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stop_for_new_code_explains_nothing_but_a_failure_before_it_does(fails: bool) -> None:
+    job = Transcript(KEEPS).started(step=3)
+    if fails:
+        job.exits(0, signal=9, step=3)
+    job.apply(AgainRequested())
+    job.stopped("a", 3, kept=(1,) * fails, why_not="compiled")
+    job.stopped("b", 3)
+    expected = "; all workers start again: the code is new" if fails else "after 4 steps"
+    assert job.one_reason(LaunchGroup).endswith(expected)
+
+
+@pytest.mark.parametrize(
+    "why", ["kept processes end after 120 s", "none of these nodes has a kept process"]
+)
+def test_a_launch_that_comes_too_late_for_kept_processes_says_so(why: str) -> None:
+    job = Transcript(spec({"min": 2, "max": 2})).started(step=3)
+    job.commit(3)
+    job.lose("a")
+    job.stopped("b", 3, kept=(2, 3))
+    job.lose("b") if "none" in why else job.wait(120)
+    job.succeed(RequestNodes)
+    job.join("c", "d")
+    assert job.one_reason(LaunchGroup).endswith(f"; all workers start again: {why}")
+
+
+def test_a_decision_says_why_kept_processes_cannot_go_on_or_why_others_are_not_kept() -> None:
+    again = "; all workers start again: "
+    job = Transcript(spec(shard="world", recovery={"replacementWaitSeconds": 0})).started(step=3)
+    job.commit(3)
+    job.lose("a")
+    job.stopped("b", 3, kept=(2, 3))
+    assert job.one_reason(LaunchGroup).endswith(f"{again}the model is divided in another way")
+    job = Transcript(KEEPS).started(step=3)
+    job.exits(1, signal=9, step=3)
+    for step, expected in ((None, f"{again}no state is restored"), (4, "others do not: compiled")):
+        job.stopped("a", step, kept=(0,))
+        job.stopped("b", step, why_not="compiled")
+        assert job.one_reason(LaunchGroup).endswith(expected)
+        job.succeed(LaunchGroup)
+        job.step(4)
+        job.exits(1, signal=9, step=4)
+
+
 @pytest.mark.parametrize("grows", [False, True])
 def test_processes_whose_script_has_a_fixed_size_are_forked_in_another_size_without_a_failed_try(
     grows: bool,
@@ -107,6 +161,7 @@ def test_a_job_that_grows_keeps_processes_that_were_made_with_several_replicas(
     launches = job.all(LaunchGroup)[-2:]
     assert [one.node for one in launches] == ["a", "c"]
     assert {one.membership.kept_from for one in launches} == {2 if kept else 0}
+    assert ("other process groups than kept ones" in launches[0].reason.text) != bool(kept)
 
 
 def test_a_smaller_world_keeps_processes_if_it_has_no_new_ones() -> None:
@@ -115,9 +170,9 @@ def test_a_smaller_world_keeps_processes_if_it_has_no_new_ones() -> None:
         job = Transcript(spec(recovery=recovery)).started(step=3)
         job.lose("a")
         job.stopped("b", 3, kept=kept)
-        job.wait(120)
-        launch = job.all(LaunchGroup)[-1]
+        launch = job.one(LaunchGroup)
         assert launch.membership.world_size == 2 and launch.membership.kept_from == expected
+        assert ("smaller world needs whole replicas" in launch.reason.text) != bool(expected)
 
 
 def test_kept_processes_that_cannot_go_on_cost_no_restart_and_all_are_forked() -> None:
@@ -141,6 +196,8 @@ def test_kept_processes_that_cannot_go_on_cost_no_restart_and_all_are_forked() -
     assert said.startswith("all workers start again: worker 1 on a")
     job.exits(2, signal=9, step=5)
     assert not any(stop.keep for stop in job.of(StopGroup))
+    job.all_stopped(5)
+    assert f"; {said}" in job.one_reason(LaunchGroup)
 
 
 def test_another_fault_while_kept_processes_go_on_is_charged() -> None:
@@ -224,11 +281,11 @@ def test_an_error_in_the_first_step_of_kept_processes_is_charged_once_they_are_f
             job.exits(0, code=1, step=3, error_type="KeyError", error_message="'x'", traceback="t")
             job.all_stopped(3)
             assert job.state.incidents[-1].traceback == "t"
+            note = "not charged, since processes had been kept: worker 0"
+            assert job.state.incidents[-1].title.startswith(note) == (generation == 2)
         charged.append(dict(job.state.ledger.restarts))
         if job.of(LaunchGroup):
             job.succeed(LaunchGroup)
     infrastructure = {"infrastructure": 1}
     assert charged == [infrastructure, infrastructure, infrastructure | {"user": 1}]
     assert not job.state.group.membership or not job.state.group.membership.kept_from
-            note = "not charged, since processes had been kept: worker 0"
-            assert job.state.incidents[-1].title.startswith(note) == (generation == 2)

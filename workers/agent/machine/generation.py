@@ -47,6 +47,8 @@ MAX_INSPECTED_BYTES = 4096
 NO_ERROR = worker_protocol.Failed(error_type="", message="", traceback="")
 LOOK_AT_SAVES_S = 0.5
 """Workers that end a save are asked so often whether they wait for a peer that is gone."""
+LATE = "it did not wait for a seat in time"
+"""Reason why a process is not kept whose worker does not leave its step."""
 SIGKILL, SIGTERM, SIGSTOP = 9, 15, 19
 """Linux numbers. The signal module does IO, which a pure machine must not import."""
 
@@ -296,6 +298,10 @@ class Generation:
     def kept(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.kept]
 
+    def why_not_kept(self) -> str:
+        """Reason that one of the workers has given; empty: none has."""
+        return max((w.keeps for w in self.workers.values() if isinstance(w.keeps, str)), default="")
+
     def kept_for(self, launch: LaunchWorkers) -> dict[int, tuple[int, int]]:
         """Rank of the next generation -> (this generation, rank) of the kept worker that gets its
         seat: it is in that place and has that shard; a rank changes only with their number."""
@@ -386,9 +392,11 @@ class Generation:
 
     def kill_all(self) -> list[Command]:
         stop = self.stop = self.stop or Stopping([], 0.0)
-        late = [w.seat.rank for w in self.alive if w.keeps and not (w.failed or w.signals)]
-        text = "did not wait for a seat in time, so its process is not kept"
-        notes = [commands.Note(f"rank {r} {text}") for r in late if stop.stage == "halt"]
+        late = [w for w in self.alive if w.keeps and not (w.failed or w.signals)]
+        late = late if stop.stage == "halt" else []
+        for worker in late:
+            worker.keeps = LATE if worker.keeps is True else worker.keeps
+        notes = [commands.Note(f"rank {w.seat.rank} is not kept: {w.keeps}") for w in late]
         stop.stage, stop.deadline_ns = "kill", None
         return [*notes, *self._signal(self.alive, SIGKILL)]
 

@@ -627,6 +627,7 @@ class AgentMachine:
             offered_port=self._port,
             kept=tuple(worker.seat.rank for worker in kept),
             fixed_size=max((worker.fixed_size for worker in kept), default=""),
+            why_not=group.why_not_kept() if group else "",
         )
         return commands.Send(message)
 

@@ -79,7 +79,18 @@ def test_a_stop_reports_why_kept_processes_cannot_have_another_size() -> None:
         if ended:
             agent.worker_ends(0, signal=9)
         report = stopped(halted(agent, 1))
-        assert report.fixed_size == ("" if ended else "it reads world_size")
+        assert report.fixed_size == ("" if ended else "it reads world_size") and not report.why_not
+
+
+def test_a_stop_reports_why_a_worker_was_not_kept_also_if_it_said_so_meanwhile() -> None:
+    agent = training(0, 1)
+    stop(agent)
+    halted(agent, 0)
+    agent.from_worker(1, worker_protocol.KeepReported(why_not="it draws random numbers"))
+    agent.now_ns += SECOND_NS
+    assert kills(agent.give(inputs.ClockTick())) == [(1, 1)]
+    report = stopped(agent.worker_ends(1, signal=9))
+    assert (report.kept, report.why_not) == ((0,), "it draws random numbers")
 
 
 def test_a_worker_that_cannot_be_kept_is_killed_at_once_and_one_that_halts_late_after_1_s() -> None:
@@ -89,11 +100,11 @@ def test_a_worker_that_cannot_be_kept_is_killed_at_once_and_one_that_halts_late_
     agent.now_ns += SECOND_NS
     out = agent.give(inputs.ClockTick())
     assert kills(out) == [(1, 0)]
-    assert (
-        commands.Note("rank 0 did not wait for a seat in time, so its process is not kept") in out
-    )
+    why = "it did not wait for a seat in time"
+    assert commands.Note(f"rank 0 is not kept: {why}") in out
     assert not halted(agent, 0), "too late: its kill is under way"
-    assert stopped(agent.worker_ends(0, signal=9)).kept == ()
+    report = stopped(agent.worker_ends(0, signal=9))
+    assert report.kept == () and report.why_not == why
 
 
 def test_a_kept_worker_that_ends_while_it_waits_gets_no_seat() -> None:
