@@ -83,8 +83,7 @@ class StopGroup(Action, frozen=True, kw_only=True, tag="stop-group"):
     save_grace_s: float = 0.0
     """Grace for workers in a declared save, in a stop without grace."""
     after_step: int = -1
-    """Step after which a script that asks for notices saves, in a stop with grace; -1: there is no
-    time for one."""
+    """Step after which a script that asks for notices saves, in a stop with grace; -1: none."""
     keep: bool = False
     """Workers that can leave their step keep their process."""
 
@@ -96,8 +95,7 @@ class InspectGroup(Action, frozen=True, kw_only=True, tag="inspect-group"):
 
 
 class StageStep(Action, frozen=True, kw_only=True, tag="stage-step"):
-    """Have a node's workers stage exactly this step. Succeeds when all of them have; fails when
-    one of them is past it."""
+    """Have all workers of a node stage exactly this step. Fails when one of them is past it."""
 
     node: str
     step: int
@@ -123,8 +121,7 @@ class Retained(msgspec.Struct, frozen=True):
 
     keep: tuple[tuple[int, int], ...]
     newest: tuple[int, int]
-    """The newest good checkpoint. Older ones that are not kept are deleted, newer ones with a
-    manifest stay."""
+    """The newest good checkpoint: others may be deleted, newer ones with a manifest stay."""
     abandoned: tuple[int, int]
     """Newest version up to which files without a manifest get none and are deleted."""
     generation: int

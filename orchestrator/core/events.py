@@ -123,8 +123,7 @@ class StepCompleted(
     began_estimated: bool = False
     """True if that step may have been another one."""
     first_ago_s: float = 0.0
-    """Seconds since the first step of the generation was finished, if a framework reports its
-    progress later."""
+    """Seconds since the generation's first step, if a framework reports its progress later."""
     ago_s: float = 0.0
     """Seconds without progress of any rank since then."""
     keeps: bool = False

@@ -47,8 +47,7 @@ def _least(state: JobState, members: tuple[str, ...], mesh: Mesh) -> tuple[str, 
 
 
 def _for_mesh(state: JobState, memory: HostMemory, mesh: Mesh) -> HostMemory:
-    """The agent plans without copies if it is launched without a buddy; here it counts whether
-    they are wanted."""
+    """Plan with copies if they are wanted, as an agent does that is launched with a buddy."""
     wanted = needs_buddy(state.job, mesh)
     workers = state.job.spec.workers_per_node
     shards = mesh.shards_per_node(workers)

@@ -65,8 +65,7 @@ class Journal(Protocol):
     records: list[Record]
 
     problem: str
-    """Reason why appended records are only in the controller's memory; empty: they are not. Each
-    `commit` tries to write them again."""
+    """Reason why records are only in memory, which `commit` tries to write; empty: none are."""
 
     @property
     def full(self) -> bool:

@@ -161,8 +161,7 @@ class ProgressMonitor:
                 self._due = None
 
     def observe(self, now_ns: int, event: AnyEvent) -> tuple[AnyEvent, ...]:
-        """Take an event in, after the controller has; returns what follows from it, and from events
-        that were not checked yet."""
+        """Take an event in, after the controller; returns what follows, with what was unchecked."""
         self._last_facts = None
         out = self._follow(now_ns)
         self._take(now_ns, event)

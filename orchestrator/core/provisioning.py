@@ -27,8 +27,7 @@ wrong image or a low memory limit would otherwise create nodes as fast as they f
 FAILED_STARTS_KEPT = 2
 """Nodes that ended before they joined and are not released yet: their logs say why."""
 START_DURATIONS_KEPT = 8
-"""Newest starts that count. The first ones of a job may have pulled images; the last ones tell what
-a replacement takes."""
+"""Newest starts that count: the first ones of a job may have pulled images."""
 
 
 # -- queries ----------------------------------------------------------------------------------

@@ -116,8 +116,7 @@ def _request(ctx: StepContext, reason: Reason, margin_s: float = MARGIN_S) -> No
 
 
 def _room_s(ctx: StepContext) -> float | None:
-    """Seconds that the interruption may wait for the member that leaves first; None: none leaves at
-    a known time."""
+    """Seconds until the first member leaves, which the interruption may wait; None: not known."""
     leaving = leaving_members(ctx.state)
     leave_times = [node.leaves_ns for node in leaving if node.leaves_ns is not None]
     return SHARE * (min(leave_times) - ctx.now_ns) / SECOND_NS if leave_times else None

@@ -48,8 +48,7 @@ def best_size(
     memory: WorkerMemory = UNKNOWN,
     allows: Callable[[int], bool] = lambda world: True,
 ) -> int:
-    """The largest number of nodes <= limit that has a mesh; 0: none. `allows`: of a world size,
-    whether it may be used."""
+    """The largest number of nodes <= limit that has a mesh and a world size that `allows`, or 0."""
     workers = job.spec.workers_per_node
     sizes = (size for size in elastic_sizes(job, limit) if allows(size * workers))
     return next((size for size in sizes if mesh_for(job, size, memory)), 0)

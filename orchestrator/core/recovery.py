@@ -138,8 +138,7 @@ def interrupt(ctx: StepContext, cause: Cause) -> None:
 
 
 def _grace_s(ctx: StepContext, purpose: Purpose) -> float:
-    """Seconds that workers may take to end by themselves: at a planned interruption a script may
-    save its own state."""
+    """Seconds that workers may take to end by themselves: in a planned stop a script may save."""
     spec = ctx.state.job.spec
     if purpose in ("failure", "finish") or spec.entrypoint.recipe is not None:
         return 0.0
@@ -156,8 +155,7 @@ def _grace_s(ctx: StepContext, purpose: Purpose) -> float:
 
 
 def _save_grace_s(ctx: StepContext, cause: Cause) -> float:
-    """Seconds for survivors of a failure to end a save that their script has declared; 0 in a hang,
-    as its ranks wait for each other."""
+    """Seconds for survivors to end a declared save; 0 in a hang: its ranks wait for each other."""
     is_script = ctx.state.job.spec.entrypoint.recipe is None
     failed = cause.purpose == "failure" and cause.hang is None
     return limits.SAVE_GRACE_S if is_script and failed else 0.0
@@ -347,8 +345,7 @@ def _fault_ns(state: JobState, stop: PendingStop, incident: IncidentRecord) -> i
 
 
 def _add_inspected(state: JobState, stop: PendingStop) -> None:
-    """A worker that ended before its stack was taken, because its peers were killed, has the one of
-    the inspection."""
+    """A worker that ended with its peers, before its stack was taken, has the inspected one."""
     taken = {stack.rank for stack in stop.stacks}
     if stop.hang is not None:
         stop.stacks += [stack for rank, stack in state.inspected.items() if rank not in taken]
@@ -401,11 +398,11 @@ def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> Rea
     if failure.exit is not None:
         incident.traceback = failure.exit.traceback
     if failure.failure_class != "user" and failure.rule not in sizes.RULES:
-        if rule == keeping.NOT_KEPT:
-            incident.title = f"not charged, since processes had been kept: {failure.title}"
         _learn_size(ctx, incident)
     if rule := keeping.failed(ctx, failure):
         incident.failure_class, incident.rule = "infrastructure", rule
+        if rule == keeping.NOT_KEPT:
+            incident.title = f"not charged, since processes had been kept: {failure.title}"
         ctx.move(state.phase, "infrastructure", failure.title)
         return None
     code: ReasonCode = failure.failure_class if failure.failure_class != "user" else "user-error"
@@ -465,8 +462,7 @@ def _doubt_the_state(ctx: StepContext, failure: Failure) -> bool:
 
 
 def _waits_for_store(ctx: StepContext, failure: Failure) -> bool:
-    """True if the generation could not read the store. That charges no restart: the store is tried
-    again after a pause, which grows."""
+    """True if the generation could not read the store, which is tried again, without a charge."""
     state = ctx.state
     assert state.group.membership is not None
     restore = state.group.membership.restore

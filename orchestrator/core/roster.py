@@ -252,8 +252,7 @@ class Promises:
         return self._all.get(name)
 
     def take(self, name: str | None) -> PendingNode | None:
-        """Remove the promise of this node, or the oldest one without a name, which stands for any
-        node; None: there is neither."""
+        """Remove the promise of this node, or the oldest without a name; None: there is neither."""
         if name is not None and name in self._all:
             return self._all.pop(name)
         if not self._unnamed:

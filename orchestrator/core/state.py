@@ -269,8 +269,7 @@ class Drain(Struct):
 
 
 class Hold(Struct, frozen=True):
-    """The job does not go on without a user's decision: it has committed checkpoints, and none of
-    them can be used."""
+    """The job waits for a user's decision: none of its committed checkpoints can be used."""
 
     since_ns: int
     text: str
@@ -300,9 +299,9 @@ class Keeping(Struct):
     workers: dict[str, int] = {}
     """Node -> processes that it has kept of the newest generation."""
     fixed_size: str = ""
+    """Reason why they cannot go on in a world of another size."""
     why_not: str = ""
     """Reason that a worker gave why its process cannot be kept."""
-    """Reason why they cannot go on in a world of another size."""
     replicas: int = 1
     """Replicas in the last generation whose workers all were new."""
     renewed_in: int = 0

@@ -283,8 +283,7 @@ class Refused(Message, frozen=True, kw_only=True, tag="refused"):
 
 
 class LaunchWorkers(Message, frozen=True, kw_only=True, tag="launch"):
-    """Fork these workers. Idempotent: if the generation runs already, the agent answers
-    Launched."""
+    """Fork these workers, unless they run already; then the agent answers Launched."""
 
     action_id: int
     membership: Membership
@@ -313,8 +312,7 @@ class StopWorkers(Message, frozen=True, kw_only=True, tag="stop"):
     stacks: bool = False
     """Collect the stacks of every worker first."""
     save_grace_s: float = 0.0
-    """Seconds, without grace, for a worker to end a declared save, unless it waits for its
-    peers."""
+    """Seconds, without grace, to end a declared save, unless it waits for its peers."""
     after_step: int = -1
     """Step after which workers that have asked for notices save, if there is grace; they get no
     SIGTERM; -1: there is no time for it."""

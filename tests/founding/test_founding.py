@@ -1,5 +1,4 @@
-"""The founding documents: every line is answered, every piece of evidence exists, and the numbers
-are right where a document is wrong."""
+"""The founding documents: every line is answered, evidence exists, and numbers are right."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A healthy evaluation that takes longer than a hang may last in training is no hang, with one line
-more in the script."""
+"""A healthy evaluation, longer than a hang may last in training, with one line in the script."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The trainer's state is in memory: a killed worker costs no step, and the losses are those of an
-undisturbed run."""
+"""The trainer's state is in memory: a kill costs no step, and the losses are as without it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Messages of the callbacks while the real trainers evaluate, save and end: one process, with the
-agent's end of its channel in the test."""
+"""Messages of the callbacks while real trainers evaluate, save and end, in one process."""
 
 from __future__ import annotations
 

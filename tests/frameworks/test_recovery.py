@@ -1,5 +1,4 @@
-"""Each script, unmodified, as a user runs it: a worker is killed, the job goes on from the script's
-own checkpoint, reaches its last step and succeeds."""
+"""Each script, unmodified: after a kill it goes on from its own checkpoint and succeeds."""
 
 from __future__ import annotations
 

@@ -47,8 +47,7 @@ class WatchedController(Controller):
 
 
 class SimJournal:
-    """The durable records. In every other world those after the last commit die with their
-    controller, as with a journal behind a network."""
+    """The durable records. In every other world the uncommitted ones die with their controller."""
 
     def __init__(self, loses_uncommitted: bool, compact_at: int | None) -> None:
         self.loses_uncommitted, self.compact_at = loses_uncommitted, compact_at
@@ -154,8 +153,7 @@ class Host:
         self._turn()
 
     def _restored(self) -> JobLoop:
-        """The loop restored from the journal; a snapshot must give what a replay of all records
-        gives."""
+        """The loop restored from the journal; a snapshot must give what a replay gives."""
         journal = self.journal
         loop = self._restore(journal.snapshot, journal.records)
         if journal.snapshot is not None:

@@ -1,5 +1,4 @@
-"""The safety properties, checked after every decision and every step. They use the state of the
-controller, but none of its own checks."""
+"""Safety properties after each decision and step, by the state and no check of the controller."""
 
 from __future__ import annotations
 
@@ -213,8 +212,7 @@ class Oracle:
         self.require(released, f"suspended for {for_s:.1f} s and holds {held}")
 
     def _cordons(self, state: JobState) -> None:
-        """A machine is not used again after badNodeStrikes incidents within the window, and not
-        after fewer."""
+        """A machine is used until it has badNodeStrikes incidents within the window."""
         recovery = state.job.spec.recovery
         since_ns = state.now_ns - round(recovery.budgets.infrastructure.window_s * SECOND_NS)
         for name in [name for name in state.ledger.cordoned if name not in self._cordoned]:

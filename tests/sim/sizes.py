@@ -25,8 +25,7 @@ class Sizes:
     def of(
         cls, push_steps: float, stall_steps: float, step_s: float, slots: int, shard_bytes: int
     ) -> Sizes:
-        """Sizes with which a push from all slots, within the default share of the network, takes
-        `push_steps`."""
+        """Sizes whose push from all slots, at its share of the network, takes `push_steps`."""
         share = limits.BUDDY_NETWORK_PERCENT / 100
         network = slots * shard_bytes / (push_steps * step_s * share)
         copy = shard_bytes / (stall_steps * step_s) if stall_steps else float("inf")

@@ -1,5 +1,4 @@
-"""The buddy tier with states of real size: after a warm-up the loss of one node costs at most the
-promised steps, however long a push takes."""
+"""The buddy tier with states of real size: a lost node costs at most the promised steps."""
 
 from __future__ import annotations
 

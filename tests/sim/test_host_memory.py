@@ -1,5 +1,4 @@
-"""Random histories on nodes whose memory is too small for all buffers and copies: the job ends as
-ever, and no node holds more than it has room for."""
+"""Random histories on nodes with little memory: the job ends as ever, and no node overflows."""
 
 from __future__ import annotations
 

@@ -101,8 +101,7 @@ class ScriptWorker(SimWorker):
         self._next()
 
     def _writes(self) -> None:
-        """Write as under file_audit.py: a rank that has opened no known checkpoint waits for its
-        end before it writes over one."""
+        """Write as under file_audit.py: a rank that opened no checkpoint waits first."""
         unread = self.ignores and bool(self.membership.own_checkpoints)
         recovery = self.world.document["spec"]["recovery"]
         self.waits = unread and recovery.get("onIgnoredCheckpoint") != "warn"

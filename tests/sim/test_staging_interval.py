@@ -1,5 +1,4 @@
-"""The staging interval that the controller chooses, in a whole job: a fault costs at most the steps
-that it promises."""
+"""The chosen staging interval in a whole job: a fault costs at most the steps that it promises."""
 
 from __future__ import annotations
 

@@ -39,8 +39,7 @@ def test_the_job_ends_as_expected_and_leaves_nothing_behind(seed: int) -> None:
 
 
 class Undisturbed(World):
-    """DDP of 1.5 billion parameters on one node with 8 workers: 18 GB of state, staged at 10 GB/s,
-    beside steps of half a second."""
+    """DDP of 1.5 billion parameters on 8 workers: 18 GB at 10 GB/s, beside steps of 0.5 s."""
 
     def __init__(self, seed: int, verbose: bool = False) -> None:
         super().__init__(seed, verbose)

@@ -25,8 +25,7 @@ FAULTS_S = 60.0
 BOUND_S = 900.0
 """The job must have ended by then."""
 STAGE_EVERY = 6
-"""Steps between stagings in a third of the worlds; in one third the controller chooses, in the last
-one every step is staged."""
+"""Steps between stagings in a third of the worlds; in others the controller chooses, or it is 1."""
 
 # (nodes, workers per node, shard): FSDP over nodes, HSDP in and over nodes, DDP, one node.
 SHAPES = (

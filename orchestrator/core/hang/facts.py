@@ -190,8 +190,7 @@ class HangFacts:
         outside_s = [self.live[r].beat.idle_s for r in does if does[r] == "outside"]
         outside_ns = self.now_ns - seconds(max(outside_s, default=0.0))
         self.excused_ns = max(self.generation.busy_ns, min(starved_until_ns, outside_ns))
-        """Time until which a rank worked or its machine was starved. A rank that does nothing waits
-        for no CPU."""
+        """Time until which a rank worked or its machine was starved; an idle rank needs no CPU."""
         launched_ns, startup_s = self.state.group.launched_ns, self.recovery.startup_timeout_s
         complete = bool(live) and len(live) == len(ranks)
         worked = (watched.seen_ns - seconds(watched.beat.idle_s) for watched in live)
@@ -230,8 +229,7 @@ class HangFacts:
 
     @property
     def ask_after_s(self) -> float | None:
-        """Seconds without progress after which the workers are asked what they do; not in a start,
-        which may take longer than any phase."""
+        """Seconds without progress after which workers are asked what they do, not in a start."""
         if not self.counted and not self.silent:
             return None
         if self.works:

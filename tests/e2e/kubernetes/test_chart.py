@@ -508,8 +508,7 @@ def commands() -> list[str]:
 
 
 def test_every_kubectl_line_of_the_docs_works(user: Kubectl) -> None:
-    """The lines run in order, from the root of the repository. There are no nodes: the test writes
-    the status as the operator would."""
+    """The lines run from the root of the repository; the test writes the status of the operator."""
     lines = [line for line in commands() if not line.startswith("kubectl apply -k")]
     assert len(lines) > 15
     for line in lines:

@@ -32,8 +32,7 @@ LEASE_S = 60
 WATCHES = 2
 """Pods and TrainingJobs; each restarts every few minutes."""
 REQUESTS_PER_JOB = 7 + PODS_EACH
-"""A Secret and its copy, a journal and its first record, a dry run of a pod, a status, the Event
-about its GPUs, and pods."""
+"""A Secret and its copy, a journal and a record, a dry run, a status, an Event, and pods."""
 LOOKS = 5
 """Checks of a Kubernetes node whose pods are not removed: after 2, 4, 8 s and so on."""
 STATUS_WRITES = 3

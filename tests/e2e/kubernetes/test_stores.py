@@ -1,5 +1,4 @@
-"""Jobs with an S3 endpoint that never answers, beside jobs with a working store, under one
-operator."""
+"""Jobs whose S3 endpoint never answers, beside jobs with a working store, under one operator."""
 
 from __future__ import annotations
 

@@ -65,8 +65,7 @@ class Cluster:
         self._helm.run("rollback", "holdfast", "--namespace", render.NAMESPACE)
 
     def begin(self, chart: Path) -> None:
-        """An empty cluster with the CRD of the chart, as `kubectl apply` would have created it, and
-        a stored job."""
+        """An empty cluster with the chart's CRD as by `kubectl apply`, and a stored job."""
         self.kubectl.run("delete", "crd", CRD, "--ignore-not-found")
         self._helm.attempt("uninstall", "holdfast", "--namespace", render.NAMESPACE)
         self.client_side(chart)

@@ -1,5 +1,4 @@
-"""Jobs that wait for something, which their conditions name. On a real API server without nodes,
-with an operator that has all rights."""
+"""Waiting jobs, whose conditions say why, on a real API server without nodes."""
 
 from __future__ import annotations
 

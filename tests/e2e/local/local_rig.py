@@ -37,8 +37,7 @@ ENDLESS = 1_000_000
 
 
 def spec(name: str, steps: int, **changes: Any) -> dict[str, Any]:
-    """A small transformer, 2 nodes x 2 workers, HSDP 2 x 2. An endless job leaves the processors to
-    the tests beside it."""
+    """A small transformer on 2 x 2 workers, HSDP 2 x 2. An endless job is kind to other tests."""
     config = {
         "steps": steps,
         "minStepSeconds": 0.5 if steps >= ENDLESS else 0,
@@ -67,8 +66,7 @@ def _environment() -> dict[str, str]:
 
 
 def short(home: Path) -> Path:
-    """A link to the new directory `home`: pytest's directories may be too long for the path of a
-    Unix socket below them."""
+    """A link to the new directory `home`, short enough for the path of a Unix socket below it."""
     home.mkdir(exist_ok=True)
     link = Path(_LINKS.name) / str(next(_NUMBERS))
     link.symlink_to(home)

@@ -1,5 +1,4 @@
-"""Recovery does not change training: every step has the loss of an undisturbed run, and the last
-checkpoint has its bytes."""
+"""Recovery does not change training: the losses and bytes are those of an undisturbed run."""
 
 from __future__ import annotations
 

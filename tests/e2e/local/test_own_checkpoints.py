@@ -1,5 +1,4 @@
-"""Scripts with checkpoints of their own: two runs of a sweep in one directory, one that ignores its
-checkpoint, and one that cannot read its newest one."""
+"""Scripts with their own checkpoints: a sweep in one directory, one ignored, one unreadable."""
 
 from __future__ import annotations
 

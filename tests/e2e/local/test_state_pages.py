@@ -1,5 +1,4 @@
-"""Averaged weights as docs/user/session.md prints them, and the reader of docs/user/storage.md, run
-exactly so."""
+"""Averaged weights of docs/user/session.md, and the reader of docs/user/storage.md, exactly so."""
 
 from __future__ import annotations
 

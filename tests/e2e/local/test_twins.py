@@ -1,5 +1,4 @@
-"""Workers of a node that hold the same state stage it together, once per node. Kills change no loss
-and no weight."""
+"""Workers of a node with the same state stage it once. Kills change no loss and no weight."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ from . import cluster_rig
 BOUND_S = 240.0
 ATTEMPTS = 8
 START_S = 40
-"""A raylet ends when its helpers take longer than 15 s to start, as on a busy machine, and
-`ray start` does not notice."""
+"""A raylet ends when its helpers need over 15 s to start, and `ray start` misses it."""
 GIVEN_UP_S = 10
 """Seconds that Ray's processes wait for a head that never comes back; 60 by default."""
 WAITED_FOR_S = 600

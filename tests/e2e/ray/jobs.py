@@ -1,5 +1,4 @@
-"""A job on the test cluster, started with the command line: `holdfast run FILE --ray ADDRESS`.
-Waits are on the controller's views, not on time."""
+"""A job on the test cluster, by `holdfast run FILE --ray ADDRESS`; waits are on its views."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A relay in front of a cluster's dashboard that can be cut, or that supports no WebSockets, as
-some proxies do."""
+"""A relay before a cluster's dashboard that can be cut, or that supports no WebSockets."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Ray's autoscaler adds the nodes that a job requests, replaces a lost one, and removes all of them
-when the job has ended."""
+"""Ray's autoscaler adds requested nodes, replaces a lost one, and removes all at the job's end."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Ray announces that it will take a Ray node away (`ray drain-node`, a reclaimed spot machine): the
-job moves away before, and loses no step."""
+"""Ray will take a Ray node away (`ray drain-node`, spot): the job moves before, without a loss."""
 
 from __future__ import annotations
 

@@ -42,8 +42,7 @@ while True:
 
 
 class WatchedJob:
-    """A job on a HeadedCluster, watched through other processes: this one is a driver of another
-    cluster."""
+    """A job on a HeadedCluster, watched by processes: this one drives another cluster."""
 
     def __init__(self, cluster: HeadedCluster, place: Path, name: str) -> None:
         self.cluster, self.place, self.name = cluster, place, name

@@ -1,5 +1,4 @@
-"""An agent and its workers end with their actor, for whatever reason it ends: no process of a node
-keeps training without its controller knowing."""
+"""An agent and its workers end with their actor, however it ends, and none trains on unknown."""
 
 from __future__ import annotations
 

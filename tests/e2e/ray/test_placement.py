@@ -18,8 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 GPUS = 4
 KEY = "example.com/rack"
 RACKS = "bdac"
-"""Labels of the Ray nodes, in the order of their start. By chance, ranks follow them one time in
-24."""
+"""Labels of the Ray nodes, by their start. By chance, ranks follow them one time in 24."""
 SCRIPT = """
 import json, os, pathlib, time
 here, job, rank = pathlib.Path(__file__).parent, os.environ["JOB"], os.environ["RANK"]

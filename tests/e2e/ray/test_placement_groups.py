@@ -1,5 +1,4 @@
-"""Placement groups of a job on a real cluster, with the backend alone: where nodes are placed, and
-what is requested."""
+"""Placement groups of a job on a real cluster, by the backend alone: requests and places."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Two jobs fill a cluster. One loses a Ray node without a replacement, and the other is not
-affected; an added Ray node is used."""
+"""Two jobs fill a cluster. One loses a Ray node, the other is untouched; a new one is used."""
 
 from __future__ import annotations
 

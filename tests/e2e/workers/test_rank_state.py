@@ -1,5 +1,4 @@
-"""State of single ranks on real process groups, with a fake agent: exchanged by the ranks that hold
-one shard, on steps that all of them stage."""
+"""State of single ranks on real groups with a fake agent, exchanged by ranks with one shard."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""DistributedDataParallel as in torch's tutorial of torchrun: one snapshot file, written by rank 0,
-read by all ranks when it exists."""
+"""DistributedDataParallel as in torchrun's tutorial: rank 0 writes one snapshot, all read it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""fully_shard with distributed checkpoints: a directory per checkpoint; the one with the highest
-number is loaded, as in torch's example of FSDP2."""
+"""fully_shard with a directory per checkpoint, the newest loaded, as in torch's example."""
 
 from __future__ import annotations
 

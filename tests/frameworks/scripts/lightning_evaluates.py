@@ -1,5 +1,4 @@
-"""lightning_callback.py with validations, and a test after the training. The first batch of each
-takes EVALUATION_SECONDS."""
+"""lightning_callback.py with validations and a test, whose first batches are slow."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Counts the parameters of an architecture with torch's own modules on the meta device, so that the
-count shares nothing with the formulas of the planner."""
+"""Counts an architecture's parameters with torch's modules, without the planner's formulas."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Mistakes in a spec: what the command prints, and its exit code. tests/unit/api/wrong_jobs.py has
-the rest of the rules of the models."""
+"""Mistakes in a spec: output and exit code. tests/unit/api/wrong_jobs.py has the other rules."""
 
 from __future__ import annotations
 

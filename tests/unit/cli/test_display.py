@@ -314,8 +314,7 @@ def test_a_loss_that_is_not_a_number_is_null_in_json(capsys: pytest.CaptureFixtu
 
 
 def interrupted(display: LineDisplay, at: int) -> bool:
-    """Raise a KeyboardInterrupt at call or return number `at` within `show`, as a signal would.
-    Returns whether there were so many."""
+    """Raise a KeyboardInterrupt at call `at` within `show`; returns whether there were so many."""
     left = at
 
     def trace(_frame: FrameType, event: str, _arg: object) -> TraceFunction | None:

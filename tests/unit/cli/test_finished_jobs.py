@@ -175,8 +175,7 @@ def test_a_job_directory_without_a_record_can_be_deleted_as_the_message_says(
 def test_a_job_whose_files_cannot_be_read_now_is_not_deleted(
     tmp_path: Path, holdfast: Holdfast, name: str
 ) -> None:
-    """The same as on an unavailable network share. A directory stands for it, since root reads any
-    file."""
+    """The same on an unavailable share, for which a directory stands: root reads any file."""
     directory = ended_job(tmp_path / "home", "waiting", ended=False)
     (directory.path / name).unlink()
     (directory.path / name).mkdir()

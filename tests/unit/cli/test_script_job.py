@@ -1,5 +1,4 @@
-"""`holdfast run train.py --nodes 2 -- ARGS`: the spec that is made, and what is refused before the
-start."""
+"""`holdfast run train.py --nodes 2 -- ARGS`: the spec that it makes, and what it rejects."""
 
 from __future__ import annotations
 

@@ -256,8 +256,7 @@ def test_a_new_controller_keeps_promises_that_the_backend_still_has() -> None:
 def test_generations_that_the_journal_lacks_are_stopped_and_never_numbered_again(
     order: str,
 ) -> None:
-    """The last controller launched generations 2 and 3, and could not write that to a full disk. c
-    is no member by the journal."""
+    """The last controller could not journal generations 2 and 3, so c is no member in it."""
     job = Transcript().started()
     job.controller = job.replayed()
     job.apply(ControllerStarted(incarnation=2))

@@ -401,8 +401,7 @@ def test_surplus_nodes_are_released_after_the_first_step_the_newest_first() -> N
 
 
 def test_a_script_keeps_idle_nodes_until_its_workers_have_restored_from_memory() -> None:
-    """The job is in phase running as soon as its workers run: the nodes that a shrink made idle
-    still hold shards that its workers read."""
+    """The job is running as soon as its workers run, and they read shards of idle nodes."""
     job = Transcript(spec({"min": 1, "max": 3}, shard="world", script=True)).started("a", "b", "c")
     job.apply(ResizeRequested(nodes=2))
     job.all_stopped(3)

@@ -1,5 +1,4 @@
-"""Checkpoints that cannot be used: damaged, missing, or in a store that cannot be read; and a job
-that has nothing left to restore."""
+"""Checkpoints that are damaged, missing or unreadable, and a job with nothing to restore."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""LoRA and QLoRA: what is trained and kept, against published runs; frozen weights cost no gradient
-and no reduction."""
+"""LoRA and QLoRA against published runs; frozen weights cost no gradient and no reduction."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Ways to make a job fit: each one, written into the spec, is valid, fits, and nothing of it is
-superfluous."""
+"""Ways to make a job fit: each is valid in the spec, fits, and has nothing superfluous."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Published runs on A100, H100 and H200: rows that no share was fitted to, and how much faster one
-device is than another."""
+"""Published runs on A100, H100 and H200 to which no share was fitted, and their differences."""
 
 from __future__ import annotations
 

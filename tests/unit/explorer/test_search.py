@@ -105,8 +105,7 @@ def test_the_best_first(case: tuple[str, int, str]) -> None:
 def test_no_layout_that_was_not_estimated_is_better(
     model: str, devices: int, device: str, batch: int
 ) -> None:
-    """The search leaves out what only saves memory; here every layout with every micro-batch is
-    estimated."""
+    """The search leaves out what only saves memory; here each layout and batch is estimated."""
     work, on = workload(model, batch, compiled=False), cluster(devices, device)
     best: dict[str, float] = {}
     for mesh in meshes(work, on):

@@ -1,5 +1,4 @@
-"""Other strategies for the devices of a job: each is one that the job can be changed to, and has
-the figures of the changed job."""
+"""Other strategies for a job's devices: the job can be changed to each, with its figures."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Reports of a standby replica about its lease. Takeovers are tested at a real API server
-(tests/e2e/kubernetes/test_replicas.py)."""
+"""A standby replica's reports on its lease; tests/e2e/kubernetes/test_replicas.py takes over."""
 
 from __future__ import annotations
 

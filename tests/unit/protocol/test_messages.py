@@ -1,5 +1,4 @@
-"""Releases with other messages have another protocol, so that a controller rejects agents of the
-other release."""
+"""Releases with other messages have another protocol, so a controller rejects their agents."""
 
 from __future__ import annotations
 

@@ -47,8 +47,7 @@ class HandClock(Clock):
 
 @dataclass
 class MemoryJournal:
-    """A journal in this process' memory, as a store behind a network is: nothing is kept before
-    its commit is through."""
+    """A journal in memory that keeps, as a store behind a network, nothing before its commit."""
 
     snapshot: bytes | None = None
     records: list[Record] = field(default_factory=list)

@@ -153,8 +153,7 @@ class PushToBuddy(CommandBase, frozen=True):
     address: str
     port: int
     confirmed: int = -1
-    """The newest step of the generation that all agents have pushed; -1: none. The buddy may not
-    know it yet."""
+    """The newest step that all agents have pushed; -1: none. The buddy may not know it yet."""
 
 
 class FetchFromPeer(CommandBase, frozen=True):

@@ -15,8 +15,7 @@ from .script_progress import SECOND_NS
 @dataclass(frozen=True)
 class MachineTiming:
     refill_delay_s: float = 1.0
-    """Time from the first step of a generation to the fork of standbys: start-up needs the
-    cores."""
+    """Time from a generation's first step to the fork of standbys: start-up needs the cores."""
     spare_delay_s: float = 4.0
     """Time from Welcome to the fork of standbys on a node without ranks. A spare often joins
     because another node was just lost, and where nodes share cores its warm-up would delay the

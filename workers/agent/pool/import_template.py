@@ -43,8 +43,7 @@ class ImportTemplate:
     def __init__(
         self, job: TrainingJob, modules: Sequence[str], left_out: frozenset[str], run: RunWorker
     ) -> None:
-        """Fork it. `left_out`: modules that it does not import. The caller must not have
-        threads."""
+        """Fork it, without the modules in `left_out`. The caller must not have threads."""
         self.modules = tuple(modules)
         self.ready = False
         self._installed = _installed()

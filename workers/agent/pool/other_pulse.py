@@ -21,8 +21,7 @@ INHERITED = "HOLDFAST_INHERITED"
 
 
 def start(wire_fd: int, asked_fd: int) -> None:
-    """Start the thread. A Holdfast that cannot be imported is printed: the script runs all the
-    same."""
+    """Start the thread. If Holdfast cannot be imported, print it: the script runs all the same."""
     try:
         import msgspec
 

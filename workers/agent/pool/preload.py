@@ -85,8 +85,7 @@ def import_all(names: Iterable[str]) -> None:
 
 
 def import_if_there(name: str) -> None:
-    """Import a module if possible. A broken module fails again, with its traceback, in the worker
-    that needs it."""
+    """Import a module if possible. A broken one fails again in the worker that needs it."""
     try:
         if importlib.util.find_spec(name) is not None:
             importlib.import_module(name)

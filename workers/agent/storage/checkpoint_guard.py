@@ -48,8 +48,7 @@ TOO_SLOW = f"the file system did not answer within {LOOK_TIMEOUT_S:.0f} s; the r
 GROWTH_S = 0.5
 """A checkpoint that may be another job's is renamed only if it has not changed for this long."""
 SETTLED_S = 60.0
-"""Seconds in which what no rank reported must not have changed: a download from another node may
-pause."""
+"""Seconds in which what no rank reported must not have changed: a download may pause."""
 SINGLE_FILES = (".ckpt", ".pt", ".pth", ".pth.tar")
 """Ends of the names of checkpoints that are one file, where no rank reported what it wrote."""
 _RESUMED = re.compile(

@@ -25,8 +25,7 @@ Kind = Literal["transformers", "accelerate", "dcp", ""]
 
 SENTINEL = "checkpoint-is-incomplete.txt"
 MAX_HEADER_BYTES = 16 * 2**20
-"""Largest header of a safetensors file that is read; a file with a larger one counts as
-complete."""
+"""Largest header of a safetensors file that is read; with a larger one it counts as complete."""
 SAVED_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 """Files whose end can be looked for."""
 _WEIGHTS = re.compile(
@@ -128,15 +127,13 @@ def _overwritten(directory: Path, names: Collection[str], share: Share) -> str:
 
 
 def unfinished(kind: Kind, directory: Path) -> str:
-    """The same as problem, by what a save writes last and without opening tensors. Raises
-    OSError."""
+    """The same as problem, by what a save writes last, without tensors. Raises OSError."""
     names = names_in(directory)
     return _transformers_end(directory, names) if kind == "transformers" else ""
 
 
 def torn(path: Path) -> str:
-    """Problem of a file of torch.save or safetensors; empty: none, or its format is not known.
-    Raises OSError."""
+    """Problem of a torch.save or safetensors file; empty: none or not known. Raises OSError."""
     size = path.stat().st_size
     if not size:
         return f"{path.name} is empty"

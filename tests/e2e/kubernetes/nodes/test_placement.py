@@ -1,5 +1,4 @@
-"""Ranks in the order of topology labels, and preemption by the real scheduler, on a cluster with
-nodes."""
+"""Ranks by topology labels, and preemption by the real scheduler, on a cluster with nodes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Messages about pods that do not start, are killed by the kernel, or are edited: with real
-kubelets, a missing registry and a real memory limit."""
+"""Pods that do not start, are killed by the kernel or edited: messages on real kubelets."""
 
 from __future__ import annotations
 

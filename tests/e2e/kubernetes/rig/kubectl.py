@@ -145,8 +145,7 @@ class Kubectl:
         return seen or {}
 
     def served(self, *names: str) -> None:
-        """Wait until the API server serves these CRDs. `kubectl wait` fails on a CRD without a
-        status."""
+        """Wait until the API serves these CRDs; `kubectl wait` fails on one without a status."""
         for name in names:
             self.wait("crd", name, lambda d: condition(d, "Established") == "True", "to be served")
 

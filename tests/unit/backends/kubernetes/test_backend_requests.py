@@ -1,5 +1,4 @@
-"""Requests for nodes when the API server does not create all pods. tests/e2e/kubernetes has a real
-quota."""
+"""Requests for nodes when the API server creates not all pods; tests/e2e has a real quota."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The manifests for KubeRay against the schema that KubeRay publishes (v1.7.0, Apache-2.0; its
-descriptions left out)."""
+"""Manifests for KubeRay against its schema (v1.7.0, Apache-2.0; descriptions left out)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""An agent's actor without Ray around it, and the directory of its secrets. The agent's process is
-a real one that does nothing."""
+"""An agent's actor without Ray, and its secrets' directory. Its process does nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""RayBackend on a fake cluster: no node is lost while the head does not answer. No actor is
-started."""
+"""RayBackend on a fake cluster without actors: no node is lost while the head is silent."""
 
 from __future__ import annotations
 

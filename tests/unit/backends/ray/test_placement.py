@@ -1,5 +1,4 @@
-"""Placement groups of a job: all wanted nodes are requested at once, a gang is placed as a whole or
-not at all, and no node is put on an excluded Ray node."""
+"""A job's placement groups: one request, gangs whole or not at all, no excluded Ray node."""
 
 from __future__ import annotations
 

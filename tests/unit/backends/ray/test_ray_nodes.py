@@ -20,8 +20,7 @@ BOUND_S = 30.0
 
 @pytest.fixture
 def ray_node() -> Iterator[tuple[dict[str, Any], socket.socket]]:
-    """The node as the head lists it, and the socket of its raylet, which accepts no connections
-    yet."""
+    """The node as the head lists it, and the socket of its raylet, which accepts none yet."""
     with socket.socket() as raylet:
         raylet.bind(("127.0.0.1", 0))
         host, port = raylet.getsockname()

@@ -1,5 +1,4 @@
-"""The reconciler of one TrainingJob when the API server or the storage fails: earlier state is kept
-and requests are carried out in the end."""
+"""One job's reconciler when the API server or storage fails: no state or request is lost."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Writes and end of the status writer. What it writes is tested against a real API server in
-tests/e2e/kubernetes/test_operator.py."""
+"""Writes and end of the status writer; tests/e2e/kubernetes/test_operator.py reads the texts."""
 
 from __future__ import annotations
 

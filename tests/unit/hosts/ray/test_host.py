@@ -1,5 +1,4 @@
-"""RayHost: how it answers watchers, and the end of a job that never began. The cluster and its
-store are in memory."""
+"""RayHost, with cluster and store in memory: watchers, and the end of a job that never began."""
 
 from __future__ import annotations
 

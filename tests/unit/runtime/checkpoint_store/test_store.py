@@ -31,8 +31,7 @@ MESH = Mesh(replicate=2, shard=2)
 
 @pytest.fixture(params=["local", "beneath", "memory"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
-    """A directory, one below a directory that others write to, and fsspec's memory file system as
-    an object store."""
+    """A directory, one below others' directory, and fsspec's memory as an object store."""
     path = f"memory://{tmp_path.name}" if request.param == "memory" else str(tmp_path / "tier")
     beneath = str(tmp_path) if request.param == "beneath" else ""
     storage = CheckpointStore(path, "tiny", beneath=beneath)

@@ -250,8 +250,7 @@ def test_after_the_end_no_time_passes() -> None:
 
 
 def test_a_step_that_is_reported_after_the_loss_of_all_nodes_is_trained_again() -> None:
-    """The heartbeats of lost nodes knew of later steps than the journal: they are new steps, and
-    those after the restored one are trained again."""
+    """Heartbeats of lost nodes knew later steps than the journal: those are new, and repeated."""
     job = Accounted()
     job.launch(1, 1)
     job.step(2, 0)

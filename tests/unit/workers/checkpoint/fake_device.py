@@ -109,8 +109,7 @@ class FakeDevice:
 
 
 class FakeUpload:
-    """A device that copies only when the host waits for it, so memory that is reused too early
-    shows as wrong values."""
+    """A device that copies when the host waits for it: memory used too early has wrong values."""
 
     def __init__(self, *, refuses_pages: bool = False) -> None:
         self.locked_bytes = self.num_uploads = self.longest_queue = 0

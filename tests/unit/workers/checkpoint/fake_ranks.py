@@ -1,5 +1,4 @@
-"""Builds and stages a small sharded model as any rank of any mesh sees it, in one process with fake
-process groups."""
+"""Builds and stages a small sharded model as any rank of any mesh, with fake process groups."""
 
 from __future__ import annotations
 

@@ -95,8 +95,7 @@ def test_factored_state_of_an_unsharded_parameter_is_not_read_into_a_sharded_one
 
 
 class Keeping(torch.optim.SGD):
-    """Keeps numbers and text beside its tensors, and wider ones than its parameters, as optimizers
-    outside of torch do."""
+    """Keeps numbers, text and wider tensors than its parameters, as optimizers elsewhere do."""
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         result = super().step(closure)

@@ -127,8 +127,7 @@ def test_every_entry_comes_once_with_its_bytes() -> None:
 
 @pytest.mark.usefixtures("small_runs")
 def test_requests_run_at_the_same_time_and_wait_for_what_is_used() -> None:
-    """The first request ends only when as many as allowed have begun; and no more begin before its
-    bytes are used."""
+    """The first request ends once as many as allowed have begun, and no more do before then."""
     begun, lock, all_begun = [], threading.Lock(), threading.Event()
 
     def read(begin: int, end: int) -> bytes:

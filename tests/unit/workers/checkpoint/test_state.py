@@ -61,8 +61,7 @@ def test_with_the_same_shard_count_a_rank_reads_only_its_shard() -> None:
 
 
 def test_on_another_mesh_a_rank_opens_the_shards_that_it_needs() -> None:
-    """16 parts of 50 rows are 13 of 4 rows, 12 are 10 of 5: rank 9 needs rows 45 to 49, of shards
-    11 and 12. An even split names 12 and 13."""
+    """16 parts of 50 rows are 13 of 4, 12 are 10 of 5: rank 9 needs rows 45 to 49, of 11 and 12."""
     files = staged(1, 16, width=50)
     with as_rank(9, 12):
         _, opened = restored(files, 1, 12, 9, width=50)

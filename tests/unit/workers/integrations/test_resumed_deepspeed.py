@@ -1,5 +1,4 @@
-"""Reports of ranks while a checkpoint of DeepSpeed is converted, which
-tests/frameworks/test_zero_sizes.py loads."""
+"""Reports of ranks while a DeepSpeed checkpoint, as in test_zero_sizes.py, is converted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Checkpoint from which a restarted trainer resumes. The trainers here have the methods of the real
-ones; tests/frameworks runs those."""
+"""Checkpoint from which a trainer resumes, a fake one here; tests/frameworks runs real ones."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Kept processes whose model is compiled: only its first step compiles, and nothing ends the
-compiler in its middle."""
+"""Kept processes whose model is compiled, in its first step only; nothing cuts the compiler."""
 
 from __future__ import annotations
 
@@ -105,8 +104,7 @@ def test_compiled_autograd_keeps_no_process() -> None:
 
 @needs_torch
 def test_dynamo_makes_sizes_constants_without_a_guard() -> None:
-    """The reason why compiled processes are not kept at another size. Where this fails, dynamo has
-    guards, and they could be."""
+    """Compiled processes are not kept at another size. If this fails, dynamo guards the size."""
 
     def work(rank: int, stores: list[Callable[[], Store]]) -> None:
         switch = groups.SwitchStore(stores[0]())

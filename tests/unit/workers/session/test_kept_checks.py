@@ -1,5 +1,4 @@
-"""Cases in which no process is kept, or a kept one ends: each is a way to train on other numbers
-than a job whose workers all start again."""
+"""Cases in which no process is kept, or one ends: it would train on other numbers."""
 
 from __future__ import annotations
 

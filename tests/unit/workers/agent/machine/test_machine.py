@@ -435,8 +435,7 @@ def test_the_end_of_a_push_of_an_earlier_generation_is_not_taken_for_a_newer_one
 
 
 def test_a_push_carries_the_confirmed_step_to_the_buddy() -> None:
-    """Seed 5002521: the order that confirmed step 1 was lost with the controller, and the copy of
-    step 1 was dropped for that of step 2."""
+    """Seed 5002521: the order that confirmed step 1 was lost, and step 2 replaced its copy."""
     harness = AgentHarness()
     harness.launch(1, buddy="node-1")
     harness.receive(m.CopyStep(generation=1, step=1, confirmed=0))

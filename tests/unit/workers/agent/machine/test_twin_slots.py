@@ -24,8 +24,7 @@ BYTES = 100
 
 
 class TwinRun:
-    """Three twins that stage step after step, none more than a step ahead of another; each may
-    skip a step that the others stage."""
+    """Three twins, none more than a step ahead; each may skip a step that the others stage."""
 
     def __init__(self) -> None:
         self.buffers = StagingBuffers(itertools.count(1))

@@ -166,8 +166,7 @@ def test_gradients_of_ddp_are_views_of_its_buckets_if_set(view: bool) -> None:
     ids=lambda one: one.describe() if isinstance(one, Mesh) else "",
 )
 def test_only_a_divided_copy_is_offloaded(mesh: Mesh, on_host: bool) -> None:
-    """FSDP2 also wraps a whole copy beside a tensor axis: what it takes to be in main memory and
-    where the parameters are must agree."""
+    """FSDP2 also wraps a whole copy beside a tensor axis: main memory and parameters must agree."""
     session = Session(RankEnv(world_size=mesh.world_size), torch.device("cuda", 0), mesh)
     offloaded = Parallelism.model_validate({"offload": "cpu"})
     assert sharding.offloads(session, offloaded) is on_host
