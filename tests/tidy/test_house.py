@@ -29,7 +29,7 @@ MAX_WORDS = 40000
 BUDGETS = {
     "orchestrator": 53622,
     "workers": 26466,
-    "tests": 90318,
+    "tests": 90317,
     "orchestrator/api": 4512,
     "orchestrator/backends": 6324,
     "orchestrator/catalogue": 989,
