@@ -88,8 +88,7 @@ class FailureDetector:
     def next_ns(
         self, nodes: Iterable[str], recovery: Recovery, *, rough: bool = False
     ) -> int | None:
-        """Time to judge again, if no message comes until then. `rough`: that may be too early, and
-        mostly needs no walk over all nodes."""
+        """Time to judge again without a message. `rough`: maybe too early, but mostly cheap."""
         if rough and self._lost_since_ns is None and self._judged_ns < self._quiet_until_ns:
             return self._quiet_until_ns if self._observed else None
         watched = [node for node in nodes if node in self._observed]

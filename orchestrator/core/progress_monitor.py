@@ -322,7 +322,9 @@ class ProgressMonitor:
         if slowest > 0 and not first:
             current.step_s.append(slowest)
         out: list[AnyEvent] = list(self._stragglers())
-        if first or now_ns - current.reported_ns >= seconds(limits.PROGRESS_JOURNAL_INTERVAL_S):
+        keeps = current.ranks[0].beat.keeps is True  # known after the first step
+        at_once = first or (keeps and not state.keeping.reported)
+        if at_once or now_ns - current.reported_ns >= seconds(limits.PROGRESS_JOURNAL_INTERVAL_S):
             out += self._report_step(now_ns)
         return out
 

@@ -17,8 +17,7 @@ EARLY_S = 120.0
 """A script that fails later than this after its launch has trained, if nothing that it does can be
 seen: a checkpoint is read and a model is built within two minutes, in most jobs."""
 TRIES = 2
-"""Failures at a new size after which it is not tried again, if the old size has to be waited for.
-The first one may have been bad luck."""
+"""Failures at a new size before it is given up, if the old size has to be waited for."""
 MAX_NEW_SIZES = 2
 """Sizes with a failed script, after which only sizes that worked are tried."""
 RULES = ("user-exception", "exit-code", "out-of-memory")

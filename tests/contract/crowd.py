@@ -1,5 +1,4 @@
-"""Strangers, without token and certificate: they connect and send nothing, send a byte now and
-then, or connect again whenever they are closed."""
+"""Strangers, without token and certificate: silent, slow, or connecting again and again."""
 
 from __future__ import annotations
 

@@ -195,8 +195,7 @@ class Job:
         return {ranks[pid]: pid for pid in ranks if parents[pid] not in ranks}
 
     def processes(self) -> list[psutil.Process]:
-        """All processes of this job but the command: each was forked from the node launcher, whose
-        command line names the job's socket."""
+        """All processes of this job but the command, by the socket in its node launchers."""
         mark = str(self.directory.host_socket)
         return [
             process

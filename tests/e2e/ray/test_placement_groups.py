@@ -64,8 +64,7 @@ def scene(place: RayContractTarget, scenario: Callable[[Controller], Awaitable[N
 
 
 async def have(controller: Controller, count: int, avoid: tuple[str, ...] = ()) -> list[str]:
-    """Request nodes until that many more are up: on a busy machine, the cluster may still remove
-    the groups of the test before."""
+    """Request nodes until that many more are up: old groups may be removed late."""
     given: list[str] = []
     async with asyncio.timeout(BOUND_S):
         while len(given) < count:

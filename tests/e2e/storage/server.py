@@ -41,8 +41,7 @@ sys.stdin.read()
 
 
 class S3:
-    """The server. Its port is the same after a restart. It waits `latency_s` before it handles a
-    request."""
+    """The server, whose port survives a restart. It waits `latency_s` before each request."""
 
     def __init__(self, latency_s: float = 0.0) -> None:
         self._latency_s = latency_s

@@ -42,6 +42,13 @@ def test_later_steps_are_reported_about_once_a_second() -> None:
     assert watch.steps == [0, 2, 4, 6, 8]
 
 
+def test_a_step_is_reported_once_rank_0_has_said_that_it_keeps_its_process() -> None:
+    watch = Watch()
+    for step in range(4):
+        watch.beat(step, keeps=True if step > 1 else "")
+    assert watch.steps == [0, 2] and watch.job.state.keeping.reported
+
+
 def test_an_unreported_step_is_reported_when_a_worker_exits() -> None:
     watch = Watch()
     watch.train(4)

@@ -51,7 +51,7 @@ class Watch:
                     WorkerBeat(
                         rank=rank, phase=more.get("phase", "train"), step=step, ticks=2 * step + 2,
                         step_s=more.get("step_s", 0.5), quiet_s=more.get("quiet_s", 0.0),
-                        stopped=rank in more.get("stopped", ()),
+                        stopped=rank in more.get("stopped", ()), keeps=more.get("keeps", ""),
                         pulse_age_s=9.0 if rank in more.get("stale", ()) else 0.1, loss=1.5,
                         idle_s=0.0 if rank in more.get("busy", ()) else more.get("idle_s", 0.0),
                     )

@@ -1,5 +1,4 @@
-"""Records of a job's journal that are valid after takeovers. The store is a dictionary;
-tests/e2e/ray/test_journal.py has the real one."""
+"""Records that are valid after takeovers, in a dictionary; tests/e2e/ray has the real store."""
 
 from __future__ import annotations
 

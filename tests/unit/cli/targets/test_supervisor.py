@@ -1,5 +1,4 @@
-"""The driver of a submitted job is a child of the Ray job's process, and is replaced when it is
-killed. Each case is a process of its own, which forks."""
+"""The driver of a submitted job is replaced when it is killed. Each case is a process."""
 
 from __future__ import annotations
 

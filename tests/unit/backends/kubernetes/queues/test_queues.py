@@ -1,5 +1,4 @@
-"""Gang schedulers and queues without a cluster: decorated pods, PodGroups, and valid specs.
-tests/e2e/kubernetes has the published APIs."""
+"""Gang schedulers and queues without a cluster: decorated pods, PodGroups, valid specs."""
 
 from __future__ import annotations
 
