@@ -167,14 +167,15 @@ def interrupt_if_planned(ctx: StepContext) -> None:
     state = ctx.state
     if state.phase not in TRAINING or not state.group.active or state.stop is not None:
         return
+    leaving = nodes.leaving_members(state)
+    if state.phase != "running" and not leaving and not state.new_code:
+        return
     size, full = len(state.group.members), provisioning.full_size(state)
     possible = nodes.possible_size(state)
-    if leaving := nodes.leaving_members(state):
+    if leaving:
         _replace_leaving_nodes(ctx, leaving, possible, min(size, full))
     elif state.new_code:
         recovery.interrupt(ctx, Cause("new-code", Reason("new-code", "new code was requested")))
-    elif state.phase != "running":
-        return
     elif size > full:
         text = f"from {size} to {full} nodes, as requested"
         recovery.interrupt(ctx, Cause("resize", Reason("resize", text)))
@@ -190,8 +191,7 @@ def interrupt_if_planned(ctx: StepContext) -> None:
 
 
 def _grow(ctx: StepContext, text: str) -> None:
-    """Training would stand still while workers import what standbys can import meanwhile: of nodes
-    that are new, and of those that have just begun to train."""
+    """Training would stand still while workers import what standbys of new nodes can import."""
     state, limit_s = ctx.state, limits.STANDBYS_WAIT_S
     without = state.nodes.in_order(state.nodes.without_standbys)
     late = [node.name for node in nodes.usable(state, without)]

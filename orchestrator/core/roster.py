@@ -8,7 +8,7 @@ cannot be modified: `Roster.change` replaces one, and the index follows.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct
@@ -93,7 +93,7 @@ class Roster(dict[str, NodeRecord]):
         """Nodes whose workers may run."""
         self.on_host: dict[str, dict[str, None]] = {}
         """Host name -> nodes."""
-        self.holders: dict[tuple[int, int, int], Counter[int]] = {}
+        self.holders: dict[tuple[int, int, int], Counter[int]] = defaultdict(Counter)
         """(step, generation, number of shards) -> shard -> nodes with it in memory."""
         self._ready: Counter[tuple[int, int]] = Counter()
         """(generation, slots) -> confirmed nodes that are not leaving."""
@@ -201,7 +201,7 @@ class Roster(dict[str, NodeRecord]):
     def _index_staged(self, old: NodeRecord | None, new: NodeRecord | None) -> None:
         for shard in new.staged if new is not None else ():
             key = (shard.step, shard.generation, shard.num_shards)
-            self.holders.setdefault(key, Counter())[shard.shard] += 1
+            self.holders[key][shard.shard] += 1
         for shard in old.staged if old is not None else ():
             key = (shard.step, shard.generation, shard.num_shards)
             holders = self.holders[key]
