@@ -154,10 +154,8 @@ def join(
 
 
 def _kept(at: RankEnv, membership: Membership) -> tuple[SwitchStore, Groups]:
-    connected, one_machine = (
-        not (membership.kept_from or membership.ahead),
-        membership.num_nodes == 1,
-    )
+    connected = not (membership.kept_from or membership.ahead)  # others meet when all have built
+    one_machine = membership.num_nodes == 1
     store = SwitchStore(own_store(at, one_machine=one_machine) if connected else HashStore())
     at_now = (at.rank, at.world_size, membership.generation)
     return store, Groups(store, *at_now, connected=connected, replicas=membership.mesh.replicate)
