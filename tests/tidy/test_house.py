@@ -28,7 +28,7 @@ MAX_WORDS = 40000
 # for orchestrator and workers, 65,000 for tests.
 BUDGETS = {
     "orchestrator": 53622,
-    "workers": 26466,
+    "workers": 26464,
     "tests": 90317,
     "orchestrator/api": 4512,
     "orchestrator/backends": 6324,
@@ -48,7 +48,7 @@ BUDGETS = {
     "workers/agent": 10886,
     "workers/checkpoint": 5019,
     "workers/integrations": 2342,
-    "workers/session": 4193,
+    "workers/session": 4191,
     "workers/training": 3527,
 }
 
