@@ -53,11 +53,8 @@ class CopyScheduler:
 
     def observe(self, now_ns: int, node: str, fact: StepCopied, state: JobState) -> list[ToNode]:
         """A node's report; returns what is to be copied next, once that is known."""
-        running = state.runs and state.group.membership is not None
-        running = running and not state.given_up.copies
-        if not running or fact.generation != state.generation:
-            return []
-        if not state.is_member(node):
+        runs = state.runs and not state.given_up.copies and state.is_member(node)
+        if not runs or fact.generation != state.generation:
             return []
         self._follow(now_ns, state)
         self._reports[node] = fact

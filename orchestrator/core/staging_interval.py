@@ -105,8 +105,7 @@ def consider(ctx: StepContext, event: StepCompleted) -> None:
         return
     if not is_auto(checkpoint) or event.staging_s <= 0 or event.step_s <= 0 or not steady:
         return
-    chosen = state.staging.interval
-    interval = state.stage_every_steps
+    chosen, interval = state.staging.interval, state.stage_every_steps
     if chosen is not None and state.step < chosen.judged_from:
         return
     number = (state.step + 1) // interval  # the report has the last staging, not one of this step
@@ -169,36 +168,26 @@ def _sentence(every: int, costs: Costs, checkpoint: Checkpoint) -> str:
 
 def begin_generation(state: JobState) -> None:
     """Begin with the last generation's interval, which is judged again."""
-    state.staging.samples = []
+    last, state.staging.samples = state.staging.interval, []
     if state.stages_for_storage_only:
         _stage_for_storage(state, state.now_ns, 0)
-        return
-    if state.staging.interval is not None and state.staging.interval.for_storage:
+    elif last is not None and last.for_storage:
         state.staging.interval = None
-    if state.staging.interval is not None:
-        begin = state.step + 1
-        judged = begin + max(state.staging.interval.every_steps, SETTLED_STEPS)
-        state.staging.interval = msgspec.structs.replace(
-            state.staging.interval, since_step=0, judged_from=judged
-        )
+    elif last is not None:
+        judged = state.step + 1 + max(last.every_steps, SETTLED_STEPS)
+        state.staging.interval = msgspec.structs.replace(last, since_step=0, judged_from=judged)
 
 
 def orders(state: JobState, node: str, beat: Heartbeat) -> list[ToNode]:
     """Orders for a member whose heartbeat shows another interval than the chosen one."""
-    chosen = state.staging.interval
-    if chosen is None or state.stop is not None:
+    chosen, runs = state.staging.interval, state.stop is None and state.is_member(node)
+    if chosen is None or not runs or beat.generation != state.generation:
         return []
-    if beat.generation != state.generation or not state.is_member(node):
-        return []
-    shown = (beat.stage_every_steps, beat.stage_from_step)
+    interval, since = chosen.every_steps, chosen.since_step
     has_workers = beat.stage_every_steps or chosen.for_storage
-    if not has_workers or shown == (chosen.every_steps, chosen.since_step):
+    if not has_workers or (beat.stage_every_steps, beat.stage_from_step) == (interval, since):
         return []
-    wanted = StageEvery(
-        generation=state.generation,
-        every_steps=chosen.every_steps,
-        from_step=chosen.since_step,
-    )
+    wanted = StageEvery(generation=state.generation, every_steps=interval, from_step=since)
     return [ToNode(node, wanted)]
 
 
