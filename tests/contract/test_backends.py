@@ -68,9 +68,7 @@ def test_a_new_controller_finds_the_nodes_of_the_last_one(target: ContractTarget
     run(second, target)
 
 
-def test_nodes_requested_by_a_killed_controller_come_up(
-    target: ContractTarget,
-) -> None:
+def test_nodes_requested_by_a_killed_controller_come_up(target: ContractTarget) -> None:
     nodes: list[str] = []
 
     async def first(controller: Controller) -> None:

@@ -18,13 +18,7 @@ from holdfast.workers.session.order import sample_ids
 from holdfast.workers.training.initial_values import fill
 from holdfast.workers.training.recipes.finetune import MARKER, expect_free, with_adapters
 from tests.e2e.local.local_rig import Job
-from tests.strategies.rig import (
-    Numbers,
-    compare,
-    lose_a_worker_and_a_node,
-    losses_of,
-    several,
-)
+from tests.strategies.rig import Numbers, compare, lose_a_worker_and_a_node, losses_of, several
 
 from .tiny_models import KINDS, SIZES, make_lines, make_model, make_tokenizer
 

@@ -42,14 +42,7 @@ JOBS = (
     case("loss", "FSDP, chunks", Mesh(shard=8), WORDS, length=512, chunk=128),
     case("loss", "DDP, chunks", Mesh(replicate=4), WORDS, length=512, chunk=128),
     case(
-        "loss",
-        "CPU, chunks",
-        Mesh(shard=4),
-        WORDS,
-        length=512,
-        chunk=128,
-        dtype=FP32,
-        on_gpu=False,
+        "loss", "CPU, chunks", Mesh(shard=4), WORDS, length=512, chunk=128, dtype=FP32, on_gpu=False
     ),
     case("offload", "offload", Mesh(shard=8), TINY, length=256, offload="cpu"),
 )

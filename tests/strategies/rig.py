@@ -107,11 +107,7 @@ def numbers_in(text: str) -> Numbers:
 
 
 def compare(
-    name: str,
-    found: Numbers,
-    expected: Numbers,
-    digits: float = DIGITS,
-    norms: bool = True,
+    name: str, found: Numbers, expected: Numbers, digits: float = DIGITS, norms: bool = True
 ) -> None:
     """Losses, and gradient norms, of as many steps as `expected` has; relative."""
     assert len(found) == len(expected) > 0

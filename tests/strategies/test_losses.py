@@ -79,10 +79,7 @@ def many(
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_losses_and_gradient_norms_are_those_of_one_process(
-    mesh: str,
-    one_process: Numbers,
-    many: dict[str, Numbers],
-    shows: Shows,
+    mesh: str, one_process: Numbers, many: dict[str, Numbers], shows: Shows
 ) -> None:
     assert len(one_process) == STEPS
     compare(mesh, many[mesh], one_process)

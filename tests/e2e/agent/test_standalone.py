@@ -85,10 +85,7 @@ class Pod:
         self.process: subprocess.Popen[str]
 
     def start(
-        self,
-        *more: str,
-        wrapper: tuple[str, ...] = (),
-        environment: dict[str, str] | None = None,
+        self, *more: str, wrapper: tuple[str, ...] = (), environment: dict[str, str] | None = None
     ) -> None:
         address, port = self.controller.address
         self.process = subprocess.Popen(

@@ -16,9 +16,7 @@ def adopt(job: Job, target: str, whose: str) -> subprocess.CompletedProcess[str]
     return holdfast(job, "checkpoint", "adopt", target, "--job", whose, "--yes")
 
 
-def test_a_renamed_job_continues_from_adopted_checkpoints(
-    tmp_path: Path,
-) -> None:
+def test_a_renamed_job_continues_from_adopted_checkpoints(tmp_path: Path) -> None:
     tier = {"path": str(tmp_path / "tier"), "storage": {"everySteps": 20}}
     before = Job(tmp_path, spec("before", 100_000, checkpoint=tier))
     try:

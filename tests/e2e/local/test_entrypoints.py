@@ -95,12 +95,7 @@ sleep 1000 & wait
 def job(place: Path, name: str, entrypoint: dict[str, Any], **spec: Any) -> Job:
     document = job_document(
         name,
-        {
-            "entrypoint": entrypoint,
-            "workersPerNode": 2,
-            "resources": {"cpu": 1, "gpu": 0},
-            **spec,
-        },
+        {"entrypoint": entrypoint, "workersPerNode": 2, "resources": {"cpu": 1, "gpu": 0}, **spec},
     )
     return Job(place, document)
 

@@ -68,10 +68,7 @@ def test_averaged_weights_survive_a_kill_and_are_read_without_holdfast(tmp_path:
         "resources": {"cpu": 1, "gpu": 0},
         "checkpoint": {"memory": {"everySteps": 1}, "path": str(tmp_path / "checkpoints")},
     }
-    job = Job(
-        tmp_path,
-        job_document("averaged", spec),
-    )
+    job = Job(tmp_path, job_document("averaged", spec))
     try:
         job.run()
         assert job.command.wait(BOUND_S) == 0, job.output()[-3000:]

@@ -383,9 +383,7 @@ print("the answer")
 """
 
 
-def test_messages_of_ray_to_all_drivers_are_not_on_stdout(
-    cluster: cluster_rig.RayRig,
-) -> None:
+def test_messages_of_ray_to_all_drivers_are_not_on_stdout(cluster: cluster_rig.RayRig) -> None:
     words = [sys.executable, "-c", LISTENER, cluster.address]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=BOUND_S)
     assert done.returncode == 0, done.stderr

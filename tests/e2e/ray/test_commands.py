@@ -82,9 +82,7 @@ def test_an_unknown_job_is_refused_with_the_names_of_all_jobs(job: Job) -> None:
     assert done.returncode == 2 and "job: got unknown; expected one of" in done.stderr
 
 
-def test_a_job_that_the_cluster_has_no_room_for_waits_and_starts_nothing(
-    tmp_path: Path,
-) -> None:
+def test_a_job_that_the_cluster_has_no_room_for_waits_and_starts_nothing(tmp_path: Path) -> None:
     import ray
 
     cluster_rig.connected()

@@ -49,9 +49,7 @@ def test_a_killed_worker_costs_no_step(job: Job) -> None:
     assert incident.steps_lost == 0 and incident.restored_from == "memory"
 
 
-def test_calls_of_ended_controllers_do_not_block_an_agents_actor(
-    job: Job,
-) -> None:
+def test_calls_of_ended_controllers_do_not_block_an_agents_actor(job: Job) -> None:
     from holdfast.orchestrator.backends.ray import actors
 
     node = job.members()[-1]
@@ -71,9 +69,7 @@ def test_a_killed_agent_actor_is_replaced_and_costs_no_step(job: Job) -> None:
     assert node not in job.members(), "names are not used again"
 
 
-def test_training_goes_on_when_its_command_is_killed_and_it_can_be_watched_again(
-    job: Job,
-) -> None:
+def test_training_goes_on_when_its_command_is_killed_and_it_can_be_watched_again(job: Job) -> None:
     before = job.running()
     os.kill(job.command.pid, signal.SIGKILL)
     job.command.wait()

@@ -90,9 +90,7 @@ def test_a_compaction_that_was_killed_does_no_harm(keys: JobKeyValueStore) -> No
     assert again.snapshot == b"state after 1" and again.records == [record(2)]
 
 
-def test_a_reader_during_a_compaction_reads_the_snapshot(
-    keys: JobKeyValueStore,
-) -> None:
+def test_a_reader_during_a_compaction_reads_the_snapshot(keys: JobKeyValueStore) -> None:
     journal = claimed(keys)
     write(journal, 1)
     write(journal, 2)

@@ -39,9 +39,7 @@ class StepLog(Callback):
 
 
 def main(
-    *more: Callback,
-    module: lightning.LightningModule | None = None,
-    **settings: Any,
+    *more: Callback, module: lightning.LightningModule | None = None, **settings: Any
 ) -> lightning.Trainer:
     """`settings` are added to those of the trainer, which is returned when it has trained."""
     options = steplog.parser(__doc__).parse_args()

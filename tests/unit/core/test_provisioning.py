@@ -171,11 +171,7 @@ def test_a_node_that_does_not_join_within_the_backends_limit_is_released() -> No
     job = Transcript(spec(nodes={"min": 2, "max": 2}))
     job.submit()
     (request,) = [a for a in job.state.inflight.values() if isinstance(a, RequestNodes)]
-    promised = ActionSucceeded(
-        action_id=request.action_id,
-        nodes=("a", "b"),
-        start_limit_s=1800.0,
-    )
+    promised = ActionSucceeded(action_id=request.action_id, nodes=("a", "b"), start_limit_s=1800.0)
     job.apply(promised)
     job.join("a")
     job.wait(1000.0)

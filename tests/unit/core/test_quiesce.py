@@ -91,10 +91,7 @@ def test_the_incident_begins_when_training_stops() -> None:
 
 @pytest.mark.parametrize(
     "tier",
-    [
-        {"memory": {"everySteps": 1}},
-        {"memory": {"everySteps": 0}, "storage": {"everySeconds": 60}},
-    ],
+    [{"memory": {"everySteps": 1}}, {"memory": {"everySteps": 0}, "storage": {"everySeconds": 60}}],
 )
 def test_a_job_that_stages_every_step_stages_no_extra_step(tier: dict[str, Any]) -> None:
     job = trained(**tier)

@@ -108,8 +108,7 @@ def test_nothing_that_fits_has_a_verdict() -> None:
 def test_the_reason_names_what_does_not_fit() -> None:
     """States of a model of 8 B fit 8 devices; activations of ten million tokens do not."""
     plan = plan_model(
-        replace(workload("llama3-8b", 8), sequence_length=10_000_000),
-        (cluster(8, "H100-80"),),
+        replace(workload("llama3-8b", 8), sequence_length=10_000_000), (cluster(8, "H100-80"),)
     )
     assert "CP (context 8) needs least memory" in plan.verdict
     assert "of it activations" in plan.verdict and "its states take" not in plan.verdict

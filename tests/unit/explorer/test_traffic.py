@@ -52,9 +52,7 @@ def test_parameters_that_stay_gathered_are_sent_once() -> None:
 
 
 @pytest.mark.parametrize("mesh", [Mesh(replicate=2, shard=2), Mesh(replicate=2, context=2)])
-def test_hsdp_adds_one_all_reduce_of_the_shard(
-    mesh: Mesh,
-) -> None:
+def test_hsdp_adds_one_all_reduce_of_the_shard(mesh: Mesh) -> None:
     job = make_job(workers=4, recipe={}, parallelism={"context": mesh.context, "shard": mesh.shard})
     work, _layout = planned(job, mesh)
     rows = traffic_rows(job, mesh)

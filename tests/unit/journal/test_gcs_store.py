@@ -92,9 +92,7 @@ def test_records_that_the_next_controller_has_read_stay_though_their_writer_rais
     assert opened(store) == (None, [record(1), record(2)])
 
 
-def test_a_follower_that_has_read_invalid_records_misses_no_valid_ones(
-    store: MemoryStore,
-) -> None:
+def test_a_follower_that_has_read_invalid_records_misses_no_valid_ones(store: MemoryStore) -> None:
     old, new = taken_over(store)
     with pytest.raises(JournalLost):
         write(old, 2)
@@ -119,9 +117,7 @@ def test_records_that_no_later_controller_has_read_are_invalid(store: MemoryStor
     assert opened(store) == (None, [record(1), record(4)])
 
 
-def test_records_written_after_two_takeovers_are_invalid(
-    store: MemoryStore,
-) -> None:
+def test_records_written_after_two_takeovers_are_invalid(store: MemoryStore) -> None:
     first, second = taken_over(store)
     third = claimed(store)
     for lost, number in ((first, 2), (second, 3)):
@@ -132,9 +128,7 @@ def test_records_written_after_two_takeovers_are_invalid(
         write(third, 4)
 
 
-def test_a_controller_that_has_not_recorded_its_basis_changes_nothing(
-    store: MemoryStore,
-) -> None:
+def test_a_controller_that_has_not_recorded_its_basis_changes_nothing(store: MemoryStore) -> None:
     first = claimed(store)
     write(first, 1)
     assert store.create(f"{EPOCH}000002", b"")

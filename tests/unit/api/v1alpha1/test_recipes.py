@@ -56,10 +56,7 @@ def test_a_package_adds_a_recipe_by_an_entry_point(monkeypatch: pytest.MonkeyPat
         ),
         (
             with_recipe(
-                "finetune",
-                FILES | {"method": "qlora"},
-                workersPerNode=2,
-                parallelism={"tensor": 2},
+                "finetune", FILES | {"method": "qlora"}, workersPerNode=2, parallelism={"tensor": 2}
             ),
             "parallelism.tensor: got 2 with recipe finetune; expected 1, as weights of method",
         ),

@@ -238,9 +238,7 @@ SHORT_HOLD = PodTiming(gang_hold_s=0.2)
 
 
 @pytest.mark.parametrize("known", ["reported", "labelled", "new"])
-async def test_trained_nodes_are_kept_while_their_replacement_is_unschedulable(
-    known: str,
-) -> None:
+async def test_trained_nodes_are_kept_while_their_replacement_is_unschedulable(known: str) -> None:
     """Reported to this operator or labelled by an earlier one; new nodes are released."""
     survivors = {"llm-a": 0, "llm-b": 1, "llm-c": 3}
     listed = [pod(name, f"n{rank}") for name, rank in survivors.items()]

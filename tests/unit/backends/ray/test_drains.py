@@ -30,9 +30,7 @@ def test_the_reason_is_that_of_the_nodes_own_raylet(tmp_path: Path) -> None:
     assert reason_in_log(tmp_path, 7) == ""
 
 
-def test_a_missing_log_or_another_format_gives_no_reason(
-    tmp_path: Path,
-) -> None:
+def test_a_missing_log_or_another_format_gives_no_reason(tmp_path: Path) -> None:
     assert reason_in_log(tmp_path, 22594) == ""
     (tmp_path / "raylet.out").write_text(STAMP + "Drain request in another format\n")
     assert reason_in_log(tmp_path, 22594) == ""

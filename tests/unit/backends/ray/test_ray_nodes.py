@@ -56,9 +56,7 @@ def test_a_raylet_whose_port_is_closed_has_ended(
     ],
 )
 def test_an_error_that_may_be_local_does_not_make_a_ray_node_dead(
-    error: OSError,
-    ray_node: tuple[dict[str, Any], socket.socket],
-    monkeypatch: pytest.MonkeyPatch,
+    error: OSError, ray_node: tuple[dict[str, Any], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(*_address: Any) -> None:
         raise error

@@ -115,9 +115,7 @@ def test_a_rotated_log_is_copied_whole(
     assert not copy.rank_log(10, 1).with_name("rank-00001.log.1").exists()
 
 
-def test_a_log_that_lost_its_older_part_is_read_from_its_beginning(
-    directory: JobDirectory,
-) -> None:
+def test_a_log_that_lost_its_older_part_is_read_from_its_beginning(directory: JobDirectory) -> None:
     log, wanted, offsets = directory.rank_log(10, 1), LogFilter(1, None, None), dict[str, int]()
     read(wanted, offsets)
     log.write_text("new")  # no room for the older part

@@ -85,9 +85,7 @@ def test_files_of_several_generations_are_never_one_checkpoint(storage: Checkpoi
         storage.commit(5, MESH, first[:1])
 
 
-def test_a_deleted_checkpoint_is_gone_and_can_be_deleted_again(
-    storage: CheckpointStore,
-) -> None:
+def test_a_deleted_checkpoint_is_gone_and_can_be_deleted_again(storage: CheckpointStore) -> None:
     storage.commit(5, MESH, put(storage, 5))
     storage.commit(6, MESH, put(storage, 6))
     storage.delete(5, 1)

@@ -269,10 +269,7 @@ def test_what_only_the_script_has_is_named(capsys: pytest.CaptureFixture[str]) -
     ("change", "said"),
     [
         ({}, ""),
-        (
-            {"lr": 0.5},
-            "optimizer.param_groups[0]['lr'] (0.5 in the script, 0.25 in the",
-        ),
+        ({"lr": 0.5}, "optimizer.param_groups[0]['lr'] (0.5 in the script, 0.25 in the"),
         ({"betas": (0.5, 0.6)}, "['betas'] ((0.5, 0.6) in the script, (0.9, 0.999) in the"),
         ({"amsgrad": True}, "optimizer.param_groups[0]['amsgrad'] (True in the script, False in"),
         ({"T_max": 50}, "extra['sch']['T_max'] (50 in the script, 100 in the checkpoint)"),

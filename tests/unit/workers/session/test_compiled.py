@@ -72,8 +72,7 @@ def stepped(model: nn.Module) -> Session:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "phase", "kept"),
-    [(1, "evaluate", True), (2, "evaluate", False), (1, "save", False)],
+    ("tensor", "phase", "kept"), [(1, "evaluate", True), (2, "evaluate", False), (1, "save", False)]
 )
 def test_a_process_that_compiles_again_is_kept_only_if_steps_do_not_run_it(
     tensor: int, phase: Any, kept: bool

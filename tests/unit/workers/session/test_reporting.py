@@ -80,9 +80,7 @@ def test_outside_holdfast_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> No
     assert session.preemption() is None
 
 
-def test_the_first_question_asks_for_the_notice_and_later_ones_see_it(
-    agent: socket.socket,
-) -> None:
+def test_the_first_question_asks_for_the_notice_and_later_ones_see_it(agent: socket.socket) -> None:
     assert session.preemption() is None
     assert _received(agent) == worker_protocol.StopNoticeWanted()
     worker_transport.send(agent, worker_protocol.StopNotice(after_step=12, grace_s=25.0))

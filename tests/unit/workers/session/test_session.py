@@ -136,9 +136,7 @@ def eight_workers(gpu: int, *, script: bool = False, **env: str) -> TrainingJob:
 
 
 @pytest.mark.parametrize("gpus", [0, 7], indirect=True)
-def test_a_missing_requested_gpu_is_an_error_and_the_cpu_is_not_used(
-    gpus: None,
-) -> None:
+def test_a_missing_requested_gpu_is_an_error_and_the_cpu_is_not_used(gpus: None) -> None:
     message = (
         r"resources.gpu: got [07] GPUs that torch can use on this node; expected 8, one for each"
     )
@@ -317,9 +315,7 @@ def test_a_request_without_hold_does_not_delay_the_worker(
     assert "save" not in [m.phase for m in words if isinstance(m, worker_protocol.PhaseChanged)]
 
 
-def test_a_request_for_a_past_step_is_ignored(
-    attached: tuple[socket.socket, Session],
-) -> None:
+def test_a_request_for_a_past_step_is_ignored(attached: tuple[socket.socket, Session]) -> None:
     agent, found = attached
     found.step(0)
     worker_transport.send(agent, worker_protocol.StageAt(step=0))

@@ -15,11 +15,7 @@ STEPS = 40
 
 def rates(schedule: str = "cosine", warmup: int = 4, **settings: Any) -> list[float]:
     config = Optimizer.model_validate(
-        {
-            "learningRate": 1.0,
-            "warmupSteps": warmup,
-            "learningRateSchedule": {schedule: settings},
-        }
+        {"learningRate": 1.0, "warmupSteps": warmup, "learningRateSchedule": {schedule: settings}}
     )
     return [learning_rate(config, step, STEPS) for step in range(STEPS + 1)]
 

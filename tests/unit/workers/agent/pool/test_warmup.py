@@ -21,12 +21,7 @@ def job(entrypoint: dict[str, Any], **spec: Any) -> TrainingJob:
     return job_from_mapping(
         job_document(
             "job",
-            {
-                "nodes": {"min": 2, "max": 2},
-                "workersPerNode": 2,
-                "entrypoint": entrypoint,
-                **spec,
-            },
+            {"nodes": {"min": 2, "max": 2}, "workersPerNode": 2, "entrypoint": entrypoint, **spec},
         )
     )
 

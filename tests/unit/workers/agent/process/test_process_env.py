@@ -11,9 +11,7 @@ import pytest
 from holdfast.workers.agent.process import process_env
 
 
-def test_settings_of_stores_reach_fsspec_after_its_import(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_settings_of_stores_reach_fsspec_after_its_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsspec.config, "conf", copy.deepcopy(fsspec.config.conf))
     monkeypatch.setattr(os, "environ", dict(os.environ))
     job = {"FSSPEC_S3_ENDPOINT_URL": "http://store", "FSSPEC_": "nonsense", "OTHER": "x"}

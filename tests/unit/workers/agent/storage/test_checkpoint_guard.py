@@ -328,9 +328,7 @@ def test_the_folder_of_a_run_is_no_checkpoint(tmp_path: Path) -> None:
     assert names(run) == ["checkpoint-5", "trainer_state.json"]
 
 
-def test_a_save_that_is_killed_anywhere_leaves_a_complete_newest_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_a_save_that_is_killed_anywhere_leaves_a_complete_newest_checkpoint(tmp_path: Path) -> None:
     """100 kill points: the files up to one of them, of which the last is cut anywhere."""
     random.seed(1)
     transformers(tmp_path / "whole")

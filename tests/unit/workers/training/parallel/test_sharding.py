@@ -57,12 +57,7 @@ KEPT, WHOLE = {"reshardAfterForward": False}, {"accumulateGradients": "whole"}
             id="SHARD_GRAD_OP",
         ),
         pytest.param({"fsdp": WHOLE}, 2 * MICRO_BATCHES, 1, id="whole gradients"),
-        pytest.param(
-            {"fsdp": {**KEPT, **WHOLE}},
-            1,
-            1,
-            id="ZeRO-1",
-        ),
+        pytest.param({"fsdp": {**KEPT, **WHOLE}}, 1, 1, id="ZeRO-1"),
     ],
 )
 def test_parameters_are_gathered_and_gradients_reduced_as_often_as_the_strategy_needs(
