@@ -3,6 +3,8 @@ restore. What the memory tier holds is not in the catalog but in the inventories
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msgspec.structs import replace
 
 from ..protocol.facts import Restore, ShardFile, ShardLocation, state_after, steps_done
@@ -27,6 +29,19 @@ DISTRUST_AFTER = 2
 
 
 # -- the memory tier --------------------------------------------------------------------------
+def in_memory(state: JobState, without: Iterable[str] = ()) -> list[tuple[StepKey, int]]:
+    """Complete states that may be restored or written to storage, as Roster.complete has them."""
+    return [held for held in state.nodes.complete(without) if not state.keeping.doubts(held[0][1])]
+
+
+def unsaved(state: JobState) -> tuple[StepKey, int] | None:
+    """The newest complete state in memory, if storage does not have its step: (key, shards)."""
+    held, newest = next(iter(in_memory(state)), None), newest_committed(state)
+    if held is None or (newest is not None and newest.step >= held[0][0]):
+        return None
+    return held
+
+
 def sources(state: JobState, key: StepKey, num_shards: int) -> tuple[ShardLocation, ...]:
     """The nodes that can serve each shard of a state from memory."""
     holders: dict[int, list[NodeRecord]] = {}
@@ -51,19 +66,17 @@ def newest_committed(state: JobState) -> CommittedCheckpoint | None:
 def choose_restore(state: JobState) -> Restore | None:
     """State that the next generation restores; None: it starts from the beginning. At the same step
     memory is preferred: it is faster."""
-    committed, (first, last) = newest_committed(state), state.keeping.doubtful
-    for key, num_shards in state.nodes.complete():
+    committed = newest_committed(state)
+    for key, num_shards in in_memory(state):
         if committed is not None and key[0] < committed.step:
             break
-        doubtful = first <= key[1] <= last
-        if not doubtful and state.catalog.distrusted.get(key, 0) < DISTRUST_AFTER:
-            shards = sources(state, key, num_shards)
+        if state.catalog.distrusted.get(key, 0) < DISTRUST_AFTER:
             return Restore(
                 step=key[0],
                 generation=key[1],
                 num_shards=num_shards,
                 stages=state.meshes[key[1]].pipeline if key[1] in state.meshes else 1,
-                sources=shards,
+                sources=sources(state, key, num_shards),
             )
     if committed is None:
         return None
@@ -135,6 +148,9 @@ def shard_persisted(ctx: StepContext, node: str, fact: ShardPersisted) -> None:
 
 
 def _commit(ctx: StepContext, pending: PendingCheckpoint) -> None:
+    if ctx.state.keeping.doubts(pending.generation):
+        ctx.note(f"{state_after(pending.step)} is not committed: its replicas may differ")
+        return
     files = tuple(pending.files[shard] for shard in sorted(pending.files))
     size = sum(file.num_bytes for file in files)
     pending.commit_action = ctx.emit(

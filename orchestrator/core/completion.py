@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..protocol.facts import state_after
 from . import drain
 from .actions import FinishJob, Outcome, Reason, ReasonCode
-from .checkpoints import newest_committed, retained
+from .checkpoints import in_memory, newest_committed, retained
 from .context import StepContext
 from .state import PLACEMENT, PLANNED, Drain, DrainKind, JobState, PendingStop
 
@@ -14,7 +14,7 @@ def workers_done(ctx: StepContext, stop: PendingStop) -> None:
     """All workers ended with exit code 0; their nodes have reported what their memory holds."""
     state = ctx.state
     final = min((exit.step for _node, exit in state.group.exits.values()), default=-1)
-    newest, held = newest_committed(state), next(iter(state.nodes.complete()), None)
+    newest, held = newest_committed(state), next(iter(in_memory(state)), None)
     best = max(newest.step if newest else -1, held[0][0] if held else -1)
     recipe = state.job.spec.entrypoint.recipe
     ours = recipe is not None or state.counted_by == "session" or newest is not None

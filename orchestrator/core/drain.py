@@ -11,22 +11,14 @@ from typing import Literal
 from ..protocol.facts import StagedShard, state_after
 from ..protocol.messages import PersistFailed
 from .actions import PersistStep, Reason
-from .checkpoints import newest_committed
+from .checkpoints import in_memory, newest_committed, unsaved
 from .context import SECOND_NS, StepContext
 from .quiesce import step_ahead
-from .roster import NodeRecord, StepKey
+from .roster import NodeRecord
 from .state import DRAIN, Drain, DrainKind, JobState
 
 RETRY_S = 1.0
 REPEAT_S = 10.0
-
-
-def unsaved(state: JobState) -> tuple[StepKey, int] | None:
-    """The newest complete state in memory, if storage does not have its step: (key, shards)."""
-    held, newest = next(iter(state.nodes.complete()), None), newest_committed(state)
-    if held is None or (newest is not None and newest.step >= held[0][0]):
-        return None
-    return held
 
 
 def start(ctx: StepContext, kind: DrainKind) -> Drain | None:
@@ -69,11 +61,10 @@ def progress(state: JobState, drain: Drain) -> Literal["committed", "lost", "und
 
 def lost_shards(state: JobState, drain: Drain) -> list[int]:
     """Shards that are neither written nor in the memory of any node."""
-    key = (drain.step, drain.generation, drain.num_shards)
-    reachable = state.nodes.holders.get(key)
-    if reachable is not None and len(reachable) == drain.num_shards:
+    reachable = state.nodes.holders.get((drain.step, drain.generation, drain.num_shards), ())
+    if len(reachable) == drain.num_shards:
         return []
-    return [shard for shard in _missing(state, drain) if shard not in (reachable or ())]
+    return [shard for shard in _missing(state, drain) if shard not in reachable]
 
 
 # -- a state at risk --------------------------------------------------------------------------
@@ -86,7 +77,7 @@ def persist_at_risk(ctx: StepContext) -> None:
         return
     held = unsaved(state)
     away = [*state.nodes.leaving, *state.ledger.cordoned]
-    if held is None or held in state.nodes.complete(without=away):
+    if held is None or held in in_memory(state, without=away):
         return
     start(ctx, DrainKind.AT_RISK)
     ctx.note(f"writing {state_after(held[0][0])} to storage: a node that holds a part of it leaves")

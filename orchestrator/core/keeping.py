@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from .. import limits
-from ..protocol.facts import Membership, Restore
+from ..protocol.facts import Exit, Membership, Restore
 from ..protocol.mesh import Mesh
 from ..protocol.messages import GroupStopped
 from ..protocol.rank_stacks import rank_list
 from .actions import Reason
 from .context import StepContext, seconds
-from .failure import DIVERGED, Failure
+from .failure import DIVERGED, DIVERGED_TYPES, Failure
 from .state import Cause, JobState
 
 TRIES = 2
@@ -55,7 +55,7 @@ def _waiting(state: JobState) -> dict[str, int]:
     """Node -> kept processes that wait for a seat; their node ends them after KEPT_S."""
     stopped_ns = state.incident.stopped_ns if state.incident is not None else None
     over = stopped_ns is None or state.now_ns - stopped_ns >= seconds(limits.KEPT_S)
-    return {} if over else state.keeping.workers
+    return {} if over or state.keeping.why_never else state.keeping.workers
 
 
 def _replicas(state: JobState) -> list[tuple[str, ...]]:
@@ -92,7 +92,7 @@ def kept_from(
     here, keeping = _waiting(state), state.keeping
     if not here:
         late = f"kept processes end after {limits.KEPT_S:g} s" if keeping.workers else ""
-        return 0, late or keeping.why_never or keeping.why_not
+        return 0, keeping.why_never or late or keeping.why_not
     why = _why_unfit(state, mesh, members, here) if restore else "no state is restored"
     return (0, why) if why else (state.generation, keeping.why_not)
 
@@ -161,6 +161,15 @@ def launched(state: JobState, membership: Membership) -> None:
         state.keeping.renewed_in = membership.generation
 
 
+def exited(state: JobState, exit: Exit) -> None:
+    """A worker has ended. Where replicas differ, no rank is known to be right: nothing that was
+    staged since processes were kept counts, whatever else ends the generation."""
+    membership, keeping = state.group.membership, state.keeping
+    if membership is not None and membership.kept_from and exit.error_type in DIVERGED_TYPES:
+        keeping.doubtful = (keeping.renewed_in + 1, state.generation)
+        keeping.why_never = f"{exit.error_type}: {exit.error_message}"
+
+
 def failed(ctx: StepContext, failure: Failure) -> str:
     """The rule of an incident that is due to kept processes; empty: it is not."""
     state, keeping = ctx.state, ctx.state.keeping
@@ -171,8 +180,6 @@ def failed(ctx: StepContext, failure: Failure) -> str:
         return ""
     keeping.workers, keeping.num_failures = {}, keeping.num_failures + 1
     if diverged and state.incident is not None:
-        # Replicas differ, and no rank is known to be right.
-        keeping.doubtful = (keeping.renewed_in + 1, state.generation)
         state.incident.culprit_node, state.incident.culprit_rank = "", None
     if diverged or keeping.num_failures >= TRIES:
         keeping.why_never = f"{failure.title}: {failure.evidence}"

@@ -12,7 +12,7 @@ from itertools import islice
 
 from .. import limits
 from .actions import Reason, ReasonCode, ReleaseNode, RequestNodes
-from .checkpoints import newest_committed
+from .checkpoints import unsaved
 from .context import SECOND_NS, StepContext, recovery_of, seconds
 from .events import ActionSucceeded, LossCause
 from .rank_assignment import best_size
@@ -293,7 +293,5 @@ def _holds_restore_point(state: JobState, node: NodeRecord) -> bool:
     """The next generation may start from this node's memory."""
     if state.group.active or awaiting_rejoin(state):
         return True
-    newest, committed = next(iter(state.nodes.complete()), None), newest_committed(state)
-    if newest is None or (committed is not None and committed.step >= newest[0][0]):
-        return False
-    return any((s.step, s.generation) == newest[0] for s in node.staged)
+    newest = unsaved(state)
+    return newest is not None and any((s.step, s.generation) == newest[0] for s in node.staged)

@@ -188,7 +188,8 @@ def worker_exited(ctx: StepContext, node: str, exit: Exit) -> None:
     state = ctx.state
     if exit.rank in state.group.exits or not state.group.active:
         return
-    state.group.exited(node, exit)
+    state.group.exits[exit.rank] = (node, exit)
+    keeping.exited(state, exit)
     if is_failure(exit) and state.stop is None:
         how = f"signal {exit.signal}" if exit.signal is not None else f"exit code {exit.code}"
         text = f"worker {exit.rank} on {node} ended with {how}"
@@ -282,7 +283,8 @@ def group_stopped(ctx: StepContext, node: str, fact: GroupStopped) -> None:
     nodes.group_stopped(state, node, fact)
     keeping.kept(state, node, fact)
     for exit in fact.exits:
-        state.group.exited(node, exit)
+        state.group.exits.setdefault(exit.rank, (node, exit))  # the first report counts
+        keeping.exited(state, exit)
         _date_failure(ctx, exit)
     stop.stacks.extend(fact.stacks)
 
@@ -481,9 +483,8 @@ def _waits_for_store(ctx: StepContext, failure: Failure) -> bool:
 def _strike(ctx: StepContext, failure: Failure) -> None:
     """Cordon a machine that causes incidents again and again."""
     state, node = ctx.state, failure.culprit_node
-    if not node or failure.failure_class not in ("infrastructure", "hang"):
-        return
-    if failure.rule in NOT_THE_NODE:
+    of_machines = failure.failure_class in ("infrastructure", "hang")
+    if not node or not of_machines or failure.rule in NOT_THE_NODE:
         return
     window = seconds(state.job.spec.recovery.budgets.infrastructure.window_s)
     recent = [at for at in state.ledger.strikes.get(node, []) if ctx.now_ns - at < window]

@@ -137,7 +137,7 @@ class Roster(dict[str, NodeRecord]):
 
     def complete(self, without: Iterable[str] = ()) -> list[tuple[StepKey, int]]:
         """((step, generation), num_shards) of every state whose shards are all in memory, newest
-        first; `without` the memory of these nodes."""
+        first; `without` the memory of these nodes. checkpoints.in_memory has those to be used."""
         away: dict[tuple[int, int, int], Counter[int]] = {}
         for record in self.in_order(without):
             for held in record.staged:
@@ -199,15 +199,13 @@ class Roster(dict[str, NodeRecord]):
             yield self._host_bytes, facts.memory_bytes
 
     def _index_staged(self, old: NodeRecord | None, new: NodeRecord | None) -> None:
-        for shard in new.staged if new is not None else ():
-            key = (shard.step, shard.generation, shard.num_shards)
-            self.holders[key][shard.shard] += 1
-        for shard in old.staged if old is not None else ():
-            key = (shard.step, shard.generation, shard.num_shards)
-            holders = self.holders[key]
-            holders[shard.shard] -= 1
-            if not holders[shard.shard]:
-                del holders[shard.shard]
+        for record, sign in ((new, 1), (old, -1)):
+            for shard in record.staged if record is not None else ():
+                key = (shard.step, shard.generation, shard.num_shards)
+                holders = self.holders[key]
+                holders[shard.shard] += sign
+                if not holders[shard.shard]:
+                    del holders[shard.shard]
                 if not holders:
                     del self.holders[key]
 

@@ -306,12 +306,16 @@ class Keeping(Struct):
     """Replicas in the last generation whose workers all were new."""
     renewed_in: int = 0
     """The number of that generation."""
-    doubtful: tuple[int, int] = (0, 0)
-    """First and last generation whose states in memory may differ between replicas."""
+    doubtful: tuple[int, int] = (1, 0)
+    """First and last generation whose states may differ between replicas; none at first."""
     num_failures: int = 0
     """Generations with kept processes that failed before their first step."""
     why_never: str = ""
     """Reason why this job keeps none any more; empty: it may."""
+
+    def doubts(self, generation: int) -> bool:
+        """True if what this generation staged is neither restored nor written to storage."""
+        return self.doubtful[0] <= generation <= self.doubtful[1]
 
 
 class Supply(Struct):
@@ -406,9 +410,6 @@ class Group(Struct):
 
     def launched(self, node: str) -> None:
         self.launching.pop(node, None)
-
-    def exited(self, node: str, exit: Exit) -> None:
-        self.exits.setdefault(exit.rank, (node, exit))  # the first report counts
 
 
 class JobState(Struct):

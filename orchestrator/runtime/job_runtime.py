@@ -228,7 +228,7 @@ class JobRuntime:
             await self._open_backend()
             existing = await self.backend.list_nodes()
         adopted: list[Manifest] = []
-        if loop.controller.submitted:
+        if loop.controller.submitted and not loop.state.keeping.doubts(loop.state.generation):
             adopted = await self._adopt_written(loop.state.generation)
         files = _files([*(self._manifests or []), *adopted])
         listed, self._manifests = self._manifests is not None, None

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.core import keeping, own_checkpoints
 from holdfast.orchestrator.core.actions import AnyAction, CommitManifest
+from holdfast.orchestrator.core.checkpoints import in_memory
 from holdfast.orchestrator.core.context import SECOND_NS, recovery_of
 from holdfast.orchestrator.core.host_memory import running
 from holdfast.orchestrator.core.roster import NodeRecord
@@ -335,8 +336,7 @@ class JobProjection:
                 )
         if not state.terminal:
             staged = min((beat.staged_step for beat in heartbeats), default=-1)
-            in_tier = next((key[0] for key, _ in state.nodes.complete()), -1)
-            view.memory_step = max(staged, in_tier)
+            view.memory_step = max([staged, *(key[0] for key, _ in in_memory(state)[:1])])
 
     def _current_beats(self, state: JobState) -> dict[str, NodeBeat]:
         return {name: beat for name, beat in self._beats.items() if name in state.nodes}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
+from holdfast.orchestrator.core import events as e
 from holdfast.orchestrator.core import keeping
 from holdfast.orchestrator.core.actions import LaunchGroup, RequestNodes, StopGroup
-from holdfast.orchestrator.core.events import AgainRequested, ResizeRequested, SuspendRequested
-from holdfast.orchestrator.protocol.facts import Exit
+from holdfast.orchestrator.protocol.facts import Exit, StagedShard
+from holdfast.orchestrator.protocol.messages import WorkerExited
 
-from .harness import Transcript, spec
+from .harness import CommitManifest, PersistStep, Transcript, spec
 
 NEVER = {"keepProcesses": "never"}
 KEEPS = spec()
@@ -53,7 +57,7 @@ def test_a_generation_that_has_not_trained_keeps_nothing_and_nor_does_a_suspende
     job.exits(0, signal=9)
     assert job.of(StopGroup) and not any(stop.keep for stop in job.of(StopGroup))
     job = Transcript(KEEPS).started(step=3)
-    job.apply(SuspendRequested())
+    job.apply(e.SuspendRequested())
     job.wait(10)
     assert job.all(StopGroup) and not any(stop.keep for stop in job.all(StopGroup))
 
@@ -73,7 +77,7 @@ def test_a_stop_for_new_code_explains_nothing_but_a_failure_before_it_does(fails
     job = Transcript(KEEPS).started(step=3)
     if fails:
         job.exits(0, signal=9, step=3)
-    job.apply(AgainRequested())
+    job.apply(e.AgainRequested())
     job.stopped("a", 3, kept=(1,) * fails, why_not="compiled")
     job.stopped("b", 3)
     expected = "; all workers start again: the code is new" if fails else "after 4 steps"
@@ -118,7 +122,7 @@ def test_processes_whose_script_has_a_fixed_size_are_forked_in_another_size_with
 ) -> None:
     why = {"fixed_size": "the script reads world_size outside its attempts"}
     job = Transcript(KEEPS).started("a", "b", step=3)
-    job.apply(ResizeRequested(nodes=1))
+    job.apply(e.ResizeRequested(nodes=1))
     job.wait(5)
     job.stopped("a", 3, kept=(0, 1), **({} if grows else why))
     job.stopped("b", 3, kept=(2, 3))
@@ -127,7 +131,7 @@ def test_processes_whose_script_has_a_fixed_size_are_forked_in_another_size_with
     assert launch.reason.text.endswith("outside its attempts") != grows
     job.succeed(LaunchGroup)
     job.step(5)
-    job.apply(ResizeRequested(nodes=2))
+    job.apply(e.ResizeRequested(nodes=2))
     job.join("c")
     job.wait(5)
     job.stopped("a", 6, kept=(0, 1), **(why if grows else {}))
@@ -143,7 +147,7 @@ def test_a_job_that_grows_keeps_processes_that_were_made_with_several_replicas(
 ) -> None:
     """Processes of a forked smaller world have no process groups over replicas."""
     job = Transcript(spec()).started(step=3)
-    job.apply(ResizeRequested(nodes=1))
+    job.apply(e.ResizeRequested(nodes=1))
     job.wait(5)
     assert all(stop.keep for stop in job.all(StopGroup)[-2:])
     job.stopped("a", 3, kept=kept)
@@ -152,7 +156,7 @@ def test_a_job_that_grows_keeps_processes_that_were_made_with_several_replicas(
     assert membership.world_size == 2 and membership.kept_from == (1 if kept else 0)
     job.succeed(LaunchGroup)
     job.step(5)
-    job.apply(ResizeRequested(nodes=2))
+    job.apply(e.ResizeRequested(nodes=2))
     job.join("c")
     job.wait(5)
     stop = job.all(StopGroup)[-1]
@@ -220,30 +224,87 @@ def test_replicas_that_differ_are_an_incident_and_nothing_is_kept_any_more() -> 
     assert job.state.incidents[-1].rule == "diverged"
     assert not job.of(LaunchGroup)[0].membership.kept_from
     assert "replicas differ" in job.state.keeping.why_never
-    assert (job.state.incidents[-1].culprit_node, job.state.incidents[-1].culprit_rank) == (
-        "",
-        None,
-    )
+    incident = job.state.incidents[-1]
+    assert (incident.culprit_node, incident.culprit_rank) == ("", None)
+
+
+Acts = tuple[Callable[[Transcript], object], ...]
+TWO_NODES = spec({"min": 2, "max": 2}, recovery={"capacityTimeoutSeconds": 60})
+ENDS: dict[str, Acts] = {
+    "cancelled": (lambda job: job.apply(e.CancelRequested()),),
+    "suspended": (lambda job: job.apply(e.SuspendRequested()),),
+    "failed": (lambda job: job.lose("a"),),
+}
+
+
+def stopped_as_replicas_differ(
+    job: Transcript, *, older: bool, before: Acts = (), then: Acts = ()
+) -> None:
+    """`older`: memory still has a state of forked processes. `before`, `then`: the error."""
+    job.started(step=3).commit(2)
+    staged: dict[str, tuple[StagedShard, ...]] = {"a": (), "b": ()}
+    for num_kept in (0, 1):
+        for node in staged if older or num_kept else ():
+            staged[node] += job.inventory(node, 3)
+        kept_after_a_kill(job)
+        job.succeed(LaunchGroup)
+        job.step(4)
+    for act in before:
+        act(job)
+    differs = Exit(rank=3, code=1, error_type="ReplicasDiverged", error_message="differ", step=4)
+    if job.state.stop is None:
+        job.apply(e.FromNode("b", WorkerExited(generation=3, exit=differs)))
+    for act in then:
+        act(job)
+    assert job.state.stop is not None
+    kept = {"kept": (1,) if job.all(StopGroup)[-1].keep else ()}
+    for node in list(job.state.stop.waiting):
+        how: dict[str, Any] = {"exits": (differs,)} if node == "b" else kept
+        job.stopped(node, staged=job.inventory(node, 4) + staged[node], **how)
 
 
 @pytest.mark.parametrize("older", [True, False])
+@pytest.mark.parametrize("killed", [True, False])
 def test_replicas_that_differ_restore_no_state_that_kept_processes_have_staged(
-    *, older: bool
+    *, older: bool, killed: bool
 ) -> None:
-    """Each replica would restore its own."""
-    job = Transcript(KEEPS).started(step=3)
-    job.commit(2)
-    before = {node: job.inventory(node, 3) for node in ("a", "b")}
-    kept_after_a_kill(job)
-    job.succeed(LaunchGroup)
-    job.step(4)
-    job.exits(3, code=1, error_type="ReplicasDiverged", step=4)
-    for node in ("a", "b"):
-        staged = job.inventory(node, 4) + (before[node] if older else ())
-        job.stopped(node, staged=staged)
-    restore = job.of(LaunchGroup)[0].membership.restore
+    """Each replica would restore its own. `killed`: another worker has failed before."""
+    job, kill = Transcript(KEEPS), (lambda job: job.exits(2, signal=9, step=4),)
+    stopped_as_replicas_differ(job, older=older, before=kill if killed else ())
+    launch = job.of(LaunchGroup)[0]
+    assert job.all(StopGroup)[-1].keep == killed and not launch.membership.kept_from
+    assert launch.reason.text.endswith("ReplicasDiverged: differ")
+    restore = launch.membership.restore
     assert restore is not None and (restore.step, restore.generation) == (3 if older else 2, 1)
     assert bool(restore.directory) != older
+
+
+@pytest.mark.parametrize("older", [True, False])
+@pytest.mark.parametrize("when", ["before", "then"])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_job_that_ends_or_waits_writes_no_state_in_which_replicas_differ(
+    end: str, when: str, *, older: bool
+) -> None:
+    """A rank may find the difference before the interruption, or while its workers are stopped."""
+    job = Transcript(TWO_NODES)
+    stopped_as_replicas_differ(job, older=older, **{when: ENDS[end]})
+    job.wait(200 if end == "failed" else 0)
+    writes = {(order.step, order.generation) for order in job.all(PersistStep)}
+    assert writes == ({(3, 1)} if older else set())
+    for shard in (0, 1) if older else ():
+        job.persisted(3, shard, generation=1)
+    job.succeed(CommitManifest)
+    assert job.state.phase == end and job.state.catalog.committed[-1].key == (3 if older else 2, 1)
+
+
+def test_a_write_that_has_begun_does_not_make_a_checkpoint_of_replicas_that_differ() -> None:
+    job = Transcript(TWO_NODES)
+    begun: Acts = (lambda job: job.persisted(4, 0),)
+    stopped_as_replicas_differ(job, older=False, before=begun, then=ENDS["failed"])
+    for again in (False, True):
+        job.apply(e.ControllerStarted(incarnation=2)) if again else job.persisted(4, 1)
+        assert "state after 5 steps is not committed" in job.state.notes[-1][1]
+    assert [commit.step for commit in job.all(CommitManifest)] == [2]
 
 
 def test_an_error_of_that_name_in_a_job_that_kept_nothing_is_charged() -> None:

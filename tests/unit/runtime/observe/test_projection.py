@@ -11,6 +11,7 @@ from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.cli.render import outcome
 from holdfast.orchestrator.core.actions import LaunchGroup
 from holdfast.orchestrator.core.events import CancelRequested, CollectivesBegun, StepCompleted
+from holdfast.orchestrator.core.state import Keeping
 from holdfast.orchestrator.protocol.facts import StepReport, WorkerBeat, largest, report_fields
 from holdfast.orchestrator.protocol.messages import Heartbeat
 from holdfast.orchestrator.runtime.job_loop import replay
@@ -132,6 +133,10 @@ def test_a_job_that_has_ended_has_no_nodes_and_nothing_in_memory() -> None:
     transcript.apply(CancelRequested(by="bob"))
     transcript.all_stopped(6)
     assert view_of(transcript).memory_step == 6 and view_of(transcript).nodes
+    projection = projected(transcript)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Keeping, "doubts", lambda _keeping, generation: generation == 1)
+        assert projection.view(transcript.now_ns).memory_step == -1, "replicas may differ"
     transcript.commit(6)
     view = view_of(transcript)
     assert (view.state, view.memory_step, view.nodes) == ("cancelled", -1, [])
