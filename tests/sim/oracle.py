@@ -14,11 +14,7 @@ from holdfast.orchestrator.core.recovery import STORE_UNREADABLE
 from holdfast.orchestrator.core.state import JobState
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.facts import ShardFile
-from holdfast.orchestrator.protocol.manifest import (
-    MAX_NUMBER,
-    directory_name,
-    parse_directory_name,
-)
+from holdfast.orchestrator.protocol.manifest import MAX_NUMBER, directory_name, parse_directory_name
 from holdfast.orchestrator.protocol.mesh import Mesh
 
 from ..unit.core.harness import check_timers
@@ -114,6 +110,8 @@ class Oracle:
             done = self._stage_actions[event.action_id]
             self.requested.setdefault((done.generation, done.step), {})[done.node] = None
         for action in actions:
+            if isinstance(action, a.PersistStep | a.CommitManifest):
+                self.require(not state.keeping.doubts(action.generation), f"doubtful: {action}")
             match action:
                 case a.LaunchGroup():
                     self._launch(state, action)
@@ -253,7 +251,8 @@ class Oracle:
         """A single lost node costs nothing that all buddies have a copy of."""
         at, members = self.copies.get(state.generation - 1, (-1, ()))
         lost = [name for name in members if name not in state.nodes]
-        if at < 0 or len(lost) > 1 or (at, state.generation - 1) in state.catalog.distrusted:
+        distrusted = (at, state.generation - 1) in state.catalog.distrusted
+        if at < 0 or len(lost) > 1 or distrusted or state.keeping.doubts(state.generation - 1):
             return
         if lost:
             self.saved[state.generation - 1] = None
@@ -311,12 +310,14 @@ class Oracle:
             for s in node.staged:
                 held.setdefault((s.step, s.generation, s.num_shards), set()).add(s.shard)
         whole = [at for at, shards in held.items() if len(shards) == at[2]]
-        best = max((at[0] for at in whole if at[:2] not in state.catalog.distrusted), default=-1)
+        doubts, distrusted = state.keeping.doubts, state.catalog.distrusted
+        good = [at for at in whole if at[:2] not in distrusted and not doubts(at[1])]
+        best = max((at[0] for at in good), default=-1)
         self.require(step >= best, f"resumes after {step}, memory has all of {best}")
         for (generation, at), nodes in self.requested.items():
             members = self._members[generation]
             there = all(node in nodes and node in state.nodes for node in members)
-            if there and generation == state.generation - 1:
+            if there and generation == state.generation - 1 and not doubts(generation):
                 self.require(step >= at, f"resumes after {step}, all have staged {at} as requested")
         self._survives_one_node(state, step)
         if restore is not None and not restore.directory:

@@ -7,6 +7,7 @@ so that a wrong restore is detected.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -175,6 +176,9 @@ class SimWorker:
         if not self._runs(self.advance):
             return
         self.step += 1
+        if self.step == self.gang.differs_at:
+            self._differ()
+            return
         checkpoint = self.world.host.job.spec.checkpoint
         chosen = [every for begin, every in self.intervals if begin <= self.step][-1]
         due = checkpoint.stages(self.step, chosen or checkpoint.staging_interval)
@@ -265,6 +269,17 @@ class SimWorker:
         self.end(1, None)
 
     # -- kept ---------------------------------------------------------------------------------
+    def _differ(self) -> None:
+        """Replicas differ: what this node's memory has since processes were kept is wrong."""
+        self.world.num_differed += 1
+        tiers, renewed_in = self.node.machine.tiers, self.world.host.state.keeping.renewed_in
+        for held in (*tiers.buffers.buffers.values(), *tiers.copies.copies.values()):
+            if held.content is not None and held.content.generation > renewed_in:
+                self.node.contents[held.number] = (-1, -1, -1)
+        if self.rank == 0 and self.gang.suspended_s:
+            self.world.after(self.gang.suspended_s, self.world.suspend)
+        self.fail("ReplicasDiverged", f"ranks have different parameters after step {self.step}")
+
     def _build(self) -> None:
         """Build beside the running job, unless it fails or never ends."""
         fate = self.world.builds.random()
@@ -321,6 +336,12 @@ class SimGang:
     def __init__(self, world: World, membership: Membership) -> None:
         self.world, self.membership = world, membership
         self.workers: dict[int, SimWorker] = {}
+        self.differs_at, self.suspended_s = -1, 0.0
+        """The step after which replicas are seen to differ; seconds until a suspend after it."""
+        drawn = random.Random(f"differs {world.seed} {membership.generation}")
+        if membership.kept_from and membership.restore and drawn.random() < world.differ_share:
+            self.differs_at = membership.restore.step + drawn.randint(1, 8)
+            self.suspended_s = drawn.choice((0.0, 0.01, 0.1))
         self.busy = False
         self.since_ns = 0
         """Time at which the last step ended, or the first one began."""

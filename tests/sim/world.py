@@ -83,8 +83,10 @@ class World(VirtualTime):
         """The script reads the size outside its attempts."""
         self.num_built = self.num_joined = 0
         """Workers that were ready beside the running job, and those of them that got a seat."""
-        self.num_kept = 0
-        """Seats that kept processes got."""
+        self.differ_share = 0.0
+        """Share of generations with kept processes in which replicas come to differ."""
+        self.num_kept = self.num_differed = 0
+        """Seats that kept processes got, and ranks that saw replicas differ."""
         self.oracle = Oracle(self)
         self.storage = Storage(self)
         self.host = Host(self)
@@ -210,6 +212,7 @@ class World(VirtualTime):
 
     # -- faults -------------------------------------------------------------------------------
     def schedule_faults(self) -> None:
+        self.differ_share = 0.3
         calm = self.between(0.5, 15.0)
         at = self.between(1.0, 10.0)
         while at < FAULTS_S:
@@ -243,7 +246,7 @@ class World(VirtualTime):
             (2, self._lose_capacity),
             (3, self._preempt),
             (2, self._resize),
-            (1, self._suspend),
+            (1, self.suspend),
             (1, self._damage_checkpoint),
             (0.1, self._cancel),
         ]
@@ -369,7 +372,7 @@ class World(VirtualTime):
         self.host.handle(e.ResizeRequested(nodes=nodes, by="sim"))
         return f"resize to {nodes}"
 
-    def _suspend(self) -> str:
+    def suspend(self) -> str:
         self.host.handle(e.SuspendRequested(by="sim"))
         self.after(self.between(1.0, 8.0), lambda: self.host.handle(e.ResumeRequested(by="sim")))
         return "suspend"
