@@ -17,6 +17,7 @@ stop, while it has time to save.
 A byte on a second socket, which the pulse thread reads, asks for StackReport and CollectivesReport.
 Another byte halts a worker that has sent KeepReported without an objection: its generation is over.
 It answers with Halted, sends nothing but pulses, and gets Assign again for a seat in the next one.
+The same byte halts a worker that has sent RunsAgain; in its next seat it runs the script again.
 """
 
 from __future__ import annotations
@@ -196,13 +197,20 @@ class KeepReported(WorkerMessage, frozen=True, kw_only=True, tag="keep"):
     """Reason why the process cannot be kept; empty: it can."""
 
 
+class RunsAgain(WorkerMessage, frozen=True, kw_only=True, tag="runs-again"):
+    """The script of this worker may run again in its process, whatever it does."""
+
+
 class Halted(WorkerMessage, frozen=True, kw_only=True, tag="halted"):
-    """The answer to HALT: the attempt has ended, and the worker waits for its next Assign."""
+    """The answer to HALT: the attempt or the script has ended, and the worker waits for its next
+    Assign."""
 
     step: int
     """The last one that it has finished."""
     fixed_size: str = ""
     """Reason why the script cannot go on in a world of another size; empty: it can."""
+    runs_again: bool = False
+    """True: the process has nothing of the script any more."""
 
 
 class Failed(WorkerMessage, frozen=True, kw_only=True, tag="failed"):
@@ -321,6 +329,7 @@ FromWorker = (
     | StackReport
     | CollectivesReport
     | KeepReported
+    | RunsAgain
     | Halted
     | Failed
     | Finished

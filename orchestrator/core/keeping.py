@@ -46,6 +46,8 @@ def may_keep(state: JobState, cause: Cause) -> bool:
 def kept(state: JobState, node: str, fact: GroupStopped) -> None:
     """A node has stopped its workers, and some processes may wait."""
     state.keeping.why_not = state.keeping.why_not or fact.why_not
+    if fact.again:
+        state.keeping.again = fact.generation
     if fact.kept:
         state.keeping.workers[node] = len(fact.kept)
         state.keeping.fixed_size = state.keeping.fixed_size or fact.fixed_size
@@ -176,12 +178,13 @@ def failed(ctx: StepContext, failure: Failure) -> str:
     assert state.group.membership is not None
     diverged = failure.rule == DIVERGED
     early = not state.group.first_step_ns and failure.rule not in OTHER_FAULTS
-    if not state.group.membership.kept_from or not (diverged or early):
+    again = bool(keeping.again) and keeping.again == state.generation - 1
+    if not (state.group.membership.kept_from or again) or not (diverged or early):
         return ""
     keeping.workers, keeping.num_failures = {}, keeping.num_failures + 1
     if diverged and state.incident is not None:
         state.incident.culprit_node, state.incident.culprit_rank = "", None
-    if diverged or keeping.num_failures >= TRIES:
+    if diverged or again or keeping.num_failures >= TRIES:
         keeping.why_never = f"{failure.title}: {failure.evidence}"
     then = "no process is kept any more" if keeping.why_never else "all workers are forked again"
     ctx.note(f"kept processes could not continue ({failure.evidence}); {then}")

@@ -308,6 +308,8 @@ class Keeping(Struct):
     """The number of that generation."""
     doubtful: tuple[int, int] = (1, 0)
     """First and last generation whose states may differ between replicas; none at first."""
+    again: int = 0
+    """The generation after which processes run their script again."""
     num_failures: int = 0
     """Generations with kept processes that failed before their first step."""
     why_never: str = ""

@@ -108,6 +108,8 @@ class GroupStopped(Message, frozen=True, kw_only=True, tag="group-stopped"):
     offered_port: int = 0
     kept: tuple[int, ...] = ()
     """Ranks whose processes wait for a seat in the next generation."""
+    again: tuple[int, ...] = ()
+    """Ranks whose processes run the script again in the next generation."""
     fixed_size: str = ""
     """Reason why they cannot have one in a world of another size; empty: they can."""
     why_not: str = ""

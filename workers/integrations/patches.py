@@ -39,6 +39,12 @@ _left_alone: set[str] = set()
 """Frameworks that were named as such."""
 
 
+def forget() -> None:
+    """The script begins again in this process."""
+    _begun.clear()
+    _left_alone.clear()
+
+
 def apply(module: ModuleType, file: str) -> None:
     """Patch a framework's module by the file beside this one, which has TRIED (versions), WITHOUT
     (what happens without the patch) and patch(module). A version of another release line than

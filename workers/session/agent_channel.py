@@ -156,13 +156,18 @@ class AgentChannel:
         else:
             self._inspection = None  # the agent has ended
 
-    def next_seat(self, last_step: int, fixed_size: str) -> worker_transport.Attached:
+    @property
+    def prepares_buffers(self) -> bool:
+        """A thread of this process does, to its end."""
+        return self._buffer_thread is not None
+
+    def next_seat(self, halted: worker_protocol.Halted) -> worker_transport.Attached:
         """Wait for a seat in the next generation, and take it; what was sent to this one is
-        dropped. `fixed_size`: why it cannot have another size. Raises AgentGone."""
-        assert worker_transport.attached is not None and self._buffer_thread is None
+        dropped. Raises AgentGone."""
+        assert worker_transport.attached is not None and not self.prepares_buffers
         before, assign = worker_transport.attached, None
         assert before.take_seat is not None
-        self.send(worker_protocol.Halted(step=last_step, fixed_size=fixed_size))
+        self.send(halted)
         while not isinstance(assign, worker_protocol.Assign):
             assign, fd = worker_transport.receive(self._connection)
             if assign is None:

@@ -1,10 +1,10 @@
-"""The loop of a script whose process survives the loss of a peer: attempts at steps, and how the
-agent halts one.
+"""How the agent halts a process that survives the loss of a peer: an attempt at a step, or a whole
+script, which runs again (agent/pool/run_again.py).
 
 The agent halts a worker by a byte on the inspection socket. The pulse thread then closes the
 connections of the process groups, which ends a collective, and signals the main thread, which ends
-Python code, until the attempt is over. Invariant: only an attempt is interrupted, and nothing of
-the session's own.
+Python code, until the attempt is over. Invariant: of a script with attempts that can be kept, only
+an attempt is interrupted, and nothing of the session's own.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from inspect import CO_GENERATOR
-from types import FrameType, TracebackType
-from typing import Any
+from types import CodeType, FrameType, TracebackType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,12 +37,15 @@ from holdfast.workers.checkpoint.layout import hash_bytes
 from holdfast.workers.checkpoint.stage import flat_bytes
 from holdfast.workers.checkpoint.state import local_of
 
-from .groups import Groups
+from .groups import Groups, cut
 from .inspection import num_collectives
 
 SIGNAL = signal.SIGRTMIN + 7
 SIGNAL_EVERY_S = 0.02
-COMPILER = ("torch._dynamo.convert_frame", "torch._dynamo.guards", "torch._inductor.compile_fx")
+UNINTERRUPTED = (
+    "torch._dynamo.convert_frame", "torch._dynamo.guards", "torch._inductor.compile_fx",
+    "importlib._bootstrap", "holdfast.workers.packets",
+)  # fmt: skip
 """Modules that change global state, such as anomaly detection, during a call, or drop errors."""
 
 
@@ -52,9 +56,19 @@ class AttemptHalted(BaseException):
 class Attempts:
     """The attempts of one process."""
 
-    def __init__(self, groups: Groups | None, why_not: str) -> None:
+    of_script: ClassVar[Attempts | None] = None
+    """Those of a script that may run again in this process."""
+
+    def __init__(
+        self, groups: Groups | None, why_not: str, runs_again: CodeType | None = None
+    ) -> None:
         """`why_not`: why this process cannot be kept; empty: it can, as far as is known."""
         self.groups, self.why_not = groups, why_not
+        self.runs_again = runs_again
+        """Function that runs the script, which may be interrupted, unless its attempts can be kept,
+        since it runs again; None: it may not."""
+        self.models: weakref.WeakSet[Module] = weakref.WeakSet()
+        """Those that the script has given to restore."""
         self.said: str | None = None
         """Reason why it is not kept, as the agent knows it; None: the agent knows nothing."""
         self.wanted = False
@@ -76,8 +90,19 @@ class Attempts:
         self._begun_in: FrameType | None = None
         """The frame of the script whose `with` has the open attempt."""
         self._shields = self._outside = 0
-        if groups is not None and threading.current_thread() is threading.main_thread():
+        self._listen()
+
+    def _listen(self) -> None:
+        """Have the signal interrupt the main thread."""
+        self._listens = self.groups is not None or self.runs_again is not None
+        if self._listens and threading.current_thread() is threading.main_thread():
             signal.signal(SIGNAL, self._on_signal)
+
+    def in_session(self, groups: Groups | None, why_not: str) -> Attempts:
+        """The script calls session.init."""
+        self.groups, self.why_not = groups, why_not
+        self._listen()
+        return self
 
     @property
     def halting(self) -> bool:
@@ -99,29 +124,50 @@ class Attempts:
         self._over.clear()
         self._halting.set()
         until, main = time.monotonic() + 2 * limits.HALT_S, threading.main_thread().ident
-        while self.groups is not None and main is not None and time.monotonic() < until:
+        while self._listens and main is not None and time.monotonic() < until:
             with self._acting:
                 if self._over.is_set():
                     return  # the connections of the next generation may be there
-                self.groups.cut()
+                if self.groups is not None and self.wanted:
+                    self.groups.cut()
+                else:
+                    cut(None)
                 signal.pthread_kill(main, SIGNAL)
             self._over.wait(SIGNAL_EVERY_S)
 
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
-        if not self.halting or not self._open or self._shields:
+        script = None if self.wanted else self.runs_again
+        again, within = script is not None, script is None
+        if not self.halting or self._over.is_set() or not (self._open or again) or self._shields:
             return
-        while frame is not None and frame is not self._begun_in:
+        while frame is not None and (again or frame is not self._begun_in):
             # What a context manager has half entered would stay so, and a generator would be over
             # for the next attempt, too. The signal comes again.
             if frame.f_code.co_name in ("__enter__", "__exit__", "__del__"):
                 return
-            if frame.f_code.co_flags & CO_GENERATOR and frame.f_code.co_name != "<genexpr>":
+            generates = frame.f_code.co_flags & CO_GENERATOR and not again
+            if generates and frame.f_code.co_name != "<genexpr>":
                 return
-            if frame.f_globals.get("__name__") in COMPILER:
+            if frame.f_globals.get("__name__") in UNINTERRUPTED:
                 return  # one that takes long ends with its process
+            within = within or frame.f_code is script
             frame = frame.f_back
+        if not within:
+            return
         self._open = False
         raise AttemptHalted
+
+    def ends_script(self, error: BaseException) -> bool:
+        """True if this error of the script is due to a halt, so that it may run again."""
+        if self.runs_again is None or self.wanted:
+            return False
+        if not self.halting and not (
+            is_secondary(error) and self._halting.wait(limits.HALT_WAIT_S)
+        ):
+            return False
+        self.halted()
+        drop_frames(error)
+        return True
 
     def resumed(self) -> None:
         """This process has a seat in the next generation."""
@@ -220,7 +266,7 @@ class Attempts:
         self._open, self._begun_in = False, None
         self.count_collectives()
         if self.rehearses and isinstance(error, Exception | AttemptHalted | None):
-            _drop_frames(error)
+            drop_frames(error)
             self.failed = True
             return True
         if error is None or not self.wanted or self._outside == id(error):
@@ -231,12 +277,12 @@ class Attempts:
             lost and self._halting.wait(limits.HALT_WAIT_S)
         ):
             return False
-        _drop_frames(error)
+        drop_frames(error)
         self.failed = True
         return True
 
 
-def _drop_frames(error: BaseException | None) -> None:
+def drop_frames(error: BaseException | None) -> None:
     """Frames keep the tensors of a broken forward alive."""
     while error is not None:
         error.__traceback__ = None

@@ -37,7 +37,16 @@ from holdfast.workers.checkpoint.upload import CudaUpload, Uploader
 from holdfast.workers.session.order import mix
 
 from . import agent_channel, inspection, numa, reporting
-from .attempts import Attempts, checksum, num_graphs, reset, settings_digest, versions, why_not
+from .attempts import (
+    AttemptHalted,
+    Attempts,
+    checksum,
+    num_graphs,
+    reset,
+    settings_digest,
+    versions,
+    why_not,
+)
 from .distributed import Meshes, RankEnv, expect_on, join, own_store, pick_device, rank_env
 from .groups import Groups, NotKept, ReplicasDiverged, why_not_formed
 from .loss import LossReport
@@ -323,6 +332,7 @@ class Session:
         _expect_memory("session.restore", model)
         expect_on(self.device, ((name, p.device) for name, p in model.named_parameters()))
         self._enter("restore")
+        self._attempts.models.add(model)
         own = RankState(per_rank, self.rank, self.shape) if per_rank else None
         self._state = TrainingState(model, optimizer, extra, own, self._say, self._data, keep)
         if own is not None and self._channel is not None and self.shape.replicate > 1:
@@ -514,6 +524,9 @@ class Session:
         attempts.look_at_random(leaves=True)
         if why := self._why_not(state):  # since the first step
             channel.send(worker_protocol.KeepReported(why_not=why))
+            if attempts.runs_again is not None:
+                attempts.wanted = False
+                raise AttemptHalted
             time.sleep(2 * limits.HALT_S)  # the agent kills this process
             raise NotKept(why)
         before = self.shape.world_size
@@ -540,7 +553,8 @@ class Session:
         assert channel is not None and groups is not None
         if self._ahead:
             groups.pretend(alone=False)
-        attached = channel.next_seat(self._last_step, self._why_fixed_size())
+        why = self._why_fixed_size()
+        attached = channel.next_seat(worker_protocol.Halted(step=self._last_step, fixed_size=why))
         self._take_seat(rank_env(), attached.assign.membership.mesh, attached)
 
     def _why_fixed_size(self) -> str:
@@ -631,6 +645,9 @@ class Session:
             self._end_step(step, loss, tokens, flops, total_steps)
             if self._why_no_loop is not None:
                 self._begin_attempt(self._state, step + 1)
+            elif not self._loops and step == self._first_step and self._channel is not None:
+                why = self._attempts.why_not or "the script has no loop over s.steps"
+                self._channel.send(worker_protocol.KeepReported(why_not=why))
 
     def _end_step(
         self, step: int, loss: float | Tensor | None, tokens: int, flops: float, total_steps: int
@@ -887,10 +904,10 @@ def init(shard: int | None = None, tensor: int = 1, context: int = 1, pipeline: 
     of_script = dist.is_initialized()
     groups = join(at, device, attached.assign.membership if attached else None, keeps=not why)
     why = why or ("" if groups else "the script has made its process groups")
-    session._attempts = Attempts(groups, why)
+    attempts = (Attempts.of_script or Attempts(None, "")).in_session(groups, why)
+    session._attempts = attempts
     if session._channel is not None:
-        session._channel.halt = session._attempts.halt
-        session._channel.is_over = lambda: session._attempts.halting
+        session._channel.halt, session._channel.is_over = attempts.halt, lambda: attempts.halting
     session._enter("build")
     if session._ahead and of_script:
         session._await_seat()  # a framework's loop is not tried

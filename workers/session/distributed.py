@@ -168,6 +168,7 @@ def keep_groups_of_script(membership: Membership) -> None:
     handlers: dict[str, Any] = getattr(module, "_rendezvous_handlers", {})  # private to torch
     if (usual := handlers.get("env")) is None:
         return
+    usual = getattr(usual, "usual", usual)  # the script's last run in this process
 
     def meet(url: str, *given: Any, **named: Any) -> Iterator[tuple[Store, int, int]]:
         at = rank_env() if BEFORE_SESSION in sys.modules and not why_not_formed() else RankEnv()
@@ -180,6 +181,7 @@ def keep_groups_of_script(membership: Membership) -> None:
             of_script.append(_kept(at, membership)[1])
         yield of_script[0].store, at.rank, at.world_size
 
+    meet.usual = usual  # type: ignore[attr-defined]
     handlers["env"] = meet
 
 

@@ -40,6 +40,8 @@ from .store import TIMEOUT
 FORM_TIMEOUT_S = 10.0
 FIRST_POLL_S, LONGEST_POLL_S = 0.0005, 0.02
 CPU = torch.device("cpu")
+_originals: list[tuple[Any, str, Callable[..., Any]]] = []
+"""(owner, name, function) of what `Groups` has replaced in torch."""
 
 
 of_script: list[Groups] = []
@@ -191,10 +193,16 @@ class Groups:
                 self._list(group.group_name, group, [members[index] for index in at])
             return group
 
-        c10d._new_process_group_helper = make_listed
-        owners: list[Any] = [DistributedDataParallel, GradScaler, dist.ProcessGroup]
-        owners[0].__init__, owners[1].update = init_listed, update_seen
-        owners[2].split_group = split_listed
+        patched: list[tuple[Any, Callable[..., Any]]] = [
+            (c10d, make_listed),
+            (DistributedDataParallel, init_listed),
+            (GradScaler, update_seen),
+            (dist.ProcessGroup, split_listed),
+        ]
+        for owner, function in patched:
+            name = function.__name__
+            _originals.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, function)
 
     def _list(self, name: str, group: Any, ranks: list[int]) -> None:
         self._listed[name] = (group, ranks, self._place)
@@ -281,18 +289,8 @@ class Groups:
             pause_s = min(pause_s * 1.5, LONGEST_POLL_S)
 
     def cut(self) -> None:
-        """End each collective that waits, from another thread: close the groups' connections. The
-        owner may close a descriptor meanwhile, so duplicates are checked and closed."""
-        connections = set().union(*list(self._connections.values()))
-        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
-            with contextlib.suppress(OSError):
-                copy = os.dup(int(name))
-                try:
-                    if _inode(copy) in connections:
-                        with socket.socket(fileno=os.dup(copy)) as connection:
-                            connection.shutdown(socket.SHUT_RDWR)
-                finally:
-                    os.close(copy)
+        """End each collective that waits, from another thread: close the groups' connections."""
+        cut(set[int]().union(*list(self._connections.values())))
 
     @property
     def whole(self) -> bool:
@@ -315,6 +313,32 @@ class Groups:
             module._has_rebuilt_buckets = False
             # False after a forward without gradients: others would broadcast buffers, this not.
             module.require_forward_param_sync = module.require_backward_grad_sync = True
+
+
+def cut(connections: set[int] | None) -> None:
+    """Close these connections, by their inodes; None: all of this process to other machines and
+    programs by TCP. The owner may close a descriptor meanwhile, so duplicates are checked and
+    closed."""
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        with contextlib.suppress(OSError):
+            copy = os.dup(int(name))
+            try:
+                if connections is None or _inode(copy) in connections:
+                    with socket.socket(fileno=os.dup(copy)) as connection:
+                        if connection.family in (socket.AF_INET, socket.AF_INET6):
+                            connection.getpeername()  # gloo's listening thread would abort
+                            connection.shutdown(socket.SHUT_RDWR)
+            finally:
+                os.close(copy)
+
+
+def forget() -> None:
+    """Destroy all groups, and have torch make new ones as it does by itself."""
+    of_script.clear()
+    while _originals:
+        setattr(*_originals.pop())
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _use_backend(group: Any, *, alone: bool) -> None:

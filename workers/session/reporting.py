@@ -44,6 +44,11 @@ class _Steps:
 _last = _Steps()
 
 
+def forget() -> None:
+    """The script begins again in this process."""
+    _last.__init__()  # type: ignore[misc]
+
+
 def report(
     step: int,
     *,

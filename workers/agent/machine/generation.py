@@ -83,6 +83,8 @@ class Worker:
     """(generation, rank) of the kept worker whose process it takes over."""
     kept: bool = False
     """True if the process waits for a seat in the next generation; here it counts as ended."""
+    runs_again: bool = False
+    """The script may run again in the process; of a kept one: only that."""
     fixed_size: str = ""
     """Reason why a kept process cannot go on in a world of another size."""
     signals: set[int] = field(default_factory=set)
@@ -110,8 +112,11 @@ class Worker:
                 self.phase = "finish"
             case worker_protocol.KeepReported():
                 self.keeps = message.why_not or True
+            case worker_protocol.RunsAgain():
+                self.runs_again = True
+                return
             case worker_protocol.Halted():
-                self.fixed_size = message.fixed_size
+                self.fixed_size, self.runs_again = message.fixed_size, message.runs_again
             case worker_protocol.Pulse():
                 if message.collectives != self.collectives:
                     self.collectives = message.collectives
@@ -128,6 +133,18 @@ class Worker:
         self.leaves = isinstance(message, worker_protocol.Leaving)
         self.ticks += 1
         self.progress_ns, self.idle_s = now_ns, 0.0
+
+    @property
+    def why_not_kept(self) -> str:
+        """Reason why its state is not kept with the process; empty: none is known."""
+        why = self.keeps if isinstance(self.keeps, str) else ""
+        if self.script.source in SCRIPT_SOURCES:
+            why = "the script keeps its own state"
+        return (
+            f"{why}; survivors run the script again in their process"
+            if (why and self.runs_again)
+            else why
+        )
 
     @property
     def is_silent(self) -> bool:
@@ -160,7 +177,7 @@ class Worker:
             began_s=self.script.began_s(now_ns),
             collectives=self.collectives,
             leaves=self.leaves,
-            keeps="" if self.keeps is True and self.seat.rank else self.keeps,
+            keeps=(self.keeps is True and not self.seat.rank) or self.why_not_kept,
             **report_fields(last),
         )
 
@@ -300,23 +317,38 @@ class Generation:
 
     def why_not_kept(self) -> str:
         """Reason that one of the workers has given; empty: none has."""
-        return max((w.keeps for w in self.workers.values() if isinstance(w.keeps, str)), default="")
+        return max((worker.why_not_kept for worker in self.workers.values()), default="")
 
     def kept_for(self, launch: LaunchWorkers) -> dict[int, tuple[int, int]]:
         """Rank of the next generation -> (this generation, rank) of the kept worker that gets its
         seat: it is in that place and has that shard; a rank changes only with their number."""
         membership = launch.membership
         if membership.kept_from != self.generation:
-            return {}
+            return self._again_for(launch)
         same = membership.world_size == self.membership.world_size
         if self.membership.ahead and not (same and self.num_built == len(self.workers)):
             return {}  # an attempt without peers may never end
-        here = {(w.seat.local_rank, w.seat.shard): w.seat.rank for w in self.kept}
+        here = {
+            (w.seat.local_rank, w.seat.shard): w.seat.rank for w in self.kept if not w.runs_again
+        }
         previous = {seat.rank: here.get((seat.local_rank, seat.shard)) for seat in launch.seats}
-        return {
+        return self._again_for(launch) | {
             rank: (self.generation, was)
             for rank, was in previous.items()
             if was is not None and (was == rank or not same)
+        }
+
+    def _again_for(self, launch: LaunchWorkers) -> dict[int, tuple[int, int]]:
+        """The same of those that run the script again. torch has results in its caches that hold
+        for a rank."""
+        if launch.code != self.launch.code:
+            return {}
+        seats = {(seat.rank, seat.local_rank) for seat in launch.seats}
+        again = [w for w in self.kept if w.runs_again]
+        return {
+            w.seat.rank: (self.generation, w.seat.rank)
+            for w in again
+            if (w.seat.rank, w.seat.local_rank) in seats
         }
 
     def end_kept(self, used: Mapping[int, tuple[int, int]]) -> list[Command]:
@@ -346,7 +378,8 @@ class Generation:
     def continue_stop(self, now_ns: int, stop: Stopping) -> list[Command]:
         """The next stage: HALT, SIGTERM or a notice, then SIGKILL."""
         keep = [worker.keeps is True for worker in self.alive]
-        if stop.keep and (any(keep) if stop.grace_s <= 0 else keep and all(keep)):
+        at_once = stop.grace_s <= 0 and (any(keep) or any(w.runs_again for w in self.alive))
+        if stop.keep and (at_once or (keep and all(keep))):
             return self._halt(now_ns, stop)
         if stop.grace_s <= 0 and stop.save_grace_s > 0 and stop.stage in ("begin", "halt", "save"):
             return self._wait_for_saves(now_ns, stop)
@@ -365,7 +398,11 @@ class Generation:
         """Halt the workers that can be kept, and kill those that do not end by themselves."""
         stop.keep = False
         stop.stage, stop.deadline_ns = "halt", now_ns + int(limits.HALT_S * SECOND_NS)
-        ranks = tuple(w.seat.rank for w in self.alive if w.keeps is True and w.failed is None)
+        ranks = tuple(
+            w.seat.rank
+            for w in self.alive
+            if w.failed is None and (w.keeps is True or (w.runs_again and not w.ends_itself))
+        )
         others = [w for w in self.alive if w.seat.rank not in ranks and not w.ends_itself]
         return [*self._signal(others, SIGKILL), commands.Halt(self.generation, ranks)]
 

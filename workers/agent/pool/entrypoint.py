@@ -42,8 +42,9 @@ class Descriptors:
     asked: int
 
 
-def prepare(job: TrainingJob, descriptors: Descriptors) -> Program:
-    """The script or module to run in this process; for another program this does not return.
+def prepare(job: TrainingJob, descriptors: Descriptors, *, again: bool = False) -> Program:
+    """The script or module to run, `again` or not, in this process; for another program this does
+    not return.
     Raises UserError for a program that this node lacks."""
     program = job.spec.entrypoint.program
     if program.local_rank_option:
@@ -65,7 +66,7 @@ def prepare(job: TrainingJob, descriptors: Descriptors) -> Program:
         os.environ.update(_variables(program))
     os.environ.update(launcher_shim.variables(os.environ))
     if job.spec.entrypoint.recipe is None and job.spec.checkpoint.guard.chosen != "never":
-        framework_hooks.install()
+        framework_hooks.install(again=again)
         file_audit.install(descriptors.wire)
     return program
 

@@ -274,8 +274,13 @@ class FileAudit:
             time.sleep(1)
 
 
+_installed: list[FileAudit] = []
+"""The audit of this run of the script."""
+
+
 def install(wire: int) -> None:
-    """`wire`: the descriptor of the agent's socket."""
+    """`wire`: the descriptor of the agent's socket. Python cannot remove a hook, so the script's
+    next run in this process gets the same one."""
     import msgspec
 
     from holdfast.workers import packets, worker_protocol
@@ -298,4 +303,6 @@ def install(wire: int) -> None:
     checkpoints = [(path, times) for path, times in setting["known"]] if reads else []
     earlier = Earlier(checkpoints, int(os.environ.get("HOLDFAST_RESUME_SINCE", "0"))) or None
     hold = bool(setting.get("hold"))
-    sys.addaudithook(FileAudit(wrote, opened, earlier, hold=hold, trains=_trains).hook)
+    if not _installed:
+        sys.addaudithook(lambda event, arguments: _installed[-1].hook(event, arguments))
+    _installed[:] = [FileAudit(wrote, opened, earlier, hold=hold, trains=_trains)]

@@ -26,12 +26,15 @@ SAVES = "holdfast.saves"
 """Audit event of a save that no event of Python shows, see file_audit.py."""
 
 
-def install() -> None:
-    """Install all before the script runs. `checkpoint.guard: {never: {}}` skips this."""
-    _when_imported("torch.serialization", _audit_torch_save)
-    _when_imported("safetensors", _audit_safetensors)
+def install(*, again: bool = False) -> None:
+    """Install all before the script runs, or runs `again` in this process: a resume is patched from
+    the second launch on. `checkpoint.guard: {never: {}}` skips this."""
+    if not again:
+        _when_imported("torch.serialization", _audit_torch_save)
+        _when_imported("safetensors", _audit_safetensors)
     for name in PATCHES:
-        _when_imported(name, _patch)
+        if not again or name in sys.modules:
+            _when_imported(name, _patch)
 
 
 def _when_imported(name: str, adapt: Callable[[ModuleType], None]) -> None:

@@ -18,7 +18,7 @@ import traceback
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.launchers import Program
@@ -31,8 +31,11 @@ from holdfast.workers import worker_protocol, worker_transport
 from ..linux import output as streams
 from ..linux import processes
 from ..process import process_env
-from . import entrypoint, fork_protocol, gpu_context, leaving, user_modules
+from . import entrypoint, fork_protocol, gpu_context, leaving, run_again, user_modules
 from .failures import encodable, is_out_of_memory, is_secondary, text_of
+
+if TYPE_CHECKING:
+    from holdfast.workers.session.agent_channel import AgentChannel
 
 _PACKAGE = __file__.removesuffix("workers/agent/pool/worker_main.py")
 _RESERVE_BYTES = 2 * 2**20
@@ -72,11 +75,18 @@ def run(
         )
         reserve.append(bytearray(_RESERVE_BYTES))
         program = entrypoint.prepare(job, descriptors)
+        channel = process = None
         if job.spec.entrypoint.recipe is None:
-            _start_pulse(job, inherited)
-            _keep_groups(assign, job)
+            channel = _start_pulse(job, inherited)
         user_modules.expect_imported(job)
-        _run_entrypoint(job, program)
+        if channel is not None:
+            process = _before_script(channel, assign, job)
+        while not _ran_to_its_end(job, program, process):
+            assert process is not None and channel is not None
+            assign = process.next_run().assign
+            _enter(assign, job)
+            program = entrypoint.prepare(job, descriptors, again=True)
+            process = _before_script(channel, assign, job)
         code = _leave(link, 0)
     except SystemExit as error:
         code = _leave(link, _exit_code(link, error))
@@ -124,6 +134,11 @@ def _set_up(
     sys.stderr = streams.stream(2, "backslashreplace")
     faulthandler.enable(file=2)
     os.environ[worker_transport.AGENT_FD] = str(wire_fd)
+    _enter(assign, job)
+
+
+def _enter(assign: worker_protocol.Assign, job: TrainingJob) -> None:
+    """What each run of the script begins with."""
     if problem := enter_directory(assign, job):
         raise UserError(str(problem))
     if "torch" in sys.modules:
@@ -191,7 +206,7 @@ def _enter_logs(assign: worker_protocol.Assign, why: str) -> None:
     print(f"not in the spec's directory ({why}), but in {logs.resolve()}", file=sys.stderr)
 
 
-def _start_pulse(job: TrainingJob, inherited: frozenset[str]) -> None:
+def _start_pulse(job: TrainingJob, inherited: frozenset[str]) -> AgentChannel:
     """A thread that shows, also of a script without the session, whether the interpreter runs and
     whether the rank begins collectives, and that reports stacks."""
     from holdfast.workers.session import agent_channel  # with torch, which the forkserver has
@@ -200,18 +215,38 @@ def _start_pulse(job: TrainingJob, inherited: frozenset[str]) -> None:
     assert channel is not None
     learn = partial(user_modules.installed_since, inherited) if job.spec.learn_preload else None
     channel.start_pulse(learn, of_script=True)
+    return channel
 
 
-def _keep_groups(assign: worker_protocol.Assign, job: TrainingJob) -> None:
-    """Frameworks make their process groups before they know of a session."""
+def _before_script(
+    channel: AgentChannel, assign: worker_protocol.Assign, job: TrainingJob
+) -> run_again.Process | None:
+    """The process as the script finds it; None: it is not kept."""
     keeps = job.spec.recovery.keep_processes == "auto" and not job.spec.resources.num_gpus
-    if keeps and assign.membership.world_size > 1:
-        from holdfast.workers.session import distributed  # with torch, as above
+    if not keeps or assign.membership.world_size == 1:
+        return None
+    from holdfast.workers.session import distributed  # with torch, as above
 
-        distributed.keep_groups_of_script(assign.membership)
+    # Frameworks make their process groups before they know of a session.
+    distributed.keep_groups_of_script(assign.membership)
+    return run_again.Process(channel, _run_entrypoint.__code__)
 
 
 # -- the entrypoint ---------------------------------------------------------------------------
+def _ran_to_its_end(job: TrainingJob, program: Program, process: run_again.Process | None) -> bool:
+    """Run the entrypoint; False if the agent has halted it, so that it runs again."""
+    try:
+        _run_entrypoint(job, program)
+    except BaseException as error:
+        if process is not None and process.attempts.ends_script(error):
+            return False
+        raise
+    finally:
+        if process is not None:
+            process.attempts.runs_again = None
+    return True
+
+
 def _run_entrypoint(job: TrainingJob, program: Program) -> None:
     recipe = job.spec.entrypoint.recipe
     if recipe is not None:

@@ -1,0 +1,166 @@
+"""The script of a worker runs again in its process when a peer has died: imports, caches and the
+context of a GPU stay, and the script reads its state as in a new process.
+
+Invariant: the script finds what it found the first time, or the process ends and another one takes
+its seat. What installed libraries keep for themselves, and this file does not name, stays.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import resource_tracker
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+from holdfast.workers import worker_protocol, worker_transport
+
+from ..linux import processes
+
+if TYPE_CHECKING:
+    from holdfast.workers.session.agent_channel import AgentChannel
+
+THREADS_END_S = 0.3
+"""Seconds for the script's threads to end after it; the agent waits for limits.HALT_S."""
+HARMLESS_THREADS = ("TMonitor",)
+"""tqdm's, which only refreshes bars that have not moved."""
+OWN_GROUPS = ("deepspeed", "megatron")
+"""Packages that keep process groups in their modules."""
+_INSTALLED = tuple(sysconfig.get_path(n) for n in ("purelib", "platlib", "stdlib", "platstdlib"))
+
+
+class Process:
+    """This process as it was before the script, which `channel` reports on."""
+
+    def __init__(self, channel: AgentChannel, runs: CodeType) -> None:
+        """`runs`: the function that runs the script. Needs torch, which the forkserver has."""
+        from holdfast.workers.session.attempts import Attempts
+
+        self._channel = channel
+        self.attempts = Attempts.of_script = Attempts(None, "", runs)
+        self._environment, self._path = dict(os.environ), list(sys.path)
+        self._modules, self._threads = set(sys.modules), set(threading.enumerate())
+        self._signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        self._streams = (sys.stdin, sys.stdout, sys.stderr, sys.excepthook, sys.argv)
+        self._handlers, self._level = list(logging.root.handlers), logging.root.level
+        self._collects = gc.isenabled()
+        self._random, self._torch = random.getstate(), _state_of_torch()
+        channel.halt, channel.is_over = self.attempts.halt, lambda: self.attempts.halting
+        channel.send(worker_protocol.RunsAgain())
+
+    def next_run(self) -> worker_transport.Attached:
+        """Leave nothing of the script, and wait for a seat in the next generation. Raises
+        AgentGone; the process ends where something stays."""
+        if why := self._restored():
+            print(f"holdfast: this process does not run the script again: {why}", file=sys.stderr)
+            self._channel.send(worker_protocol.KeepReported(why_not=why))
+            os._exit(1)
+        halted = worker_protocol.Halted(step=-1, runs_again=True)
+        attached = self._channel.next_seat(halted)
+        self._channel.phase = "start"
+        return attached
+
+    def _restored(self) -> str:
+        """Have the process be as before the script. Returns a reason why it is not."""
+        from holdfast.workers.session import groups, reporting
+
+        if self._channel.prepares_buffers:
+            return "a thread prepares its buffers"
+        if stale := next((name for name in OWN_GROUPS if name in sys.modules), ""):
+            return f"{stale} keeps its process groups"
+        for number, handler in self._signals.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        sys.stdin, sys.stdout, sys.stderr, sys.excepthook, sys.argv = self._streams
+        sys.path[:] = self._path
+        os.environ.clear()
+        os.environ.update(self._environment)
+        groups.forget()
+        reporting.forget()
+        _forget_frameworks()
+        _forget_modules()
+        self._forget_loggers()
+        for child in multiprocessing.active_children():  # of loaders
+            child.kill()
+            child.join()
+        gc.collect()
+        (gc.enable if self._collects else gc.disable)()
+        random.setstate(self._random)
+        for read, write, before in self._torch:
+            if not _equal(read(), before):
+                write(before)
+        return self._left()
+
+    def _forget_loggers(self) -> None:
+        """Drop handlers of the script's loggers: it would have each line twice."""
+        logging.root.handlers[:] = self._handlers
+        logging.root.setLevel(self._level)
+        for name, logger in logging.Logger.manager.loggerDict.items():
+            if name.partition(".")[0] not in sys.modules and isinstance(logger, logging.Logger):
+                logger.handlers.clear()
+
+    def _left(self) -> str:
+        """What the script has left, in words; empty: nothing."""
+        if self.attempts.models:
+            return "something still refers to the script's model"
+        trackers = {resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+        if set(processes.children()) - trackers:
+            return "child processes of the script still run"
+        until_s = time.monotonic() + THREADS_END_S
+        while left := [t for t in threading.enumerate() if t not in self._threads]:
+            if all(type(thread).__name__ in HARMLESS_THREADS for thread in left):
+                break
+            if time.monotonic() > until_s:
+                return f"the script's thread {left[0].name} still runs"
+            time.sleep(0.01)
+        return ""
+
+
+def _state_of_torch() -> list[tuple[Callable[[], Any], Callable[[Any], object], Any]]:
+    """(reads, writes, value) of what holds in the whole process."""
+    import torch
+
+    both: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.get_default_device, torch.set_default_device),
+        (torch.get_num_threads, torch.set_num_threads),
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+        (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+        (torch.get_rng_state, torch.set_rng_state),
+    ]
+    return [(read, write, read()) for read, write in both]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return bool((a == b).all()) if hasattr(a, "all") else bool(a == b)
+
+
+def _forget_frameworks() -> None:
+    """Drop what frameworks, and our patches of them, keep of a training in their modules."""
+    if (accelerate := sys.modules.get("accelerate.state")) is not None:
+        accelerate.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.GradientState._reset_state()
+    if (patches := sys.modules.get("holdfast.workers.integrations.patches")) is not None:
+        patches.forget()
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()
+
+
+def _forget_modules() -> None:
+    """Drop the script's own modules, so that they are read again."""
+    for name, module in list(sys.modules.items()):
+        origin = getattr(getattr(module, "__spec__", None), "origin", None) or ""
+        ours = name.partition(".")[0] in ("holdfast", "__main__")
+        if origin.startswith(os.sep) and not (ours or origin.startswith(_INSTALLED)):
+            del sys.modules[name]
