@@ -123,7 +123,7 @@ class Run:
 
         def settled(lines: list[Line]) -> bool:
             self._check()
-            newest = [line for line in lines if line.pid == lines[-1].pid]
+            newest = [line for line in lines if line.launch == lines[-1].launch]
             long = time.time() - newest[0].time > self.settled_s and len(newest) > every
             complete = newest[-1].world == 2 * self.side.workers_per_node
             return complete and long and newest[-1].step % every == every // 2
@@ -143,13 +143,13 @@ class Run:
         """`trains_on`: the launch may train until the next one begins, with all workers; two parts
         that train side by side are no growth. Raises TimeoutError, Missed, or RuntimeError when the
         job ends instead."""
-        known = {line.pid for line in before}
+        known = {line.launch for line in before}
 
         full = 2 * self.side.workers_per_node if trains_on else 0
 
         def gone_on(lines: list[Line]) -> bool:
             self._check()
-            return lines[-1].pid not in known and lines[-1].world >= full
+            return lines[-1].launch not in known and lines[-1].world >= full
 
         self.side.log.until(gone_on, bound_s)
         found = self.side.log.recovery(before, fault, 1.0)

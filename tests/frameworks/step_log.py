@@ -1,7 +1,7 @@
 """Reads the step log of a script: what it did, independent of what started it.
 
-The lines of one process are one launch of the script. A step is trained twice when a later process
-trains a step that an earlier one had finished.
+A step is trained twice when a later launch of the script trains a step that an earlier one had
+finished.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Line(msgspec.Struct, frozen=True):
     step: int
     time: float
     """Seconds, Unix epoch."""
-    pid: int
+    launch: int
+    """The same in all lines of one launch."""
     world: int
     loss: float | None = None
 
@@ -68,11 +69,11 @@ class StepLog:
         raise TimeoutError(f"the step log did not get there within {bound_s:g} s")
 
     def recovery(self, before: list[Line], fault: float, bound_s: float) -> Recovery:
-        """The first step of a process that is not in `before`. Raises TimeoutError."""
-        known = {line.pid for line in before}
-        lines = self.until(lambda now: now[-1].pid not in known, bound_s)
-        first = next(line for line in lines if line.pid not in known)
-        old = [line for line in lines if line.pid in known]
+        """The first step of a launch that is not in `before`. Raises TimeoutError."""
+        known = {line.launch for line in before}
+        lines = self.until(lambda now: now[-1].launch not in known, bound_s)
+        first = next(line for line in lines if line.launch not in known)
+        old = [line for line in lines if line.launch in known]
         last = max(old, key=lambda line: line.time)
         return Recovery(
             seconds=first.time - fault,
@@ -86,13 +87,13 @@ class StepLog:
 
 def trained_twice(lines: list[Line]) -> int:
     """Finished steps that have to be trained again, over all launches."""
-    pairs = [(a, b) for a, b in itertools.pairwise(lines) if a.pid != b.pid]
+    pairs = [(a, b) for a, b in itertools.pairwise(lines) if a.launch != b.launch]
     return sum(max(0, a.step + 1 - b.step) for a, b in pairs)
 
 
 def step_seconds(lines: list[Line]) -> float:
     """Median time of a step; 0 for fewer than two."""
-    pairs = [(a, b) for a, b in itertools.pairwise(lines) if a.pid == b.pid]
+    pairs = [(a, b) for a, b in itertools.pairwise(lines) if a.launch == b.launch]
     return median(b.time - a.time for a, b in pairs) if pairs else 0.0
 
 
@@ -103,7 +104,7 @@ def productive_seconds(lines: list[Line], until: float) -> float:
     for index, line in enumerate(lines):
         if line.time > until:
             break
-        same = index > 0 and lines[index - 1].pid == line.pid
+        same = index > 0 and lines[index - 1].launch == line.launch
         if line.step > newest:
             total += line.time - lines[index - 1].time if same else usual
             newest = line.step

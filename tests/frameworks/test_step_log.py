@@ -11,9 +11,9 @@ from .step_log import StepLog, productive_seconds, step_seconds, trained_twice
 
 
 def log(place: Path, *rows: tuple[int, float, int]) -> StepLog:
-    """Rows of (step, time, pid)."""
+    """Rows of (step, time, launch)."""
     path = place / "steps.jsonl"
-    keys = ("step", "time", "pid")
+    keys = ("step", "time", "launch")
     lines = [json.dumps({**dict(zip(keys, row, strict=True)), "world": 4}) for row in rows]
     path.write_text("".join(line + "\n" for line in lines))
     return StepLog(path)

@@ -167,6 +167,7 @@ class Attempts:
             return False
         self.halted()
         drop_frames(error)
+        self.groups = None
         return True
 
     def resumed(self) -> None:

@@ -323,7 +323,8 @@ def cut(connections: set[int] | None) -> None:
         with contextlib.suppress(OSError):
             copy = os.dup(int(name))
             try:
-                if connections is None or _inode(copy) in connections:
+                inode = _inode(copy)
+                if inode in connections if connections is not None else inode:
                     with socket.socket(fileno=os.dup(copy)) as connection:
                         if connection.family in (socket.AF_INET, socket.AF_INET6):
                             connection.getpeername()  # gloo's listening thread would abort

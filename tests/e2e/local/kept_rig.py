@@ -21,7 +21,7 @@ SIZE = 69
 """Samples of the kinds that read with s.data."""
 
 SCRIPT = """\
-import ctypes, itertools, os, sys, time
+import contextlib, ctypes, itertools, os, sys, time
 import psutil, torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
@@ -31,6 +31,7 @@ from holdfast import session
 TOTAL = int(sys.argv[1])
 KIND, _, LOADERS = sys.argv[2].partition("-")  # "ddp-1": s.data, whose loader has one process
 COMPILED = len(sys.argv) > 3  # the backend
+PLAIN = "PLAIN" in os.environ  # a loop without attempts: the script runs again
 
 
 def sample(step):
@@ -68,7 +69,7 @@ if LOADERS:  # an epoch of nine batches in five steps
         persistent_workers=LOADERS == "2",
     )
     loader = s.data(loader, global_batch=8, epochs=TOTAL // 5)
-s.restore(model, optimizer)
+begin = s.restore(model, optimizer)
 
 
 def parts(step):
@@ -102,8 +103,8 @@ def train(step, ids):
     return loss
 
 
-for step in s.steps(None if LOADERS else TOTAL):
-    with s.attempt():
+for step in range(begin, TOTAL) if PLAIN else s.steps(None if LOADERS else TOTAL):
+    with contextlib.nullcontext() if PLAIN else s.attempt():
         if s.generation == 1 and s.rank == 3 and step == int(os.environ.get("LOST_AT", -1)):
             psutil.Process().parent().parent().kill()  # the agent of this node
             time.sleep(60)
@@ -158,6 +159,9 @@ def scripted(place: Path, kind: str, steps: int, backend: str = "", /, **changes
 
 class Steps:
     """Lines that the ranks of a job have written after each step, read as they come."""
+
+    plain = False
+    """A kept process makes its model again."""
 
     def __init__(self, place: Path) -> None:
         self._file, self._read = place / "steps.txt", 0
@@ -256,7 +260,8 @@ class Killer:
                 kills.append(again)
         self.until(0, begin)
         took_s, now = time.monotonic() - at_s, self.steps.processes(self.steps.generation)
-        kept = [rank for rank in before if now.get(rank) == before[rank]]
+        same = slice(1 if self.steps.plain else 2)
+        kept = [rank for rank in before if now.get(rank, ())[same] == before[rank][same]]
         if len(kills) == 1:
             self.num_recoveries += 1
             self.num_survivors += NUM_RANKS - killed

@@ -49,8 +49,9 @@ def run(job: Job, killer: Killer, report: Path, kills: int, steps: int) -> None:
     killer.steps.read()
 
 
-def undisturbed(place: Path, kind: str, steps: int, backend: str) -> Job:
-    job = scripted(place / f"calm-{kind}-{steps}{backend}", kind, steps, backend)
+def undisturbed(place: Path, kind: str, steps: int, backend: str, env: dict[str, str]) -> Job:
+    name = f"calm-{kind}-{steps}{backend}{''.join(env)}"
+    job = scripted(place / name, kind, steps, backend, env=env)
     if not (job.place / "done").exists():
         job.run()
         job.command.wait()
@@ -68,13 +69,16 @@ def main() -> None:
     parser.add_argument("--place", type=Path, required=True)
     parser.add_argument("--only", default="", help="kinds of kills, such as worker,twins")
     parser.add_argument("--nested", type=float, default=1 / 3, help="share of kills in a recovery")
+    parser.add_argument("--plain", action="store_true", help="no attempts: the script runs again")
     given = parser.parse_args()
+    env = {"PLAIN": "1"} if given.plain else {}
     kinds = {name: KINDS[name] for name in given.only.split(",")} if given.only else KINDS
-    calm = undisturbed(given.place, given.kind, given.steps, given.compiled)
-    place = given.place / f"{given.kind}-{given.seed}{given.compiled}"
-    job = scripted(place, given.kind, given.steps, given.compiled)
+    calm = undisturbed(given.place, given.kind, given.steps, given.compiled, env)
+    place = given.place / f"{given.kind}-{given.seed}{given.compiled}{''.join(env)}"
+    job = scripted(place, given.kind, given.steps, given.compiled, env=env)
     job.run()
     killer = Killer(job, given.seed, kinds, given.nested)
+    killer.steps.plain = given.plain
     try:
         run(job, killer, job.place.with_suffix(".jsonl"), given.kills, given.steps)
     finally:

@@ -15,6 +15,8 @@ from pathlib import Path
 PATH = os.environ.get("STEP_LOG", "")
 PACE_S = float(os.environ.get("STEP_SECONDS", "0.1"))
 """Seconds that each rank waits in each step: the models are too small to be disturbed otherwise."""
+LAUNCH = time.time_ns()
+"""Number of this launch, which may run in the process of another one."""
 
 
 def finished(step: int, loss: float | None = None) -> None:
@@ -39,7 +41,7 @@ def write(step: int, loss: float | None = None) -> None:
             "step": step,
             "time": time.time(),
             "loss": loss,
-            "pid": os.getpid(),
+            "launch": LAUNCH,
             "world": int(os.environ.get("WORLD_SIZE", "1")),
         }
         with Path(PATH).open("a", encoding="utf-8") as log:

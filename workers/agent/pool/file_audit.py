@@ -303,6 +303,7 @@ def install(wire: int) -> None:
     checkpoints = [(path, times) for path, times in setting["known"]] if reads else []
     earlier = Earlier(checkpoints, int(os.environ.get("HOLDFAST_RESUME_SINCE", "0"))) or None
     hold = bool(setting.get("hold"))
-    if not _installed:
-        sys.addaudithook(lambda event, arguments: _installed[-1].hook(event, arguments))
+    audits = not _installed
     _installed[:] = [FileAudit(wrote, opened, earlier, hold=hold, trains=_trains)]
+    if audits:
+        sys.addaudithook(lambda event, arguments: _installed[0].hook(event, arguments))

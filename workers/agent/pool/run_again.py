@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 THREADS_END_S = 0.3
 """Seconds for the script's threads to end after it; the agent waits for limits.HALT_S."""
+COLLECTIONS = 3
+"""Tensors that C++ owned survive the first collection of the garbage that refers to them."""
 HARMLESS_THREADS = ("TMonitor",)
 """tqdm's, which only refreshes bars that have not moved."""
 OWN_GROUPS = ("deepspeed", "megatron")
@@ -92,7 +94,10 @@ class Process:
         for child in multiprocessing.active_children():  # of loaders
             child.kill()
             child.join()
-        gc.collect()
+        for _ in range(COLLECTIONS):
+            gc.collect()
+            if not self.attempts.models:
+                break
         (gc.enable if self._collects else gc.disable)()
         random.setstate(self._random)
         for read, write, before in self._torch:
@@ -110,8 +115,6 @@ class Process:
 
     def _left(self) -> str:
         """What the script has left, in words; empty: nothing."""
-        if self.attempts.models:
-            return "something still refers to the script's model"
         trackers = {resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
         if set(processes.children()) - trackers:
             return "child processes of the script still run"
@@ -120,9 +123,9 @@ class Process:
             if all(type(thread).__name__ in HARMLESS_THREADS for thread in left):
                 break
             if time.monotonic() > until_s:
-                return f"the script's thread {left[0].name} still runs"
+                return f"thread {left[0].name} of the script still runs"
             time.sleep(0.01)
-        return ""
+        return "model of the script stays in memory" if self.attempts.models else ""
 
 
 def _state_of_torch() -> list[tuple[Callable[[], Any], Callable[[Any], object], Any]]:

@@ -1,0 +1,155 @@
+"""A survivor's process runs its script again: as a new process would, or another one does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.documents import job_document
+
+from .local_rig import Job
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+SCRIPT = """
+import glob, json, logging, os, random, signal, sys, threading, time
+import torch, torch.distributed as dist
+import helper
+from holdfast import session
+
+WAY = sys.argv[1]
+PRIVATE = [print] if WAY != "keeps its model" else []  # a module's own state, which is made again
+
+
+def found():
+    fds = map(os.path.realpath, glob.glob("/proc/self/fd/*"))
+    return {
+        "argv": sys.argv, "path": sys.path, "directory": os.getcwd(),
+        "state": [os.environ.get("MINE"), helper.COUNTS, "helper2" in sys.modules],
+        "handlers": [len(logging.root.handlers), len(logging.getLogger("mine").handlers)],
+        "signal": str(signal.getsignal(signal.SIGTERM)), "hook": sys.excepthook.__name__,
+        "random": [random.random(), torch.rand(1).item()],
+        "torch": [str(torch.get_default_dtype()), torch.get_num_threads(), dist.is_initialized()],
+        "threads": threading.active_count(),
+        "fds": [name for name in fds if "pipe:" not in name and "/gen-" not in name],  # libuv's
+    }
+
+
+seen = found()
+os.environ["MINE"] = "1"
+helper.COUNTS.append(1)
+logging.basicConfig()
+logging.getLogger("mine").addHandler(logging.StreamHandler())
+signal.signal(signal.SIGTERM, lambda *_: None)
+sys.excepthook = lambda *_: None
+s = session.init()
+with open(f"found-{s.rank}", "a") as log:
+    log.write(json.dumps([os.getpid(), s.generation, seen]) + "\\n")
+sys.path.append("nowhere")
+os.chdir("/")
+torch.set_default_dtype(torch.float64)
+torch.set_num_threads(3)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if WAY == "keeps its model":
+    torch.kept = [*getattr(torch, "kept", ()), model]
+if WAY == "starts a thread":
+    threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
+if WAY == "starts a program":
+    import subprocess
+    child = subprocess.Popen(["sleep", "1000"])
+if WAY == "runs once":
+    torch.library.define("mine::double", "(Tensor x) -> Tensor")
+begin = s.restore(model, optimizer)
+for step in range(begin, 40):
+    loss = model(torch.ones(1, 4)).sum()
+    loss.backward()
+    try:
+        dist.all_reduce(loss.detach())
+    except Exception:
+        if WAY != "swallows errors":
+            raise
+        time.sleep(60)
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.05)
+    s.step(step, loss=loss, total_steps=40)
+s.finish()
+"""
+
+
+@pytest.fixture
+def started() -> Iterator[list[Job]]:
+    jobs: list[Job] = []
+    yield jobs
+    for job in jobs:
+        job.end()
+
+
+def killed_once(place: Path, started: list[Job], way: str) -> Job:
+    """A job of four ranks, of which rank 3 is killed once. It has succeeded."""
+    fields = {
+        "entrypoint": {"script": "train.py", "args": [way]},
+        "nodes": {"min": 2, "max": 2},
+        "workersPerNode": 2,
+        "resources": {"cpu": 1, "gpu": 0},
+        "parallelism": {"shard": 1},
+    }
+    (place / "train.py").write_text(SCRIPT)
+    (place / "helper.py").write_text("COUNTS = []\n")
+    job = Job(place, job_document("again", fields))
+    started.append(job)
+    job.run()
+    job.until(lambda view: view.step >= 8)
+    job.kill(job.worker_pids()[3])
+    assert job.wait().state == "succeeded", job.output()
+    return job
+
+
+def launches(job: Job, rank: int) -> list[tuple[int, int, dict[str, object]]]:
+    """(pid, generation, what the script has found) of each launch."""
+    return [json.loads(line) for line in (job.place / f"found-{rank}").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("way", ["as it is", "swallows errors"])
+def test_a_script_finds_what_it_has_found_the_first_time(
+    tmp_path: Path, started: list[Job], way: str
+) -> None:
+    job = killed_once(tmp_path, started, way)
+    for rank in range(3):
+        first, second = launches(job, rank)
+        assert first[0] == second[0] and first[2] == second[2]
+        assert second[2]["torch"] != ["torch.float64", 3, True]
+    first, second = launches(job, 3)
+    assert first[0] != second[0]
+    (incident,) = job.wait().incidents
+    assert "no loop over s.steps; survivors run the script again" in incident.decision
+    assert (incident.steps_lost, incident.restored_from) == (0, "memory")
+
+
+@pytest.mark.parametrize("way", ["keeps its model", "starts a thread", "starts a program"])
+def test_a_process_in_which_something_stays_is_replaced(
+    tmp_path: Path, started: list[Job], way: str
+) -> None:
+    job = killed_once(tmp_path, started, way)
+    for rank in range(4):
+        first, second = launches(job, rank)
+        assert first[0] != second[0]
+    assert len(job.wait().incidents) == 1
+    log = job.directory.path / "logs" / "gen-0001" / "rank-00001.log"
+    reasons = {"keeps its model": "model", "starts a thread": "thread", "starts a program": "child"}
+    assert f"does not run the script again: {reasons[way]}" in log.read_text()
+
+
+def test_a_script_that_can_run_once_only_is_run_again_once_only(
+    tmp_path: Path, started: list[Job]
+) -> None:
+    job = killed_once(tmp_path, started, "runs once")
+    killed, again = job.wait().incidents
+    assert "was killed by SIGKILL" in killed.title
+    assert "not charged" in again.title and "mine::double" in again.evidence
+    pids = [pid for rank in range(3) for pid, _, _ in launches(job, rank)]
+    assert len(pids) > len(set(pids)) == 6
