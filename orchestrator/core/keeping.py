@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from .. import limits
-from ..protocol.facts import Exit, Membership, Restore
+from ..protocol.facts import AGAIN, Exit, Membership, Restore
 from ..protocol.mesh import Mesh
 from ..protocol.messages import GroupStopped
 from ..protocol.rank_stacks import rank_list
@@ -152,7 +152,8 @@ def decision(state: JobState, membership: Membership, members: tuple[str, ...], 
         return f"; {num} of {size} workers keep their process{others}"
     wanted, incident = state.job.spec.recovery.keep_processes == "auto", state.incident
     explains = wanted and incident is not None and incident.purpose in GOES_ON
-    return f"; all workers start again: {why}" if explains and why else ""
+    again = f"; {AGAIN}" if state.keeping.again == state.generation and AGAIN not in why else ""
+    return f"; all workers start again: {why}{again}" if explains and why else ""
 
 
 def launched(state: JobState, membership: Membership) -> None:
@@ -178,8 +179,9 @@ def failed(ctx: StepContext, failure: Failure) -> str:
     assert state.group.membership is not None
     diverged = failure.rule == DIVERGED
     early = not state.group.first_step_ns and failure.rule not in OTHER_FAULTS
-    again = bool(keeping.again) and keeping.again == state.generation - 1
-    if not (state.group.membership.kept_from or again) or not (diverged or early):
+    in_place = bool(state.group.membership.kept_from)
+    again = not in_place and 0 < keeping.again == state.generation - 1
+    if not (in_place or again) or not (diverged or early):
         return ""
     keeping.workers, keeping.num_failures = {}, keeping.num_failures + 1
     if diverged and state.incident is not None:

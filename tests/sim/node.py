@@ -145,10 +145,12 @@ class SimNode:
             why = "stopped before it was started" if dropped else "out of processes"
             self.feed(inputs.ForkFailed(generation, rank, why))
             return
+        before = self.world.num_again
         if out.kept is not None and (held := self.workers[out.kept]).kept:
             held.take_seat(out.membership, out.seat)
         self._pid += 1
         worker = self.world.worker(self, out.membership, out.seat, len(out.twins))
+        worker.again = self.world.num_again > before
         self.workers[(generation, rank)] = worker
         self.feed(inputs.WorkerForked(generation, rank, self._pid))
         self.world.after(self.world.between(0.1, 0.4), worker.begin)

@@ -56,6 +56,7 @@ def test_the_seeds_meet_every_kind_of_fault() -> None:
     assert sum(world.num_takeovers for world in worlds) > 3
     assert sum(world.num_kept for world in worlds) > 5
     assert sum(world.num_differed for world in worlds) > 5
+    assert sum(world.num_again for world in worlds) > 5
     assert sum(world.num_full_disks for world in worlds) > 3
     restored = {incident.restored_from for state in states for incident in state.incidents}
     assert {"memory", "storage"} <= restored

@@ -60,8 +60,10 @@ class SimWorker:
         """The staging after a step counts as time of the next one."""
         self.intervals = [(0, node.stage_every(membership.generation))]
         """(from this step on, every Nth is staged)."""
-        self.keepable = self.kept = False
+        self.keepable = self.kept = self.waited = False
         """True if the rank may be kept, and its process waits for a seat in the next generation."""
+        self.stateless = self.again = False
+        """Nothing but the process is kept, and the script runs again in this one."""
         self.gang = self.world.gang(membership)
         if membership.ahead:  # it waits for a seat like a kept one, once it is built
             self.alive, self.kept = False, True
@@ -81,7 +83,9 @@ class SimWorker:
             return
         self.gang.workers[self.rank] = self
         self.send(worker_protocol.PhaseChanged(phase="build"))
-        if self.membership.kept_from and self.world.keeps.random() < 0.03:
+        if self.world.runs_again:
+            self.send(worker_protocol.RunsAgain())
+        if (self.membership.kept_from or self.again) and self.world.keeps.random() < 0.03:
             self.fail("NotKept", "process groups were not formed again in time")
             return
         size = self.world.sizes.shard_bytes
@@ -255,8 +259,8 @@ class SimWorker:
             return
         if secondary and self.doing != "peers":
             return  # it is in no collective, so it does not see that a peer is gone
-        if secondary and self.keepable:
-            self.keepable = False  # it waits for the order to halt first
+        if secondary and (self.keepable or self.world.runs_again) and not self.waited:
+            self.waited = True  # for the order to halt
             again = lambda: self.fail(error_type, message, secondary=True)
             self.world.after(limits.HALT_WAIT_S, again)
             return
@@ -298,7 +302,10 @@ class SimWorker:
         if not self._runs(self.halted):
             return
         fixed_size = "the script reads world_size" if self.world.fixed_size else ""
-        self.send(worker_protocol.Halted(step=self.step, fixed_size=fixed_size))
+        again = self.world.runs_again
+        self.stateless = again and (not self.keepable or self.world.keeps.random() < 0.1)
+        halted = {"fixed_size": fixed_size, "runs_again": self.stateless}
+        self.send(worker_protocol.Halted(step=self.step, **halted))
         self.alive, self.ready, self.kept = False, False, True
         if self.world.keeps.random() < 0.05:
             self.world.after(self.world.keeps.uniform(0, 2), lambda: self.end(None, 9))
@@ -306,13 +313,19 @@ class SimWorker:
     def take_seat(self, membership: Membership, seat: WorkerSeat) -> None:
         """Continue the process as another worker of the next generation."""
         require, was = self.world.oracle.require, self.membership
+        self.kept = False
+        if self.stateless or not membership.kept_from:
+            require(self.world.runs_again, "a script that may not run again is to do it")
+            require(seat.rank == self.rank, f"rank {seat.rank} for one of {self.rank}")
+            require(not was.ahead, "a process that was started ahead is to run again")
+            self.world.num_again += 1
+            return
         require(membership.kept_from == self.generation, "a seat for a process of another one")
         require(seat.shard == self.seat.shard, f"shard {seat.shard} for one of {self.seat.shard}")
         same = membership.world_size == was.world_size
         require(not same or seat.rank == self.rank, f"rank {seat.rank} for one of {self.rank}")
         require(same or not self.world.fixed_size, "another size for a script of a fixed one")
         require(membership.restore is not None, "a kept process has nothing to restore")
-        self.kept = False
         self.world.num_kept += 1
         self.world.num_joined += was.ahead
 

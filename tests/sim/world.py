@@ -85,8 +85,11 @@ class World(VirtualTime):
         """Workers that were ready beside the running job, and those of them that got a seat."""
         self.differ_share = 0.0
         """Share of generations with kept processes in which replicas come to differ."""
-        self.num_kept = self.num_differed = 0
-        """Seats that kept processes got, and ranks that saw replicas differ."""
+        self.runs_again = random.Random(f"again {self.seed}").random() < 0.5
+        """Processes that do not go on as they are run the script again."""
+        self.num_kept = self.num_again = self.num_differed = 0
+        """Seats that kept processes got, those in which they ran the script again, and ranks that
+        saw replicas differ."""
         self.oracle = Oracle(self)
         self.storage = Storage(self)
         self.host = Host(self)

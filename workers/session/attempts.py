@@ -75,6 +75,8 @@ class Attempts:
         """The agent may keep this process."""
         self.failed = False
         """The last attempt was halted."""
+        self.seated = False
+        """The script has a seat already in which it runs again."""
         self._collectives: int | None = None
         """Number of this process's collectives when its last attempt ended, or at its restore."""
         self.rehearses = False

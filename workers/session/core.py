@@ -555,6 +555,9 @@ class Session:
             groups.pretend(alone=False)
         why = self._why_fixed_size()
         attached = channel.next_seat(worker_protocol.Halted(step=self._last_step, fixed_size=why))
+        if not attached.assign.membership.kept_from:
+            self._attempts.wanted, self._attempts.seated = False, True
+            raise AttemptHalted  # the script runs again
         self._take_seat(rank_env(), attached.assign.membership.mesh, attached)
 
     def _why_fixed_size(self) -> str:

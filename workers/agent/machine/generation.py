@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol.facts import (
+    AGAIN,
     SCRIPT_SOURCES,
     Exit,
     Membership,
@@ -84,7 +85,9 @@ class Worker:
     kept: bool = False
     """True if the process waits for a seat in the next generation; here it counts as ended."""
     runs_again: bool = False
-    """The script may run again in the process; of a kept one: only that."""
+    """The script may run again in the process."""
+    stateless: bool = False
+    """Nothing but that is left for a kept process."""
     fixed_size: str = ""
     """Reason why a kept process cannot go on in a world of another size."""
     signals: set[int] = field(default_factory=set)
@@ -116,7 +119,7 @@ class Worker:
                 self.runs_again = True
                 return
             case worker_protocol.Halted():
-                self.fixed_size, self.runs_again = message.fixed_size, message.runs_again
+                self.fixed_size, self.stateless = message.fixed_size, message.runs_again
             case worker_protocol.Pulse():
                 if message.collectives != self.collectives:
                     self.collectives = message.collectives
@@ -140,11 +143,7 @@ class Worker:
         why = self.keeps if isinstance(self.keeps, str) else ""
         if self.script.source in SCRIPT_SOURCES:
             why = "the script keeps its own state"
-        return (
-            f"{why}; survivors run the script again in their process"
-            if (why and self.runs_again)
-            else why
-        )
+        return f"{why}; {AGAIN}" if why and self.runs_again else why
 
     @property
     def is_silent(self) -> bool:
@@ -329,7 +328,7 @@ class Generation:
         if self.membership.ahead and not (same and self.num_built == len(self.workers)):
             return {}  # an attempt without peers may never end
         here = {
-            (w.seat.local_rank, w.seat.shard): w.seat.rank for w in self.kept if not w.runs_again
+            (w.seat.local_rank, w.seat.shard): w.seat.rank for w in self.kept if not w.stateless
         }
         previous = {seat.rank: here.get((seat.local_rank, seat.shard)) for seat in launch.seats}
         return self._again_for(launch) | {
@@ -339,17 +338,14 @@ class Generation:
         }
 
     def _again_for(self, launch: LaunchWorkers) -> dict[int, tuple[int, int]]:
-        """The same of those that run the script again. torch has results in its caches that hold
-        for a rank."""
-        if launch.code != self.launch.code:
+        """The same of those that run the script again, with the same rank: torch has results in
+        its caches that hold for a rank."""
+        if launch.code != self.launch.code or self.membership.ahead:
             return {}
         seats = {(seat.rank, seat.local_rank) for seat in launch.seats}
-        again = [w for w in self.kept if w.runs_again]
-        return {
-            w.seat.rank: (self.generation, w.seat.rank)
-            for w in again
-            if (w.seat.rank, w.seat.local_rank) in seats
-        }
+        again = [w.seat for w in self.kept if w.runs_again]
+        same = [seat.rank for seat in again if (seat.rank, seat.local_rank) in seats]
+        return {rank: (self.generation, rank) for rank in same}
 
     def end_kept(self, used: Mapping[int, tuple[int, int]]) -> list[Command]:
         """Kill the kept workers that get no seat, see kept_for. None gets one while it ends."""

@@ -625,7 +625,7 @@ class AgentMachine:
             staged=self.tiers.inventory(),
             stacks=group.stop.stacks if group and group.stop else (),
             offered_port=self._port,
-            kept=tuple(worker.seat.rank for worker in kept if not worker.runs_again),
+            kept=tuple(worker.seat.rank for worker in kept if not worker.stateless),
             again=tuple(worker.seat.rank for worker in kept if worker.runs_again),
             fixed_size=max((worker.fixed_size for worker in kept), default=""),
             why_not=group.why_not_kept() if group else "",

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.workers import worker_protocol, worker_transport
 
 from ..linux import processes
+from ..process import process_env
 
 if TYPE_CHECKING:
     from holdfast.workers.session.agent_channel import AgentChannel
@@ -66,10 +67,12 @@ class Process:
             print(f"holdfast: this process does not run the script again: {why}", file=sys.stderr)
             self._channel.send(worker_protocol.KeepReported(why_not=why))
             os._exit(1)
-        halted = worker_protocol.Halted(step=-1, runs_again=True)
-        attached = self._channel.next_seat(halted)
         self._channel.phase = "start"
-        return attached
+        if not self.attempts.seated:
+            return self._channel.next_seat(worker_protocol.Halted(step=-1, runs_again=True))
+        assert worker_transport.attached is not None
+        process_env.adopt(worker_transport.attached.assign.environment)
+        return worker_transport.attached
 
     def _restored(self) -> str:
         """Have the process be as before the script. Returns a reason why it is not."""
