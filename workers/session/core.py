@@ -519,6 +519,8 @@ class Session:
     def _resume(self, state: TrainingState) -> None:
         """Wait, in a kept process, for a seat in the next generation, and restore its state."""
         channel, attempts, groups = self._channel, self._attempts, self._attempts.groups
+        if not (attempts.wanted or self._ahead):
+            raise AttemptHalted  # the script runs again
         assert channel is not None and groups is not None
         attempts.halted()
         attempts.look_at_random(leaves=True)

@@ -425,10 +425,11 @@ class Generation:
 
     def kill_all(self) -> list[Command]:
         stop = self.stop = self.stop or Stopping([], 0.0)
-        late = [w for w in self.alive if w.keeps and not (w.failed or w.signals)]
+        late = [w for w in self.alive if (w.keeps or w.runs_again) and not (w.failed or w.signals)]
         late = late if stop.stage == "halt" else []
         for worker in late:
-            worker.keeps = LATE if worker.keeps is True else worker.keeps
+            if worker.keeps is True or worker.runs_again:
+                worker.keeps, worker.runs_again = LATE, False
         notes = [commands.Note(f"rank {w.seat.rank} is not kept: {w.keeps}") for w in late]
         stop.stage, stop.deadline_ns = "kill", None
         return [*notes, *self._signal(self.alive, SIGKILL)]

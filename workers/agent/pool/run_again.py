@@ -67,7 +67,7 @@ class Process:
             print(f"holdfast: this process does not run the script again: {why}", file=sys.stderr)
             self._channel.send(worker_protocol.KeepReported(why_not=why))
             os._exit(1)
-        self._channel.phase = "start"
+        self._channel.phase, type(self.attempts).of_script = "start", None
         if not self.attempts.seated:
             return self._channel.next_seat(worker_protocol.Halted(step=-1, runs_again=True))
         assert worker_transport.attached is not None
