@@ -27,10 +27,7 @@ SCRIPTS = {
 SHARDED = ("hf_fsdp2_memory.py", "titan_memory.py")
 """FSDP2; the others are DDP, of which a node keeps one copy."""
 STEPS = 40
-IN_MEMORY = {
-    "checkpoint": {"memory": {"everySteps": 1}}, "steps": STEPS, "pace_s": 0.1,
-    "recovery": {"keepProcesses": "never"},  # test_kept_trainers has those that are kept
-}  # fmt: skip
+IN_MEMORY = {"checkpoint": {"memory": {"everySteps": 1}}, "steps": STEPS, "pace_s": 0.1}
 RARELY = 1000  # steps between the checkpoints of a script that is to need none
 
 
@@ -62,6 +59,8 @@ def test_a_killed_worker_costs_no_step_and_changes_no_loss(
 ) -> None:
     framework = replace(by_name(name), script=script)
     fields = IN_MEMORY | {"parallelism": {"shard": "world" if script in SHARDED else 1}}
+    if name == "hf":  # test_kept_trainers has those that are kept
+        fields |= {"recovery": {"keepProcesses": "never"}}
     job, log = start(framework, save_every=RARELY, **fields)
     finish(job)
     undisturbed = losses(log)
@@ -70,8 +69,11 @@ def test_a_killed_worker_costs_no_step_and_changes_no_loss(
     shutil.rmtree(tmp_path / "out")
     job, log = start(replace(framework, name=f"{name}-killed"), save_every=RARELY, **fields)
     before = trained(log, job, 8)
-    os.kill(job.worker_pids()[1], signal.SIGKILL)
+    pids = job.worker_pids()
+    os.kill(pids[1], signal.SIGKILL)
     after = log.recovery(before, before[-1].time, BOUND_S)
+    same = [rank for rank, pid in job.worker_pids().items() if pid == pids[rank]]
+    assert sorted(same) == ([] if name == "hf" else [0, 2, 3])
     finish(job)
     view = job.wait()
     incident = view.incidents[-1]

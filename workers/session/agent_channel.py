@@ -83,6 +83,8 @@ class AgentChannel:
         self._imported: Callable[[], tuple[str, ...]] | None = None
         self.halt: Callable[[], None] = lambda: None
         """Called in the pulse thread when the generation is over and this process may be kept."""
+        self.when_training: Callable[[], None] | None = None
+        """Called once in the pulse thread, when the script trains."""
         self.is_over: Callable[[], bool] = lambda: False
         """True if `halt` was called."""
         self.phase: WorkerPhase = "start"
@@ -127,7 +129,7 @@ class AgentChannel:
                     self.send(worker_protocol.Pulse(collectives=count))
                 wait_s = limits.PULSE_INTERVAL_S
                 if count >= limits.BEGUN_COLLECTIVES or time.monotonic() - began_s > _TRAINS_S:
-                    self._report_imports()
+                    self._trains()
                 elif self._of_script:
                     wait_s = limits.FIRST_PULSES_S
                 if self._inspection is None:
@@ -137,7 +139,10 @@ class AgentChannel:
         except AgentGone:
             return  # the training thread reports the closed socket
 
-    def _report_imports(self) -> None:
+    def _trains(self) -> None:
+        if self.when_training is not None:
+            act, self.when_training = self.when_training, None
+            act()
         if self._imported is not None:
             modules, self._imported = self._imported(), None
             self.send(worker_protocol.ImportsReported(modules=modules))

@@ -43,14 +43,20 @@ def calm(tmp_path_factory: pytest.TempPathFactory, started: list[Job]) -> Callab
     return run
 
 
-@pytest.mark.parametrize("kind", ["hsdp", "fsdp", "ddp", "tensor", "hsdp-1"])
+@pytest.mark.parametrize(
+    ("kind", "plain"),
+    [*((kind, False) for kind in ("hsdp", "fsdp", "ddp", "tensor", "hsdp-1")), ("fsdp", True)],
+)
 def test_losses_after_kills_at_random_moments_are_those_of_an_undisturbed_job(
-    tmp_path: Path, started: list[Job], calm: Callable[[str], Job], kind: str
+    tmp_path: Path, started: list[Job], calm: Callable[[str], Job], kind: str, plain: bool
 ) -> None:
-    job = scripted(tmp_path / "killed", kind, STEPS)
+    """In a plain loop the script runs again."""
+    env = {"PLAIN": "1"} if plain else {}
+    job = scripted(tmp_path / "killed", kind, STEPS, env=env)
     started.append(job)
     job.run()
     killer = Killer(job, kind, KINDS | {"stop": 0})
+    killer.steps.plain = plain
     killer.until(3, 0)
     while killer.steps.last[0][0] < STEPS - 10:
         killer.recover()
@@ -108,6 +114,9 @@ def test_compiled_processes_start_again_at_another_size(tmp_path: Path, started:
     view = resized_twice(job)
     decisions = [one.decision for one in view.incidents]
     assert all("start again: torch.compile has compiled" in text for text in decisions), decisions
+    steps = Steps(job.place)
+    pids = [{steps.processes(at)[rank][0] for at in (1, 2)} for rank in (0, 1)]
+    assert [len(one) for one in pids] == [1, 1], "in the smaller world they run the script again"
 
 
 @pytest.mark.parametrize("kind", ["hsdp", "ddp"])

@@ -36,6 +36,8 @@ COLLECTIONS = 3
 """Tensors that C++ owned survive the first collection of the garbage that refers to them."""
 HARMLESS_THREADS = ("TMonitor",)
 """tqdm's, which only refreshes bars that have not moved."""
+LOADERS = ("QueueFeederThread", "_pin_memory_loop")
+"""In the names of threads that a DataLoader starts."""
 OWN_GROUPS = ("deepspeed", "megatron")
 """Packages that keep process groups in their modules."""
 _INSTALLED = tuple(sysconfig.get_path(n) for n in ("purelib", "platlib", "stdlib", "platstdlib"))
@@ -58,7 +60,17 @@ class Process:
         self._collects = gc.isenabled()
         self._random, self._torch = random.getstate(), _state_of_torch()
         channel.halt, channel.is_over = self.attempts.halt, lambda: self.attempts.halting
-        channel.send(worker_protocol.RunsAgain())
+        channel.when_training = self._report
+
+    def _report(self) -> None:
+        """Say that the script may run again, unless a thread of it will stay, such as a logger's.
+        Those of loaders end with them."""
+        if all(any(name in t.name for name in LOADERS) for t in self._new_threads()):
+            self._channel.send(worker_protocol.RunsAgain())
+
+    def _new_threads(self) -> list[threading.Thread]:
+        new = set(threading.enumerate()) - self._threads
+        return [thread for thread in new if type(thread).__name__ not in HARMLESS_THREADS]
 
     def next_run(self) -> worker_transport.Attached:
         """Leave nothing of the script, and wait for a seat in the next generation. Raises
@@ -122,9 +134,7 @@ class Process:
         if set(processes.children()) - trackers:
             return "child processes of the script still run"
         until_s = time.monotonic() + THREADS_END_S
-        while left := [t for t in threading.enumerate() if t not in self._threads]:
-            if all(type(thread).__name__ in HARMLESS_THREADS for thread in left):
-                break
+        while left := self._new_threads():
             if time.monotonic() > until_s:
                 return f"thread {left[0].name} of the script still runs"
             time.sleep(0.01)
