@@ -152,7 +152,7 @@ def decision(state: JobState, membership: Membership, members: tuple[str, ...], 
         return f"; {num} of {size} workers keep their process{others}"
     wanted, incident = state.job.spec.recovery.keep_processes == "auto", state.incident
     explains = wanted and incident is not None and incident.purpose in GOES_ON
-    again = f"; {AGAIN}" if state.keeping.again == state.generation and AGAIN not in why else ""
+    again = f"; {AGAIN}" if _runs_again(state) and AGAIN not in why else ""
     return f"; all workers start again: {why}{again}" if explains and why else ""
 
 
@@ -173,6 +173,11 @@ def exited(state: JobState, exit: Exit) -> None:
         keeping.why_never = f"{exit.error_type}: {exit.error_message}"
 
 
+def _runs_again(state: JobState) -> bool:
+    """Processes run their script again in this generation."""
+    return 0 < state.keeping.again == state.generation - 1
+
+
 def failed(ctx: StepContext, failure: Failure) -> str:
     """The rule of an incident that is due to kept processes; empty: it is not."""
     state, keeping = ctx.state, ctx.state.keeping
@@ -180,7 +185,7 @@ def failed(ctx: StepContext, failure: Failure) -> str:
     diverged = failure.rule == DIVERGED
     early = not state.group.first_step_ns and failure.rule not in OTHER_FAULTS
     in_place = bool(state.group.membership.kept_from)
-    again = not in_place and 0 < keeping.again == state.generation - 1
+    again = not in_place and _runs_again(state)
     if not (in_place or again) or not (diverged or early):
         return ""
     keeping.workers, keeping.num_failures = {}, keeping.num_failures + 1

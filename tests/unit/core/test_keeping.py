@@ -10,7 +10,7 @@ import pytest
 from holdfast.orchestrator.core import events as e
 from holdfast.orchestrator.core import keeping
 from holdfast.orchestrator.core.actions import LaunchGroup, RequestNodes, StopGroup
-from holdfast.orchestrator.protocol.facts import Exit, StagedShard
+from holdfast.orchestrator.protocol.facts import AGAIN, Exit, StagedShard
 from holdfast.orchestrator.protocol.messages import WorkerExited
 
 from .harness import CommitManifest, PersistStep, Transcript, spec
@@ -202,6 +202,25 @@ def test_kept_processes_that_cannot_go_on_cost_no_restart_and_all_are_forked() -
     assert not any(stop.keep for stop in job.of(StopGroup))
     job.all_stopped(5)
     assert f"; {said}" in job.one_reason(LaunchGroup)
+
+
+def test_a_script_that_cannot_run_again_is_not_charged_and_no_process_is_kept_any_more() -> None:
+    job = Transcript(KEEPS).started(step=3)
+    job.exits(0, signal=9, step=3)
+    job.stopped("a", 3, again=(1,), why_not="it is a script")
+    job.stopped("b", 3, again=(2, 3))
+    assert f"; all workers start again: it is a script; {AGAIN}" in job.one_reason(LaunchGroup)
+    assert not job.of(LaunchGroup)[0].membership.kept_from
+    job.succeed(LaunchGroup)
+    job.exits(1, code=1, error_type="RuntimeError", error_message="it was defined twice")
+    job.all_stopped()
+    assert job.state.incidents[-1].rule == "not-kept"
+    assert job.state.ledger.restarts == {"infrastructure": 1}
+    assert "it was defined twice" in job.state.keeping.why_never
+    job.succeed(LaunchGroup)
+    job.exits(1, code=1, error_type="RuntimeError", error_message="it is the script's own")
+    job.all_stopped()
+    assert job.state.incidents[-1].failure_class == "user"
 
 
 def test_another_fault_while_kept_processes_go_on_is_charged() -> None:

@@ -47,6 +47,7 @@ class AgentHarness:
     def launch(self, generation: int = 1, **more: object) -> tuple[Command, ...]:
         restore, mesh = more.pop("restore", None), more.pop("mesh", Mesh(shard=2))
         kept_from, ahead = more.pop("kept_from", 0), bool(more.pop("ahead", False))
+        first = int(more.pop("first_rank", 0))  # type: ignore[call-overload]
         assert isinstance(mesh, Mesh)
         membership = Membership(
             generation=generation,
@@ -60,7 +61,10 @@ class AgentHarness:
             kept_from=kept_from,  # type: ignore[arg-type]
             ahead=ahead,
         )
-        seats = tuple(WorkerSeat(rank, rank, mesh.shard_index(rank), True) for rank in range(2))
+        seats = tuple(
+            WorkerSeat(first + local, local, mesh.shard_index(first + local), True)
+            for local in range(2)
+        )
         out = self.receive(
             m.LaunchWorkers(
                 action_id=10 + generation,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol
@@ -165,3 +167,61 @@ def test_a_kept_worker_that_gets_no_seat_is_killed_after_two_minutes() -> None:
     agent.worker_ends(0, signal=9)
     kept = [c.kept for c in forks(agent) if isinstance(c, commands.Fork)]
     assert kept == [None, None], "rank 1 still ends"
+
+
+def again(*ranks: int, state_kept: bool = False) -> AgentHarness:
+    """The script of these ranks may run again, and they have left it in a stop."""
+    agent = training(*ranks if state_kept else ())
+    for rank in ranks:
+        agent.from_worker(rank, worker_protocol.RunsAgain())
+    assert stop(agent)[-1] == commands.Halt(1, ranks)
+    for rank in ranks:
+        out = agent.from_worker(rank, worker_protocol.Halted(step=3, runs_again=not state_kept))
+    if len(ranks) == 2:
+        assert stopped(out).again == ranks
+        assert stopped(out).kept == (ranks if state_kept else ())
+    return agent
+
+
+def seats(out: tuple[Command, ...]) -> list[tuple[int, int] | None]:
+    return [c.kept for c in out if isinstance(c, commands.Fork)]
+
+
+@pytest.mark.parametrize("state_kept", [False, True])
+def test_a_process_whose_state_is_not_used_runs_its_script_again(state_kept: bool) -> None:
+    """In a world of another mesh, too."""
+    out = forks(again(0, 1, state_kept=state_kept), kept_from=0, mesh=Mesh(shard=2))
+    assert seats(out) == [(1, 0), (1, 1)] and not kills(out)
+
+
+def test_a_process_without_state_gets_a_seat_beside_kept_ones_but_not_one_of_another_rank() -> None:
+    assert seats(forks(again(0, 1))) == [(1, 0), (1, 1)]
+    other = again(0, 1)
+    out = other.launch(2, mesh=Mesh(replicate=4), first_rank=2)
+    assert seats(out) == [None, None] and kills(out) == [(1, 0), (1, 1)]
+
+
+def test_a_script_that_ends_a_save_or_has_failed_is_not_halted() -> None:
+    agent = training()
+    for rank in (0, 1):
+        agent.from_worker(rank, worker_protocol.RunsAgain())
+    agent.from_worker(0, worker_protocol.PhaseChanged(phase="save"))
+    out = stop(agent, save_grace_s=5.0)
+    assert out == (commands.Halt(1, (1,)),)
+
+
+def test_a_planned_stop_with_grace_lets_a_script_save() -> None:
+    agent = training()
+    agent.from_worker(0, worker_protocol.RunsAgain())
+    assert not any(isinstance(c, commands.Halt) for c in stop(agent, grace_s=5.0))
+
+
+def test_a_script_that_runs_on_is_killed_and_the_reason_says_so() -> None:
+    agent = training()
+    for rank in (0, 1):
+        agent.from_worker(rank, worker_protocol.RunsAgain())
+    stop(agent)
+    agent.now_ns += SECOND_NS
+    assert commands.Note("rank 0 is not kept: it did not wait for a seat in time") in agent.give(
+        inputs.ClockTick()
+    )
