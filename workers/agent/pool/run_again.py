@@ -57,7 +57,7 @@ class Process:
         self._signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
         self._streams = (sys.stdin, sys.stdout, sys.stderr, sys.excepthook, sys.argv)
         self._handlers, self._level = list(logging.root.handlers), logging.root.level
-        self._collects = gc.isenabled()
+        self._collects, self._functions = gc.isenabled(), _functions_of_torch()
         self._random, self._torch = random.getstate(), _state_of_torch()
         channel.halt, channel.is_over = self.attempts.halt, lambda: self.attempts.halting
         channel.when_training = self._report
@@ -92,6 +92,8 @@ class Process:
 
         if self._channel.prepares_buffers:
             return "a thread prepares its buffers"
+        if changed := self._changed():
+            return f"{changed} is another function"
         if stale := next((name for name in OWN_GROUPS if name in sys.modules), ""):
             return f"{stale} keeps its process groups"
         for number, handler in self._signals.items():
@@ -120,6 +122,15 @@ class Process:
                 write(before)
         return self._left()
 
+    def _changed(self) -> str:
+        """A function of torch that the script has replaced, and would wrap once more."""
+        now = _functions_of_torch()
+        for name, before in self._functions.items():
+            function: Any = now.get(name)
+            if function is not before and not getattr(function, "hooked", False):  # torch does that
+                return name
+        return ""
+
     def _forget_loggers(self) -> None:
         """Drop handlers of the script's loggers: it would have each line twice."""
         logging.root.handlers[:] = self._handlers
@@ -139,6 +150,21 @@ class Process:
                 return f"thread {left[0].name} of the script still runs"
             time.sleep(0.01)
         return "model of the script stays in memory" if self.attempts.models else ""
+
+
+def _functions_of_torch() -> dict[str, object]:
+    """Functions that scripts replace, and whose results the training depends on."""
+    import torch
+
+    owners: list[Any] = [torch.nn.functional, torch.Tensor, torch.nn.Module]
+    owners += [torch.utils.data.DataLoader, *vars(torch.optim).values()]
+    return {
+        f"{owner.__name__}.{name}": function
+        for owner in owners
+        if isinstance(owner, type) or owner is torch.nn.functional
+        for name, function in vars(owner).items()
+        if callable(function) and not isinstance(function, type)
+    }
 
 
 def _state_of_torch() -> list[tuple[Callable[[], Any], Callable[[Any], object], Any]]:
