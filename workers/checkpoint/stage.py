@@ -28,7 +28,7 @@ from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol.facts import steps_done
 
 from .async_copy import AsyncCopier, CopiedTensor, CopySet
-from .device import CopyDevice, CudaDevice, PageLocks
+from .device import CudaDevice, PageLocks
 from .layout import (
     MODEL,
     Bytes,
@@ -142,7 +142,7 @@ class Stager:
         generation: int,
         shard: int,
         num_shards: int,
-        device: torch.device | CopyDevice,
+        device: torch.device | CudaDevice,
     ) -> None:
         self._state, self._buffers = state, buffers
         self._identity = {"generation": generation, "shard": shard, "num_shards": num_shards}
@@ -372,7 +372,7 @@ class Stager:
         return views
 
 
-def _with_memory_of_its_own(device: torch.device | CopyDevice) -> CopyDevice | None:
+def _with_memory_of_its_own(device: torch.device | CudaDevice) -> CudaDevice | None:
     if not isinstance(device, torch.device):
         return device
     return CudaDevice(device) if device.type == "cuda" else None
