@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +20,7 @@ import xxhash
 
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.protocol.facts import ShardFile, steps_done
-from holdfast.orchestrator.protocol.files import make_directory, replace, replacing, write_all
+from holdfast.orchestrator.protocol.files import make_directory, write_all
 from holdfast.orchestrator.protocol.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -257,10 +255,10 @@ class _Repair:
     # -- write ----------------------------------------------------------------------------------
     def write(self, path: str, generation: int, job: str) -> None:
         """The manifest comes last, after all files have been read again."""
-        chosen, system, root = self._chosen, self._store.filesystem, self._store.root
-        directory = f"{root}/{directory_name(chosen.step, generation)}"
+        chosen, name = self._chosen, directory_name(self._chosen.step, generation)
+        system, directory = self._store.filesystem, f"{self._store.root}/{name}"
         make_directory(system, directory)
-        files = tuple(self._write_file(directory, file, generation) for file in chosen.files)
+        files = tuple(self._write_file(name, file, generation) for file in chosen.files)
         manifest = msgspec.structs.replace(
             chosen,
             job=job,
@@ -275,11 +273,8 @@ class _Repair:
             with contextlib.suppress(Exception):
                 system.rm(directory, recursive=True)
             return
-        data, target = encode_manifest(manifest), f"{directory}/{MANIFEST_NAME}"
-        if self._store.is_local:
-            replace(Path(target), data)
-        else:
-            system.pipe_file(target, data)
+        with self._store.writing(f"{name}/{MANIFEST_NAME}") as file:
+            write_all(file, encode_manifest(manifest))
         self.result.written, self.result.num_bytes = manifest.directory, manifest.num_bytes
 
     def _write_file(self, directory: str, file: ShardFile, generation: int) -> ShardFile:
@@ -294,7 +289,7 @@ class _Repair:
         checksums = [hash_bytes(parts[entry.name].data()) for entry in layout.entries]
         header = bytes(layout.render(self._chosen.step, checksums, encode_extra(self._extra)))
         digest = xxhash.xxh3_128()
-        with self._file(f"{directory}/{file.file}") as stream:
+        with self._store.writing(f"{directory}/{file.file}") as stream:
             tensors = (parts[entry.name].data().tobytes() for entry in layout.entries)
             for data in chain((header,), tensors):
                 digest.update(data)
@@ -308,22 +303,6 @@ class _Repair:
             layout.num_bytes,
             digest.hexdigest(),
         )
-
-    @contextlib.contextmanager
-    def _file(self, path: str) -> Iterator[Any]:
-        if self._store.is_local:
-            with replacing(Path(path)) as file:
-                yield file
-            return
-        file = self._store.filesystem.open(path, "wb")
-        try:
-            yield file
-        except BaseException:
-            with contextlib.suppress(Exception):
-                file.discard()  # close() would complete a partial upload
-            file.closed = True  # its destructor would close it
-            raise
-        file.close()
 
 
 def _intact(source: ShardSource, entry: Entry) -> bool:
