@@ -36,8 +36,8 @@ from .optimizer_state import WrongOptimizer
 from .shard_order import ShardOrder
 from .shard_sources import ShardSource, UnreadableCheckpoint, expect_identity
 from .stage import flat_bytes
-from .state import StateTensor, TrainingState, combined_extra
-from .tensors import storage_type
+from .state import TrainingState, combined_extra
+from .tensors import StateTensor, storage_type
 from .upload import Uploader
 
 _MAX_NAMED = 5

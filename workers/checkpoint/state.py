@@ -18,13 +18,9 @@ from .given_optimizers import Given
 from .layout import MODEL, MODULES, Box, Entry
 from .optimizer_state import OptimizerState, WrongOptimizer
 from .param_names import ParamNames
-from .param_names import plain_name as plain_name
 from .placement import refuse_fsdp1
 from .rank_state import EXTRA_KEY, RankState
-from .tensors import StateTensor as StateTensor
-from .tensors import address_of, memory_of, storage_type
-from .tensors import box_of as box_of
-from .tensors import empty_like as empty_like
+from .tensors import StateTensor, address_of, box_of, memory_of, storage_type
 from .tensors import local_of as local_of
 
 _POSITIONS = "data"

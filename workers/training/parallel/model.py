@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from holdfast.orchestrator.api.v1alpha1 import Parallelism
-from holdfast.workers.checkpoint.state import empty_like, plain_name
+from holdfast.workers.checkpoint.param_names import plain_name
+from holdfast.workers.checkpoint.tensors import empty_like
 from holdfast.workers.session import Session
 from holdfast.workers.session.loss import CudaScalars
 from holdfast.workers.training.data import MicroBatch, divide_batches
