@@ -6,6 +6,7 @@ Our own bugs raise AssertionError instead.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,6 +14,12 @@ from typing import Self
 def installation(extra: str) -> str:
     """Command that installs Holdfast with an extra, from source until an index has it."""
     return f"pip install '.[{extra}]' in a checkout of Holdfast"
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 class HoldfastError(Exception):

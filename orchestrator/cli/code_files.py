@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import limits
-from ..errors import Problem, UserError
+from ..errors import Problem, UserError, few
 from ..protocol import code_archive
 
 SECRET_DIRECTORIES = (
@@ -128,7 +128,7 @@ def readable() -> Iterator[None]:
 
 def remark(why: str, names: list[str]) -> str:
     """Names files that are left out."""
-    return f"not uploaded, {why}: {_few(names)}"
+    return f"not uploaded, {why}: {few(names, NAMED)}"
 
 
 def _expect_small(
@@ -155,11 +155,6 @@ def too_large(directory: Path, chosen: Mapping[str, int], got: str, expected: st
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 // 10 else f"{num_bytes} bytes"
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
 
 
 # -- what is left out ---------------------------------------------------------------------------

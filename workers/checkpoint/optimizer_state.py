@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.errors import UserError, few
 
 from . import rank_values
 from .given_optimizers import SEPARATOR
@@ -215,7 +215,7 @@ class OptimizerState:
             without = [n for n in stepped if not self.of(n) and local_of(self.stepped[n]).numel()]
             if without and len(without) < len(stepped):
                 raise UserError(
-                    f"{self._label}: got no state of {_some(without)} after a step, but state of "
+                    f"{self._label}: got no state of {few(without)} after a step, but state of "
                     f"others in param_groups[{index}]; expected state of all on every rank, or of "
                     "none; use an optimizer that keeps on each rank the state of all parameters "
                     "of its part of the model"
@@ -452,11 +452,6 @@ def _axis_name(tensor: DTensor, dim: int) -> str:
 
 def _flat(num_elements: int) -> Box:
     return Box((num_elements,), (0,), (num_elements,), 1)
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:

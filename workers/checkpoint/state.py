@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.errors import UserError, few
 
 from . import extra_state, given_optimizers, module_state
 from .extra_state import Extra as Extra
@@ -298,10 +298,9 @@ class TrainingState:
             *extra_state.changed_settings(self._in_script, extra),
         ]  # fmt: skip
         if changed:
-            more = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
             self._say(
                 "the checkpoint's settings replace the script's: "
-                f"{', '.join(changed[:_MAX_NAMED])}{more}; to change one, set it after s.restore, "
+                f"{few(changed, _MAX_NAMED)}; to change one, set it after s.restore, "
                 "such as optimizer.param_groups[0]['lr'] and its schedule's base_lrs"
             )
 
