@@ -28,6 +28,11 @@ class HoldfastError(Exception):
 
     exit_code = 1
 
+    @classmethod
+    def of(cls, field: str, got: str, expected: str, fix: str = "") -> Self:
+        """The error of one wrong field, see Problem."""
+        return cls(str(Problem(field, got, expected, fix)))
+
     @staticmethod
     def of_command(code: int, output: str) -> HoldfastError:
         """The error with which a command ended; `output`: its stderr."""

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Protocol
 
 from .. import limits
-from ..errors import HoldfastError, Problem, UserError, installation
+from ..errors import HoldfastError, UserError, installation
 from ..protocol import messages as wire
 from ..protocol.facts import NodeFacts
 from ..protocol.framing import FrameReader
@@ -366,7 +366,7 @@ def cannot_listen(field: str, address: str, port: int, error: OSError) -> UserEr
     """The error of a server that cannot listen, with the fix."""
     if error.errno == errno.EADDRINUSE:
         fix = "choose another, or 0 for any free one; `ss -ltnp` shows which process uses it"
-        return UserError(str(Problem(field, f"{port}, which is in use", "a free port", fix)))
+        return UserError.of(field, f"{port}, which is in use", "a free port", fix)
     why = error.strerror or str(error)
     place = f"{address}:{port} ({why})"
-    return UserError(str(Problem(field, place, "an address of this machine and a free port")))
+    return UserError.of(field, place, "an address of this machine and a free port")

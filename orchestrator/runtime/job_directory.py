@@ -263,7 +263,7 @@ class Home:
             self.path = Path(chosen).expanduser().absolute()
         except RuntimeError:  # no such user, or one without a home
             got = f"{chosen}, whose ~ has no home directory on this machine"
-            raise UserError(str(Problem(f"${HOME_VARIABLE}", got, "a directory"))) from None
+            raise UserError.of(f"${HOME_VARIABLE}", got, "a directory") from None
         self.jobs = self.path / "jobs"
         self.cache = self.path / CACHE
 
@@ -276,13 +276,12 @@ class Home:
         directory = self.directory(job.name)
         socket_bytes = len(os.fsencode(directory.host_socket))
         if socket_bytes > SOCKET_PATH_BYTES:
-            problem = Problem(
+            raise UserError.of(
                 "--home",
                 f"{self.path} ({socket_bytes} bytes with the job's socket)",
                 f"a path short enough that {directory.host_socket} has at most {SOCKET_PATH_BYTES}",
                 f"choose a shorter path, or set {HOME_VARIABLE}",
             )
-            raise UserError(str(problem))
         new = self.jobs / f".{job.name}.{secrets.token_hex(4)}"
         try:
             new.mkdir(parents=True, mode=0o700)
@@ -336,7 +335,7 @@ class Home:
                 raise HoldfastError(f"{record}: cannot be read ({error.strerror})") from None
         names = [job.name for job in self.list()]
         expected = f"one of {', '.join(names)}" if names else f"a job; {self.path} holds none"
-        raise UserError(str(Problem("job", name, expected, "see `holdfast status`")))
+        raise UserError.of("job", name, expected, "see `holdfast status`")
 
     def list(self) -> list[JobDirectory]:
         """The directories of all jobs, sorted by name; those without job.json are left out."""

@@ -291,12 +291,11 @@ class JobRuntime:
         if damaged:
             path = self._submission.checkpoint_path
             got = f"{path}, where the manifest of {', '.join(damaged[:3])} is damaged"
-            expected = "checkpoints that can be read, or none"
             fix = (
                 f"holdfast checkpoint repair {path} --job {self.key}; to begin at step 0 choose "
                 f"another path"
             )
-            raise UserError(str(Problem(CHECKPOINT_FIELD, got, expected, fix)))
+            raise UserError.of(CHECKPOINT_FIELD, got, "checkpoints that can be read, or none", fix)
 
     def _foreign(self, others: list[str]) -> Problem:
         """Two jobs with the same checkpoint path would write into each other's directories."""

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.protocol.facts import ShardFile, steps_done
 from holdfast.orchestrator.protocol.files import make_directory, write_all
 from holdfast.orchestrator.protocol.manifest import (
@@ -102,7 +102,7 @@ def repair(path: str, step: int | None = None, *, write: bool, job: str = "") ->
         jobs = [c.job for c in saved if c.job] or [job]
         if not jobs[0]:
             got = f"nothing, and no manifest in {path} is left that has it"
-            raise UserError(str(Problem("--job", got, "the job's name")))
+            raise UserError.of("--job", got, "the job's name")
         generation = 1 + max(_generations(store))
         work.write(path, generation, jobs[0])
     return result

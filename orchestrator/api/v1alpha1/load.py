@@ -48,7 +48,7 @@ def read_job_file(path: str | Path) -> str:
     """The text of a job file. Raises UserError."""
     if Path(path).suffix == ".py":
         expected = "a TrainingJob in YAML; `holdfast spec preflight` checks a script"
-        raise UserError(str(Problem("FILE", f"{path}, a script", expected)))
+        raise UserError.of("FILE", f"{path}, a script", expected)
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -8,7 +8,7 @@ import typer
 
 from holdfast.orchestrator.core.transitions import TERMINAL
 
-from ...errors import Problem, UserError
+from ...errors import UserError
 from ...parts import part
 from ..options import JobArgument, JsonOption, Target, with_target
 from ..output import columns, count, date, print_json, state_text, stderr, stdout
@@ -72,7 +72,7 @@ def status(
     view = remote.view()
     if html is not None:
         if (write_report := part("ui report")) is None:
-            raise UserError(str(Problem("--html", html, "an installation of Holdfast that has it")))
+            raise UserError.of("--html", html, "an installation of Holdfast that has it")
         write_report(view, html, target.command("status", view.name, "--report"))
     if as_json:
         print_json(view)
@@ -159,7 +159,7 @@ def logs(
     if failed:
         if follow or wanted != LogSelector():
             got, expected = "--failed with another option", "it alone: it chooses the log"
-            raise UserError(str(Problem("--failed", got, expected)))
+            raise UserError.of("--failed", got, expected)
         wanted = _failure_selector(remote.view())
     try:
         remote.print_logs(wanted, follow=follow)
@@ -169,7 +169,7 @@ def logs(
         worker = "workers" if wanted.rank is None else f"rank {wanted.rank}"
         got = f"no line of {worker} in generation {wanted.generation}"
         fix = f"it printed none, or its log is gone; see `{target.command('logs', remote.name)}`"
-        raise UserError(str(Problem("--failed", got, "one", fix))) from None
+        raise UserError.of("--failed", got, "one", fix) from None
 
 
 def _failure_selector(view: JobView) -> LogSelector:
@@ -181,7 +181,7 @@ def _failure_selector(view: JobView) -> LogSelector:
     failures = ("user", "infrastructure", "hang")
     newest = next((i for i in reversed(view.incidents) if i.failure_class in failures), None)
     if newest is None:
-        raise UserError(str(Problem("--failed", view.name, "a job with a failure")))
+        raise UserError.of("--failed", view.name, "a job with a failure")
     generation, title = newest.generation_before, incident_title(newest)
     stderr().print(f"generation {generation}: {title}", style="yellow", soft_wrap=True)
     return LogSelector(newest.culprit_rank, generation)

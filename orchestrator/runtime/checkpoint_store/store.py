@@ -20,7 +20,7 @@ from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.api.v1alpha1.resilience import Retention
 from holdfast.orchestrator.core.actions import Retained
-from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.protocol import coverage
 from holdfast.orchestrator.protocol.facts import CoverageSum, ShardFile, steps_done
 from holdfast.orchestrator.protocol.manifest import (
@@ -76,8 +76,7 @@ class CheckpointStore:
             raise UserError(str(missing_driver(path, error))) from None
         except ValueError as error:
             expected = "a directory or a URL that fsspec knows"
-            problem = Problem(CHECKPOINT_FIELD, f"{path} ({error})", expected)
-            raise UserError(str(problem)) from None
+            raise UserError.of(CHECKPOINT_FIELD, f"{path} ({error})", expected) from None
         except Exception as error:  # as in prepare
             raise HoldfastError(f"{path}: cannot be opened ({_why(error)})") from None
         self._local = isinstance(self.fs, LocalFileSystem) and not beneath
@@ -95,13 +94,12 @@ class CheckpointStore:
             self.fs.rm_file(probe)
         # fsspec drivers raise what their libraries raise; here every exception means the same.
         except Exception as error:
-            problem = Problem(
+            raise UserError.of(
                 CHECKPOINT_FIELD,
                 f"{self.path} ({_why(error)})",
                 "a directory or URL that can be written",
                 "choose another, or fix its permissions",
-            )
-            raise UserError(str(problem)) from None
+            ) from None
 
     def commit(self, step: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> int:
         """Write the manifest of a complete set of files, atomically; returns their bytes.

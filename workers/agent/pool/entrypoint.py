@@ -133,4 +133,4 @@ def _become(words: tuple[str, ...], descriptors: Descriptors, field: str) -> NoR
         why = error.strerror
         fix = "a script needs a first line such as #!/bin/bash" if error.errno == 8 else ""
         got = f"{words[0]} ({why} on this node)"
-        raise UserError(str(Problem(field, got, "a program of every node", fix))) from None
+        raise UserError.of(field, got, "a program of every node", fix) from None

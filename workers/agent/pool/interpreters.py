@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol import files
 
 _MARK = "holdfast-interpreter:"
@@ -58,7 +58,7 @@ def named(written: str, directory: Path) -> Interpreter:
 def _missing(written: str, why: str) -> UserError:
     expected = "a Python, or the directory of an environment, of every node"
     fix = "relative paths begin in spec.workingDirectory"
-    return UserError(str(Problem("spec.entrypoint.python", f"{written} ({why})", expected, fix)))
+    return UserError.of("spec.entrypoint.python", f"{written} ({why})", expected, fix)
 
 
 def of_prefix(prefix: Path) -> dict[str, str]:
@@ -107,4 +107,4 @@ def of_runner(runner: Sequence[str]) -> Interpreter:
 
 
 def _command_error(got: str, expected: str, fix: str) -> UserError:
-    return UserError(str(Problem("spec.entrypoint.command", got, expected, fix)))
+    return UserError.of("spec.entrypoint.command", got, expected, fix)

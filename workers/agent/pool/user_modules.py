@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
-from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol import training_packages
 
 from ..process import process_env
@@ -62,8 +62,7 @@ def expect_imported(job: TrainingJob) -> None:
             got = f"{name} ({type(error).__name__}: {error})"
             expected = "a module that can be imported on every node"
             fix = "install it there, or remove it from the list"
-            problem = Problem(f"spec.preload.{position}", got, expected, fix)
-            raise UserError(str(problem)) from None
+            raise UserError.of(f"spec.preload.{position}", got, expected, fix) from None
 
 
 def _origin(module: object) -> str:

@@ -199,13 +199,12 @@ class KubernetesTransport:
     def storage(self) -> Iterator[str]:
         path = self._object_view().checkpoint_path
         if "://" not in path:
-            problem = Problem(
+            raise UserError.of(
                 f"checkpoints of job {self.name}",
                 f"{path}, a directory of the cluster" if path else "no checkpoint path yet",
                 "a URL that this machine can read, too",
                 "mount the volume here and name the directory instead of the job",
             )
-            raise UserError(str(problem))
         yield path
 
     # -- deletion ------------------------------------------------------------------------------
@@ -213,13 +212,12 @@ class KubernetesTransport:
         view = self._object_view()
         if keep is not None:
             path = f" ({view.checkpoint_path})" if view.checkpoint_path else ""
-            problem = Problem(
+            raise UserError.of(
                 "--keep-checkpoints",
                 f"{keep} for a job of a cluster",
                 f"nothing: the checkpoints{path} stay where they are",
                 "leave it out",
             )
-            raise UserError(str(problem))
         kubectl = self._session.kubectl_hint("delete", "trainingjob", self.name)
         end = f"{self._session.hint('cancel', self.name)}, or delete it with {kubectl}"
         expect_ended(view, end)
@@ -255,7 +253,7 @@ async def demand(
     key = (document["metadata"]["namespace"], document["metadata"]["name"])
     if (waiting := annotation_of(document, names.REQUEST)) is not None:
         got = f"another request that waits for the operator ({waiting})"
-        raise UserError(str(Problem(verb, got, "none", hint)))
+        raise UserError.of(verb, got, "none", hint)
     number, by = secrets.token_hex(4), arguments["by"]
     fields = {name: value for name, value in arguments.items() if name != "by"}
     value = json.dumps({"verb": verb, "arguments": fields, "by": by, "id": number})
@@ -321,7 +319,7 @@ async def ask(
     question = json.dumps({"verb": verb, "arguments": arguments})
     if not running:
         state = str((document.get("status") or {}).get("state") or "pending")
-        raise UserError(str(Problem("job", f"{name}, which is {state}", "one with a running pod")))
+        raise UserError.of("job", f"{name}, which is {state}", "one with a running pod")
     why = ""
     for pod in running[:MAX_ASKED_PODS]:
         timeout_s = ACCEPT_TIMEOUT_S + extra_s(verb, arguments)

@@ -234,8 +234,7 @@ class KubernetesTarget(Target):
         own = job.metadata.namespace
         if self._session.namespace not in (None, own):
             expected, fix = f"{own}, the metadata.namespace of the file", "leave one of them out"
-            problem = Problem("--namespace", str(self._session.namespace), expected, fix)
-            raise UserError(str(problem))
+            raise UserError.of("--namespace", str(self._session.namespace), expected, fix)
         return own
 
     def _name_in_use(self, namespace: str, name: str, state: str) -> Problem:
@@ -332,7 +331,7 @@ async def _get(cluster: KubeClient, namespace: str, name: str, session: ClusterS
         names = sorted(job["metadata"]["name"] for job in jobs)
         expected = f"one of {', '.join(names)}" if names else "a job"
         expected += f" in namespace {namespace}" if names else f"; namespace {namespace} has none"
-    raise UserError(str(Problem("job", name, expected, f"see {session.hint('status')}")))
+    raise UserError.of("job", name, expected, f"see {session.hint('status')}")
 
 
 async def _check_namespace(cluster: KubeClient, namespace: str) -> None:
@@ -342,8 +341,7 @@ async def _check_namespace(cluster: KubeClient, namespace: str) -> None:
     except NotFound:
         fix = "see `kubectl get namespaces`"
         got = f"{namespace}, which does not exist"
-        problem = Problem("--namespace", got, "a namespace of the cluster", fix)
-        raise UserError(str(problem)) from None
+        raise UserError.of("--namespace", got, "a namespace of the cluster", fix) from None
     except ApiError:
         return
 

@@ -54,7 +54,7 @@ class RayTarget(Target):
         if data is None:
             jobs = kv.jobs()
             offer = f"one of {', '.join(jobs)}" if jobs else "a job; there is none in the cluster"
-            raise UserError(str(Problem("job", name, offer, f"see `{self.command('status')}`")))
+            raise UserError.of("job", name, offer, f"see `{self.command('status')}`")
         try:
             order = msgspec.msgpack.decode(data, type=ControllerOrder)
         except msgspec.MsgspecError as error:
