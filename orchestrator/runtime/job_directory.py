@@ -50,45 +50,14 @@ class JobDirectory:
     """The files of one job."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def home(self) -> Path:
+        self.path, self.name = path, path.name
+        self.home = path.parent.parent
         """Home of all jobs of the user."""
-        return self.path.parent.parent
-
-    @property
-    def home_cache(self) -> Path:
+        self.home_cache = self.home / CACHE
         """Cache of all jobs of the home directory."""
-        return self.home / CACHE
-
-    @property
-    def journal(self) -> Path:
-        return self.path / "journal"
-
-    @property
-    def token_file(self) -> Path:
-        return self.path / "token"
-
-    @property
-    def controller_file(self) -> Path:
-        return self.path / "controller.json"
-
-    @property
-    def nodes_file(self) -> Path:
-        return self.path / "nodes.json"
-
-    @property
-    def host_socket(self) -> Path:
-        return self.path / "host.sock"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
+        self.journal, self.logs = path / "journal", path / "logs"
+        self.token_file, self.controller_file = path / "token", path / "controller.json"
+        self.nodes_file, self.host_socket = path / "nodes.json", path / "host.sock"
 
     def rank_log(self, generation: int, rank: int) -> Path:
         return self.logs / f"gen-{generation:04d}" / f"rank-{rank:05d}.log"
