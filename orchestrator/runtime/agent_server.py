@@ -45,7 +45,8 @@ class AgentSink(Protocol):
         """The node reconnected while its old connection was open."""
 
 
-Handler = Callable[["ReplyStream", wire.Request], Awaitable[None]]
+Handler = Callable[["Connection", wire.Request], Awaitable[None]]
+"""Sends the replies to a request."""
 
 
 class AgentConnection:
@@ -61,20 +62,6 @@ class AgentConnection:
 
     def close(self) -> None:
         self._connection.close()
-
-
-class ReplyStream:
-    """Sends the replies to one request."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    @property
-    def closed(self) -> bool:
-        return self._connection.closed
-
-    def reply(self, reply: wire.Reply) -> None:
-        self._connection.send(reply)
 
 
 @dataclass(eq=False)
@@ -253,7 +240,7 @@ class AgentServer:
 
     async def _answer(self, route: JobRoute, connection: Connection, request: wire.Request) -> None:
         try:
-            await route.handler(ReplyStream(connection), request)
+            await route.handler(connection, request)
         except HoldfastError as error:
             connection.send(wire.Reply(ok=False, detail=str(error)))
         finally:

@@ -22,7 +22,7 @@ from ..core.requests import resize_problem
 from ..errors import HoldfastError, UserError
 from ..protocol import messages as wire
 from ..protocol.facts import ShardFile, state_after
-from .agent_server import AgentConnection, ReplyStream
+from .agent_server import AgentConnection, Connection
 from .driver import Driver
 from .inquiries import Inquiries
 from .notifier import ChangeNotifier
@@ -64,11 +64,11 @@ class ControlApi:
             "profile": lambda arguments: inquiries.profile(self._driver.state, arguments),
         }
 
-    async def handle(self, stream: ReplyStream, request: wire.Request) -> None:
+    async def handle(self, client: Connection, request: wire.Request) -> None:
         if request.verb == "watch":
-            await self._watch(stream)
+            await self._watch(client)
             return
-        stream.reply(await self.perform(request.verb, request.arguments))
+        client.send(await self.perform(request.verb, request.arguments))
 
     async def perform(self, verb: str, arguments: dict[str, Any]) -> wire.Reply:
         """Carry out any verb except `watch`; the reply comes when the change is durable. Raises
@@ -86,11 +86,11 @@ class ControlApi:
         """The spec as it is now."""
         return wire.Reply(ok=True, body={"spec": job_to_mapping(self._driver.state.job)})
 
-    async def _watch(self, stream: ReplyStream) -> None:
+    async def _watch(self, client: Connection) -> None:
         """Send a view after every change until the client or the job ends."""
-        while not stream.closed:
+        while not client.closed:
             seen = self._changes.count
-            stream.reply(wire.Reply(ok=True, body=view_body(self._view())))
+            client.send(wire.Reply(ok=True, body=view_body(self._view())))
             await asyncio.sleep(WATCH_INTERVAL_S)  # no person reads faster than that
             await self._changes.after(seen)
 
