@@ -32,7 +32,7 @@ from ..protocol.facts import LaunchIncident, OwnCheckpoint
 from .agent_server import AgentConnection
 from .checkpoint_store.async_store import ThreadedCheckpointStore
 from .checkpoint_store.options import answer_of
-from .checkpoint_store.store import NotCovered
+from .checkpoint_store.store import CheckpointStore, NotCovered
 from .translate import Answer, AwaitedAnswers, NodeAction, to_message
 
 Result = dict[str, Any]
@@ -155,7 +155,9 @@ class Executor:
         return {}
 
     async def _commit(self, action: CommitManifest) -> Result:
-        num_bytes = await self._store.commit(action.step, action.mesh, action.files)
+        num_bytes = await self._store.call(
+            CheckpointStore.commit, action.step, action.mesh, action.files
+        )
         generation = action.files[0].generation
         committed = wire.Committed(generation=generation, step=action.step)
         for link in self._links.values():
@@ -163,7 +165,7 @@ class Executor:
         return {"detail": f"{num_bytes} bytes"}
 
     async def _clean(self, retained: Retained) -> Result:
-        deleted = await self._store.clean(retained)
+        deleted = await self._store.call(CheckpointStore.clean, retained)
         return {"detail": f"deleted {', '.join(deleted)}" if deleted else ""}
 
     async def _finish(self, action: FinishJob) -> Result:

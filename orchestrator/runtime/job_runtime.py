@@ -31,6 +31,7 @@ from .agent_gateway import AgentGateway
 from .agent_server import AgentConnection, AgentServer
 from .checkpoint_store.async_store import ThreadedCheckpointStore
 from .checkpoint_store.options import CHECKPOINT_FIELD
+from .checkpoint_store.store import CheckpointStore
 from .clock import Clock
 from .code_sender import CodeSender, CodeStore
 from .control_api import ControlApi
@@ -172,10 +173,10 @@ class JobRuntime:
             await self._open_backend()
         try:
             async with asyncio.timeout(None if fresh else self._timing.storage_listing_s):
-                await self._storage.prepare()
-                self._manifests = await self._storage.manifests()
+                await self._storage.call(CheckpointStore.prepare)
+                self._manifests = await self._storage.call(CheckpointStore.manifests)
                 if fresh and not self._manifests:
-                    self._expect_readable(await self._storage.damaged())
+                    self._expect_readable(await self._storage.call(CheckpointStore.damaged))
         except (HoldfastError, TimeoutError) as problem:
             # A job that trains needs its controller more than its storage: until the next commit
             # the checkpoints that the journal knows have to do.
@@ -275,7 +276,7 @@ class JobRuntime:
         not answer."""
         try:
             async with asyncio.timeout(self._timing.storage_listing_s):
-                listing = await self._storage.manifests()
+                listing = await self._storage.call(CheckpointStore.manifests)
         except TimeoutError:
             limit_s = self._timing.storage_listing_s
             raise HoldfastError(f"storage: no answer within {limit_s:g} s") from None
@@ -330,7 +331,9 @@ class JobRuntime:
         try:
             async with asyncio.timeout(self._timing.storage_listing_s):
                 retention = self.state.job.spec.checkpoint.retention
-                adopted = await self._storage.adopt_written(generation, retention)
+                adopted = await self._storage.call(
+                    CheckpointStore.adopt_written, generation, retention
+                )
         except (HoldfastError, TimeoutError) as error:
             self.log.warning("what agents wrote without a controller is not read: %s", error)
             return []
