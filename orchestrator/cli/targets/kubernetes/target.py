@@ -73,10 +73,11 @@ class KubernetesTarget(Target):
         self._searched = namespace or ""
 
     def find(self, name: str) -> RemoteJob:
-        async def act(cluster: KubeClient, namespace: str) -> Document:
-            return await _get(cluster, namespace, name, self._session)
+        document = self._session.run(self._get(name))
+        return RemoteJob(KubernetesTransport(self._session, document))
 
-        return RemoteJob(KubernetesTransport(self._session, self._session.run(act)))
+    def _get(self, name: str) -> Begin:
+        return lambda cluster, namespace: _get(cluster, namespace, name, self._session)
 
     def views(self) -> list[JobView]:
         async def act(cluster: KubeClient, namespace: str) -> list[Document]:
@@ -150,16 +151,12 @@ class KubernetesTarget(Target):
             raise SpecError(problems)
         launch.show()
 
-        async def create(cluster: KubeClient, namespace: str) -> Document:
-            return await self._create(cluster, namespace, job, code, display)
-
-        return job.name, create
+        return job.name, lambda cluster, namespace: self._create(
+            cluster, namespace, job, code, display
+        )
 
     def attach(self, name: str, display: Display) -> RunResult:
-        async def get(cluster: KubeClient, namespace: str) -> Document:
-            return await _get(cluster, namespace, name, self._session)
-
-        return self._watched(name, get, display, only_new=True)
+        return self._watched(name, self._get(name), display, only_new=True)
 
     def _watched(self, name: str, begin: Begin, display: Display, *, only_new: bool) -> RunResult:
         from .output import LinesOfRank0
