@@ -111,6 +111,14 @@ class Project:
             for package in packages
         )
 
+    def has_text(self, text: str) -> bool:
+        """True if any module has this string, such as the name of a variable that it reads."""
+        return any(
+            isinstance(node, ast.Constant) and node.value == text
+            for module in self.modules.values()
+            for node in ast.walk(module.tree)
+        )
+
 
 def read_text(path: Path) -> str:
     """Raises UserError for a file that cannot be read as Python text."""
