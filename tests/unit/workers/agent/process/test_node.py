@@ -23,9 +23,10 @@ from holdfast.workers.agent.pool import fork_protocol
 from holdfast.workers.agent.process.node import MIN_THREADS, AgentProcess, NodeOptions, ThreadPools
 from tests.unit.workers.agent.machine.harness import FACTS
 from tests.unit.workers.agent.pool.test_worker_pool import ASSIGN
-from tests.unit.workers.agent.storage.test_peer_transfer import BOUND_S, DATA, SHARD, Agent
+from tests.unit.workers.agent.storage.test_peer_transfer import DATA, SHARD, Agent
 
 SLOTS = 8
+BOUND_S = 30.0
 
 
 class StuckStore(MemoryFileSystem):
