@@ -479,16 +479,13 @@ def packed(values: Any, where: str, fix: str, blob: Callable[[Any], Any] = unsup
     """The values as JSON values. Raises UserError for an unsupported one, with its key."""
     try:
         return pack(values, blob)
-    except (UnsupportedValue, RecursionError):
+    except UnsupportedValue:
         for key, value in values.items():
             try:
                 pack(value, blob)
-            except (UnsupportedValue, RecursionError) as error:
-                got = (
-                    error if isinstance(error, UnsupportedValue) else "a value that contains itself"
-                )
+            except UnsupportedValue as error:
                 raise UserError(
-                    f"{where}[{key!r}]: got {got}; expected numbers, text, lists and mappings; "
+                    f"{where}[{key!r}]: got {error}; expected numbers, text, lists and mappings; "
                     f"{fix}"
                 ) from None
         raise

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from holdfast.orchestrator.errors import HoldfastError, UserError
-from holdfast.orchestrator.protocol.facts import ShardFile, steps_done
+from holdfast.orchestrator.protocol.facts import ShardFile
 from holdfast.orchestrator.protocol.files import make_directory, write_all
 from holdfast.orchestrator.protocol.manifest import (
     MANIFEST_NAME,
@@ -89,11 +89,7 @@ def repair(path: str, step: int | None = None, *, write: bool, job: str = "") ->
     nothing to repair, HoldfastError if the store cannot be read or written."""
     store = CheckpointFiles(path)
     saved = _checkpoints(store)
-    chosen = next((c for c in saved if step is None or c.step == step), None)
-    if chosen is None:
-        have = ", ".join(str(c.step + 1) for c in saved) or "none"
-        wanted = "with all its files" if step is None else f"after {steps_done(step)}"
-        raise UserError(f"{path}: got no checkpoint {wanted}; expected one (steps: {have})")
+    chosen = inspect.choose(path, saved, step, "checkpoint with all its files")
     if chosen.committed_at and inspect.verify(path, chosen).ok:
         raise UserError(f"{path}: {chosen.directory} is intact; expected a damaged checkpoint")
     work = _Repair(store, chosen, [c for c in saved if _key(c) < _key(chosen)])
@@ -103,8 +99,8 @@ def repair(path: str, step: int | None = None, *, write: bool, job: str = "") ->
         if not jobs[0]:
             got = f"nothing, and no manifest in {path} is left that has it"
             raise UserError.of("--job", got, "the job's name")
-        generation = 1 + max(_generations(store))
-        work.write(path, generation, jobs[0])
+        present = filter(None, map(parse_directory_name, store.directories()))
+        work.write(path, 1 + max(generation for _step, generation in present), jobs[0])
     return result
 
 
@@ -112,17 +108,10 @@ def _key(manifest: Manifest) -> tuple[int, int]:
     return (manifest.step, manifest.generation)
 
 
-def _generations(store: CheckpointFiles) -> list[int]:
-    parsed = [parse_directory_name(name) for name in store.directories()]
-    return [directory[1] for directory in parsed if directory is not None]
-
-
 def _checkpoints(store: CheckpointFiles) -> list[Manifest]:
     """Newest first; also those whose manifest is gone or damaged but whose files are all there."""
     checkpoints = []
-    for name in store.directories():
-        if parse_directory_name(name) is None:
-            continue
+    for name in filter(parse_directory_name, store.directories()):
         try:
             checkpoints.append(store.manifest(name))
         except UnreadableCheckpoint:
