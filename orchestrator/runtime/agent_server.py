@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from holdfast.orchestrator.tasks import TaskSet
+
 from .. import limits
 from ..errors import HoldfastError, UserError, installation
 from ..protocol import messages as wire
@@ -77,7 +79,7 @@ class JobRoute:
     tls_name: str
     context: ssl.SSLContext | None
     connections: set[Connection] = field(default_factory=set)
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    tasks: TaskSet = field(default_factory=TaskSet)
 
 
 class AgentServer:
@@ -234,9 +236,7 @@ class AgentServer:
             connection.close()
             return
         self._admit(connection, route)
-        task = asyncio.get_running_loop().create_task(self._answer(route, connection, request))
-        route.tasks.add(task)
-        task.add_done_callback(route.tasks.discard)
+        route.tasks.start(self._answer(route, connection, request))
 
     async def _answer(self, route: JobRoute, connection: Connection, request: wire.Request) -> None:
         try:

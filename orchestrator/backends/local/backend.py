@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.orchestrator import tasks
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.protocol import launcher_protocol as protocol
@@ -157,8 +158,7 @@ class LocalBackend:
     async def close(self, *, release: bool) -> None:
         self._closing = True
         if self._connecting is not None:
-            self._connecting.cancel()
-            await asyncio.wait([self._connecting])
+            await tasks.end([self._connecting])
         if release:
             await self._end_everything()
         for process_watch in self._watches.values():
@@ -344,29 +344,18 @@ class LocalBackend:
             self._link.send(protocol.StopLauncher())
         elif self._process is not None:
             self._process.kill()  # it does not listen yet, so it has no nodes
-        try:
-            async with asyncio.timeout(self._timing.end_timeout_s):
-                if launcher is not None:
-                    await launcher_ended.wait()
-        except TimeoutError:
-            assert launcher is not None
+        limit_s = self._timing.end_timeout_s
+        if launcher is not None and not await tasks.within(limit_s, launcher_ended.wait()):
             launcher.kill()
             await launcher_ended.wait()
         if self._process is not None:
             await self._process.ended
-        await self._wait_for_agents()
+        if not await tasks.within(limit_s, self._agents_ended()):
+            nodes = ", ".join(sorted(self._watches))
+            raise HoldfastError(f"{nodes}: still running {limit_s:g} s after SIGKILL")
         self._paths.socket.unlink(missing_ok=True)
 
-    async def _wait_for_agents(self) -> None:
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + self._timing.end_timeout_s
+    async def _agents_ended(self) -> None:
         while self._watches:
             self._node_ended.clear()
-            try:
-                async with asyncio.timeout_at(deadline_s):
-                    await self._node_ended.wait()
-            except TimeoutError:
-                nodes = ", ".join(sorted(self._watches))
-                raise HoldfastError(
-                    f"{nodes}: still running {self._timing.end_timeout_s:g} s after SIGKILL"
-                ) from None
+            await self._node_ended.wait()

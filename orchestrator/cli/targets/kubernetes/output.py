@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Self
 
 import msgspec
 
+from holdfast.orchestrator import tasks
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.log_files import LogMissing, folded, heading, one_of
 from holdfast.orchestrator.cli.output import date, print_json_line, stderr, stdout
@@ -97,9 +98,7 @@ class _EventPrinter:
             if printing.done():
                 printing.result()
         finally:
-            for task in (printing, ending):
-                task.cancel()
-            await asyncio.wait([printing, ending])
+            await tasks.end([printing, ending])
 
     async def _print_new(self, cluster: KubeClient) -> None:
         pauses = Backoff()
@@ -347,10 +346,7 @@ class _LogReader:
             if self._tails:
                 await asyncio.wait(self._tails.values(), timeout=LAST_LOGS_S)
         finally:
-            tasks = [ending, *self._tails.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            await tasks.end([ending, *self._tails.values()])
         if not self._num_printed:
             self._filter.check_found()
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.orchestrator import tasks
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_to_mapping, load_job
 from holdfast.orchestrator.api.v1alpha1.crd import job_from_resource
 from holdfast.orchestrator.api.v1alpha1.remarks import remarks
@@ -279,9 +280,7 @@ class _Watcher:
                     await asyncio.wait([lines], timeout=LAST_LINES_S)
                     return view
         finally:
-            for task in (checking, lines):
-                task.cancel()
-            await asyncio.wait([checking, lines])
+            await tasks.end([checking, lines])
         raise AssertionError("a watch does not end")
 
     async def _current_pods(self, cluster: KubeClient, document: Document) -> list[Document]:
