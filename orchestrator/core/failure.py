@@ -83,7 +83,7 @@ class Failure:
     damaged: bool = False
     """The state that it started from could not be read."""
     rule: str = ""
-    """Its name in TABLE."""
+    """The name in TABLE."""
     hung_at: str = ""
     """Frame in which the culprit of a hang did nothing, while its peers waited for it."""
 
