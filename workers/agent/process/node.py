@@ -29,7 +29,7 @@ from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.protocol import hardware, strangers
 from holdfast.orchestrator.protocol import messages as m
-from holdfast.orchestrator.protocol.environment import PROGRESS_URL, worker_environment
+from holdfast.orchestrator.protocol.environment import PROGRESS_URL, explain_environment
 from holdfast.orchestrator.protocol.facts import NodeFacts, StagedShard, state_after
 from holdfast.orchestrator.protocol.messages import Endpoint
 from holdfast.orchestrator.tasks import TaskSet
@@ -381,7 +381,7 @@ class AgentProcess:
         if welcome.log_directory != TO_OUTPUT:
             generation = fork.membership.generation + fork.membership.ahead
             logs = self._log_directory(welcome.log_directory, generation)
-        environment = worker_environment(
+        settings = explain_environment(
             job,
             fork.membership,
             fork.seat,
@@ -390,6 +390,7 @@ class AgentProcess:
             log_directory=logs,
             job_id=welcome.job_id,
         )
+        environment = {variable.name: variable.value for variable in settings}
         environment |= setting.environment
         if self._progress is not None and PROGRESS_URL not in environment:
             seat = (fork.membership.generation, fork.seat.rank)
