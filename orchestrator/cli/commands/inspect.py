@@ -53,8 +53,8 @@ def status(
 
     Examples: `holdfast status stdlib-bytes --watch`, `holdfast status stdlib-bytes --report`
     """
-    from ..render import status as render
-    from ..report import print_report
+    from .. import render
+    from .. import report as reports
 
     for option, wanted in (("--watch", watch), ("--report", report or stacks), ("--html", html)):
         if wanted and (job is None or (watch and as_json)):
@@ -82,9 +82,11 @@ def status(
         console.print(f"{view.name}: the report is in {html}", soft_wrap=True)
     elif report or stacks:
         can_read = target.can_read(view.checkpoint_path)
-        print_report(console, view, stacks=stacks, command=target.command, can_read=can_read)
+        console.print(
+            reports.report(view, stacks=stacks, command=target.command, can_read=can_read)
+        )
     else:
-        console.print(render(view))
+        console.print(render.status(view))
     for remark in remote.remarks(view):
         stderr().print(remark, style="yellow", soft_wrap=True)
 

@@ -172,7 +172,7 @@ def _shown(
 ) -> int:
     """Show a job until it ends, then print the report. The exit code."""
     from ..display import SilentDisplay, make_display
-    from ..report import print_report
+    from ..report import report
 
     if lines and as_json:
         raise UserError.of("--logs", "--logs and --json", "only one of them")
@@ -185,7 +185,7 @@ def _shown(
                 print_json(done.view)
             else:
                 can_read = target.can_read(done.view.checkpoint_path)
-                print_report(console, done.view, command=target.command, can_read=can_read)
+                console.print(report(done.view, command=target.command, can_read=can_read))
     return done.exit_code
 
 
