@@ -24,7 +24,7 @@ from ..protocol import messages as wire
 from ..protocol.facts import ShardFile, state_after
 from .agent_server import AgentConnection, Connection
 from .driver import Driver
-from .inquiries import Inquiries
+from .inquiries import Inquiries, num_running
 from .notifier import ChangeNotifier
 from .observe.view import JobView
 
@@ -229,10 +229,7 @@ class ControlApi:
     def _target(self, kind: str, arguments: dict[str, Any]) -> tuple[str, int]:
         """(node, rank); the last ones by default."""
         state = self._driver.state
-        group = state.group
-        size = group.membership.world_size if group.membership and group.active else 0
-        if not size:
-            raise UserError.of("job", f"{state.phase}, no workers", "running workers")
+        size = num_running(state)
         node = arguments.get("node")
         if kind == "kill-node" and node is not None:
             if node not in state.nodes:

@@ -68,7 +68,7 @@ class Inquiries:
     # -- stacks --------------------------------------------------------------------------------
     async def stacks(self, state: JobState, arguments: dict[str, Any]) -> wire.Reply:
         """`ranks`: a list; without it the first limits.MAX_SHOWN_RANKS, with `all` all ranks."""
-        size, generation = _running(state), state.generation
+        size, generation = num_running(state), state.generation
         ranks = _ranks(arguments, size)
         by_node: dict[str, list[int]] = {}
         for rank in ranks:
@@ -109,7 +109,7 @@ class Inquiries:
     async def profile(self, state: JobState, arguments: dict[str, Any]) -> wire.Reply:
         """`seconds`, `rate`, `format`, `idle` of one `rank`; the body has the file, compressed with
         zlib, in base64. Raises HoldfastError when there is none."""
-        size, generation = _running(state), state.generation
+        size, generation = num_running(state), state.generation
         rank = arguments.get("rank") or 0
         seconds = _number(arguments, "seconds", 10.0, 1, limits.MAX_PROFILE_S)
         rate = arguments.get("rate", 100)
@@ -150,7 +150,7 @@ def _number(arguments: dict[str, Any], name: str, default: float, low: float, hi
     return float(value)
 
 
-def _running(state: JobState) -> int:
+def num_running(state: JobState) -> int:
     """The number of ranks. Raises UserError if none runs."""
     if state.group.membership is None or not state.group.active:
         raise UserError.of("job", f"{state.phase}, no workers", "running workers")
