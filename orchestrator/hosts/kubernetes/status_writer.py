@@ -164,7 +164,7 @@ class StatusWriter:
             "status": status,
         }
         written = await self._remember(
-            self._cluster.apply(JOBS, namespace, name, body, subresource="status")
+            self._cluster.patch(JOBS, namespace, name, body, subresource="status", apply=True)
         )
         self._last = written.get("status") or {}
 
