@@ -20,7 +20,7 @@ from holdfast.orchestrator.protocol import launcher_protocol as protocol
 from holdfast.orchestrator.protocol.environment import CACHE_VARIABLE
 
 from .. import devices
-from ..base import NodeGone, NoRoom, Starts
+from ..base import NodeGone, NoRoom, Starts, Withholding
 from . import node_registry
 from .launcher_link import (
     MIN_START_TIMEOUT_S,
@@ -71,7 +71,7 @@ class LocalPaths:
     """Cache of compilers; the same for all jobs."""
 
 
-class LocalBackend:
+class LocalBackend(Withholding):
     """Implements backends.base.Backend."""
 
     def __init__(
@@ -93,7 +93,6 @@ class LocalBackend:
         self._link: LauncherLink | None = None
         self._process: LauncherProcess | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._withheld_until = 0.0
         self._closing = False
         self._saving: asyncio.TimerHandle | None = None
         self._earlier: set[str] = set()
@@ -120,9 +119,7 @@ class LocalBackend:
 
     async def request_nodes(self, count: int, avoid: tuple[str, ...]) -> tuple[str, ...]:
         # One machine, so `avoid` does not matter. Names are never reused.
-        left_s = self._withheld_until - asyncio.get_running_loop().time()
-        if left_s > 0:
-            raise NoRoom(f"replacements are withheld for another {left_s:.0f} s (fault injection)")
+        self.expect_room()
         gpus, need = devices.gpu_names(self._job), devices.gpus_per_node(self._job)
         if gpus is not None and len(gpus) < need:
             raise NoRoom(f"a node needs {need} GPUs; this machine has {len(gpus)} that can be used")
@@ -175,11 +172,6 @@ class LocalBackend:
     def starts(self) -> Starts:
         """The first nodes wait for their launcher; later ones are forked at once."""
         return Starts(0.0 if self._link is not None else None)
-
-    # -- fault injection -----------------------------------------------------------------------
-    def withhold(self, seconds: float) -> None:
-        """Refuse new nodes for this long."""
-        self._withheld_until = asyncio.get_running_loop().time() + seconds
 
     # -- the launcher --------------------------------------------------------------------------
     def _start_launcher(self) -> None:

@@ -20,7 +20,7 @@ from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.protocol.certificate import TlsKeyPair
 from holdfast.orchestrator.protocol.facts import NodeFacts
 
-from ..base import NodeGone, NoRoom, Starts
+from ..base import NodeGone, NoRoom, Starts, Withholding
 from . import actors, placement, ray_nodes
 from .actors import until_head_answers
 from .agent import AgentOrder
@@ -47,7 +47,7 @@ def end_without_controller(job: str) -> None:
     placement.remove_all(job)
 
 
-class RayBackend:
+class RayBackend(Withholding):
     def __init__(
         self,
         job: TrainingJob,
@@ -103,7 +103,6 @@ class RayBackend:
         self._probing: asyncio.Task[None] | None = None
         self._cleaning: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._withheld_until = 0.0
         self._closing = False
 
     # -- Backend -------------------------------------------------------------------------------
@@ -124,9 +123,7 @@ class RayBackend:
         self._tasks.start(self._drains.watch())
 
     async def request_nodes(self, count: int, avoid: tuple[str, ...]) -> tuple[str, ...]:
-        left_s = self._withheld_until - asyncio.get_running_loop().time()
-        if left_s > 0:
-            raise NoRoom(f"replacements are withheld for another {left_s:.0f} s (fault injection)")
+        self.expect_room()
         async with self._lock:
             granted = [node for node in self._unclaimed if node in self._registry.nodes][:count]
             self._unclaimed = [node for node in self._unclaimed if node not in granted]
@@ -183,10 +180,6 @@ class RayBackend:
         self._address, self._port = address, port
         for actor in self._actors.values():
             actor.set_endpoint.remote(address, port)
-
-    def withhold(self, seconds: float) -> None:
-        """Fault injection: have no room for this long."""
-        self._withheld_until = asyncio.get_running_loop().time() + seconds
 
     async def trim(self, wanted: Callable[[], int]) -> None:
         """Request no more than `wanted()` further nodes of the cluster. It is called under the
