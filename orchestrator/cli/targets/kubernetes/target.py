@@ -23,7 +23,7 @@ from holdfast.orchestrator.cli.code_files import Code
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.launch_sizes import not_taken_along
 from holdfast.orchestrator.core.transitions import TERMINAL
-from holdfast.orchestrator.errors import Problem, SpecError, UserError
+from holdfast.orchestrator.errors import SpecError, UserError
 from holdfast.orchestrator.hosts.kubernetes.code_store import ClusterCodeStore
 from holdfast.orchestrator.hosts.kubernetes.spec import owner_of, template_problems
 from holdfast.orchestrator.kube.client import Document, KubeClient
@@ -41,7 +41,7 @@ from holdfast.orchestrator.kube.errors import (
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from ..base import Launch, RunResult, Target, exit_code, first_free
+from ..base import Launch, RunResult, Target, exit_code, first_free, name_taken
 from ..remote_job import RemoteJob
 from .job import KubernetesTransport, pods_of
 from .resource_view import is_refused, nodes_of, operator_absence, view_of_object
@@ -213,7 +213,7 @@ class KubernetesTarget(Target):
         if state not in TERMINAL and _has_spec(existing, job):
             display.note(f"job {job.name}: already runs in namespace {namespace}; watching it")
             return existing
-        raise UserError(str(self._name_in_use(namespace, job.name, state)))
+        raise self._name_in_use(namespace, job.name, state)
 
     async def _upload(self, cluster: KubeClient, created: Document, code: Code) -> None:
         """A job without its code is removed again. Raises ApiError."""
@@ -235,8 +235,7 @@ class KubernetesTarget(Target):
             raise UserError.of("--namespace", str(self._session.namespace), expected, fix)
         return own
 
-    def _name_in_use(self, namespace: str, name: str, state: str) -> Problem:
-        got = f"{name}, which exists in namespace {namespace} ({state})"
+    def _name_in_use(self, namespace: str, name: str, state: str) -> UserError:
         if state in TERMINAL:
             fix = f"remove it with {self._session.hint('delete', name)}"
         else:
@@ -245,9 +244,7 @@ class KubernetesTarget(Target):
                 f"with {self._session.hint('again', name)}, change its spec with "
                 f"{self._session.kubectl_hint('apply', '-f', 'FILE')}"
             )
-        return Problem(
-            "metadata.name", got, "a name that is free", f"{fix}, or choose another metadata.name"
-        )
+        return name_taken(name, f"namespace {namespace} ({state})", fix)
 
 
 class _Watcher:
