@@ -149,8 +149,6 @@ class ScriptRun:
 
     def document(self, name: str, work: str = ".") -> dict[str, Any]:
         """The spec; `work` is its working directory. Raises SpecError."""
-        from ..api.v1alpha1 import job_from_mapping
-
         spec: dict[str, Any] = {"entrypoint": self._entrypoint()}
         if work != ".":
             spec["workingDirectory"] = work
@@ -175,14 +173,7 @@ class ScriptRun:
         if "restarts" in sizes:
             budgets = {"infrastructure": {"restarts": sizes["restarts"].most}}
             spec["recovery"] = {"budgets": budgets}
-        document = {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": name},
-            "spec": spec,
-        }
-        job_from_mapping(document, str(self.file))
-        return document
+        return job_document(name, spec, str(self.file))
 
     def _counted(self, nodes: int) -> int | None:
         """Workers of a node where the launcher would count. Raises UserError."""
@@ -208,6 +199,16 @@ class ScriptRun:
             options["--resume-args"] = shlex.join(self.resume_args)
         words = [f"{key}={value}" for key, value in options.items() if value is not None]
         return words + [f"--env={key}={value}" for key, value in self.env.items()]
+
+
+def job_document(name: str, spec: dict[str, Any], source: str) -> dict[str, Any]:
+    """A TrainingJob, checked. Raises SpecError with the source."""
+    from ..api.v1alpha1 import job_from_mapping
+
+    head = {"apiVersion": "holdfast.dev/v1alpha1", "kind": "TrainingJob"}
+    document = {**head, "metadata": {"name": name}, "spec": spec}
+    job_from_mapping(document, source)
+    return document
 
 
 def asked(

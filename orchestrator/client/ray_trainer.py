@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..api.v1alpha1 import job_from_mapping
+from ..cli.script_job import job_document
 from ..errors import HoldfastError, UserError
 from ..protocol import run_directory
 from ..protocol.run_directory import TrainCheckpoint
@@ -345,14 +345,7 @@ class RayTrainer:
         if failures is not None:
             budget = {"restarts": failures}
             spec["recovery"] = {"budgets": {"user": budget, "infrastructure": budget}}
-        document = {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": name},
-            "spec": spec,
-        }
-        job_from_mapping(document, "the Trainer")
-        return document
+        return job_document(name, spec, "the Trainer")
 
 
 def _result(path: Path, view: JobView) -> Result:
