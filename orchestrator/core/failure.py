@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..protocol.facts import CRASH_SIGNALS, Exit, Stack, SuspectBasis, steps_done
 from .hang.suspects import culprit
@@ -228,10 +229,6 @@ def _hang(facts: FailureEvidence) -> Failure | None:
     return Failure("hang", title, evidence, node, rank, hung_at=hung_at)
 
 
-def _lost_first(facts: FailureEvidence) -> Failure | None:
-    return _lost(facts) if facts.lost_first else None
-
-
 def _lost(facts: FailureEvidence) -> Failure | None:
     if not facts.lost:
         return None
@@ -241,23 +238,18 @@ def _lost(facts: FailureEvidence) -> Failure | None:
     return Failure("infrastructure", title, detail or cause, node)
 
 
-def _oom_kill(facts: FailureEvidence) -> Failure | None:
-    exit_of = _first(facts, lambda e: e.out_of_memory and e.signal is not None)
-    if exit_of is None:
-        return None
-    node, exit = exit_of
-    title = f"{_where(exit, node)} was killed: out of memory"
-    evidence = f"{_signal(exit)} {when(exit)}, sent because memory ran out{_others(facts, exit)}"
-    return Failure("infrastructure", title, evidence, node, exit.rank, exit)
+def _killed(facts: FailureEvidence, *, by_oom: bool) -> Failure | None:
+    def wanted(exit: Exit) -> bool:
+        return exit.out_of_memory if by_oom else exit.signal not in CRASH_SIGNALS
 
-
-def _outside_signal(facts: FailureEvidence) -> Failure | None:
-    exit_of = _first(facts, lambda e: e.signal is not None and e.signal not in CRASH_SIGNALS)
-    if exit_of is None:
+    killed = _first(facts, lambda e: e.signal is not None and wanted(e))
+    if killed is None:
         return None
-    node, exit = exit_of
-    title = f"{_where(exit, node)} was killed by {_signal(exit)}"
-    evidence = f"{_signal(exit)} {when(exit)}, from outside the job{_others(facts, exit)}"
+    node, exit = killed
+    how = ": out of memory" if by_oom else f" by {_signal(exit)}"
+    why = "sent because memory ran out" if by_oom else "from outside the job"
+    evidence = f"{_signal(exit)} {when(exit)}, {why}{_others(facts, exit)}"
+    title = f"{_where(exit, node)} was killed{how}"
     return Failure("infrastructure", title, evidence, node, exit.rank, exit)
 
 
@@ -355,11 +347,11 @@ TABLE: tuple[tuple[str, Match], ...] = (
     ("journal-behind", _journal_behind),
     ("checkpoint-refused", _refused),
     ("preempted", _preempted),
-    ("lost-first", _lost_first),
+    ("lost-first", lambda facts: _lost(facts) if facts.lost_first else None),
     ("left-early", _left_early),
     ("hang", _hang),
-    ("out-of-memory-kill", _oom_kill),
-    ("outside-signal", _outside_signal),
+    ("out-of-memory-kill", partial(_killed, by_oom=True)),
+    ("outside-signal", partial(_killed, by_oom=False)),
     ("checkpoint-damaged", _Raised(lambda e: e.error_type in DAMAGED_TYPES, damaged=True)),
     ("checkpoint-missing", _Raised(lambda e: e.error_type in MISSING_TYPES, damaged=True)),
     ("checkpoint-unreadable", _Raised(lambda e: e.error_type in UNREADABLE_TYPES)),
