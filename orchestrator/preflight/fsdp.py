@@ -290,15 +290,11 @@ def _check_units(facts: Facts, report: Report) -> None:
     inside = site.function.node
     if not isinstance(site.argument("module", 0), ast.Name):
         return
-    helpers = {x.call.lineno for x in facts.sites if site.function in facts.targets(x)}
-    if len(helpers) > 1 or (helpers and not isinstance(inside, ast.Module) and _called_in_loop(
-        facts, site.function)):  # fmt: skip
+    calls = [call for call in facts.sites if site.function in facts.targets(call)]
+    in_loop = not isinstance(inside, ast.Module) and any(call.context.loops for call in calls)
+    if len({call.call.lineno for call in calls}) > 1 or in_loop:
         return
     report.at("FSDP208", site, f"{shown(site.call)} and nothing else")
-
-
-def _called_in_loop(facts: Facts, function: Function) -> bool:
-    return any(site.context.loops and function in facts.targets(site) for site in facts.sites)
 
 
 def _check_tied(facts: Facts, report: Report) -> None:

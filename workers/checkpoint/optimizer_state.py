@@ -56,7 +56,7 @@ class OptimizerState:
         self, name: str, optimizer: Any, parameters: Mapping[str, nn.Parameter], box: BoxOf
     ) -> None:
         self.name, self.optimizer, self._box = name, optimizer, box
-        self.prefix = prefix_of(name)
+        self.prefix = f"{OPTIMIZER}{name}{SEPARATOR}" if name else OPTIMIZER
         self._label = f"optimizer {name}" if name else "optimizer"
         self._parameters = parameters
         self.stepped: dict[str, Tensor] = {}
@@ -291,9 +291,10 @@ class OptimizerState:
         if in_full and scalars:
             longest = max(scalars.values(), key=lambda plain: len(str(plain)))
             scalars |= dict.fromkeys(self._waiting(), longest)
+        groups = enumerate(self.optimizer.param_groups[: len(self._groups)])
         out = {
             "class": type(self.optimizer).__name__,
-            "groups": [self._export_group(i, g) for i, g in enumerate(self._current_groups())],
+            "groups": [self._export_group(number, _numbers(group)) for number, group in groups],
             "in_script": self._settings,
             "sizes": self.total_sizes,
             "scalars": scalars,
@@ -301,9 +302,6 @@ class OptimizerState:
         }
         forms = self._current_forms(num_values)
         return out | ({"forms": forms} if forms else {})
-
-    def _current_groups(self) -> list[dict[str, Any]]:
-        return [_numbers(group) for group in self.optimizer.param_groups[: len(self._groups)]]
 
     def _export_group(self, index: int, group: Mapping[str, Any]) -> Any:
         where = f"{self._label}.param_groups[{index}]"
@@ -438,11 +436,6 @@ class OptimizerState:
                     return local_of(parameter).device
                 break
         return torch.device("cpu")
-
-
-def prefix_of(name: str) -> str:
-    """Beginning of the names of an optimizer's entries; empty for a single optimizer."""
-    return f"{OPTIMIZER}{name}{SEPARATOR}" if name else OPTIMIZER
 
 
 def _axis_name(tensor: DTensor, dim: int) -> str:

@@ -51,8 +51,8 @@ def named(written: str, directory: Path) -> Interpreter:
     if not os.access(path, os.X_OK):
         raise _missing(written, f"{path} is not executable")
     here = path.absolute() == Path(sys.executable).absolute()
-    environment = of_prefix(prefix.absolute())
-    return Interpreter(str(path.absolute()), environment, here or _is_our_prefix(prefix))
+    ours = (prefix / "pyvenv.cfg").is_file() and prefix.resolve() == Path(sys.prefix).resolve()
+    return Interpreter(str(path.absolute()), of_prefix(prefix.absolute()), here or ours)
 
 
 def _missing(written: str, why: str) -> UserError:
@@ -73,11 +73,6 @@ def of_prefix(prefix: Path) -> dict[str, str]:
     path = os.environ.get("PATH", os.defpath)
     environment["PATH"] = f"{prefix / 'bin'}{os.pathsep}{path}"
     return environment
-
-
-def _is_our_prefix(prefix: Path) -> bool:
-    """True if the prefix is the virtual environment of this process."""
-    return (prefix / "pyvenv.cfg").is_file() and prefix.resolve() == Path(sys.prefix).resolve()
 
 
 def of_runner(runner: Sequence[str]) -> Interpreter:

@@ -41,7 +41,8 @@ def installed_since(before: frozenset[str]) -> tuple[str, ...]:
     places = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
     names, size = [], 0
     for name, module in list(sys.modules.items()):
-        if name in before or not _origin(module).startswith(places):
+        origin = getattr(getattr(module, "__spec__", None), "origin", None)
+        if name in before or not (origin or "").startswith(places):
             continue
         size += len(name)
         if size > MAX_NAMES_BYTES:
@@ -63,11 +64,6 @@ def expect_imported(job: TrainingJob) -> None:
             expected = "a module that can be imported on every node"
             fix = "install it there, or remove it from the list"
             raise UserError.of(f"spec.preload.{position}", got, expected, fix) from None
-
-
-def _origin(module: object) -> str:
-    """Module's file; "" if it has none."""
-    return getattr(getattr(module, "__spec__", None), "origin", None) or ""
 
 
 def cannot_fork() -> str:

@@ -177,7 +177,7 @@ def split_output(output: str) -> tuple[str, str]:
 
 def _expect_possible(words: list[str], address: str) -> None:
     """Raises UserError for commands that need this machine's terminal or working directory."""
-    problem = None
+    problem, confirms = None, words[:1] == ["delete"] or words[:2] == ["checkpoint", "adopt"]
     if words[:1] == ["again"]:
         got, expected = f"{address} with `again`", "auto or HOST:PORT of the cluster"
         fix = f"or run it again with `holdfast run FILE --ray {address}`"
@@ -188,7 +188,7 @@ def _expect_possible(words: list[str], address: str) -> None:
     elif words[:2] == ["debug", "profile"]:
         got = f"{address} with `profile`, which would write its file in the cluster"
         problem = Problem("--ray", got, "auto or HOST:PORT, on a Ray node")
-    elif _confirms(words) and not {"--yes", "-y"} & set(words):
+    elif confirms and not {"--yes", "-y"} & set(words):
         expected = f"it with --ray {address}: a command in the cluster cannot ask for confirmation"
         problem = Problem("--yes", "nothing", expected)
     elif words[:2] == ["checkpoint", "export"] and len(words) > 3 and words[3][:1] not in "/-":
@@ -196,10 +196,6 @@ def _expect_possible(words: list[str], address: str) -> None:
         problem = Problem("DESTINATION", words[3], expected)
     if problem is not None:
         raise UserError(str(problem))
-
-
-def _confirms(words: list[str]) -> bool:
-    return words[:1] == ["delete"] or words[:2] == ["checkpoint", "adopt"]
 
 
 def _code(outcome: jobs_api.Outcome) -> int:
