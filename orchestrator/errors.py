@@ -6,6 +6,7 @@ Our own bugs raise AssertionError instead.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -15,11 +16,22 @@ def installation(extra: str) -> str:
     return f"pip install '.[{extra}]' in a checkout of Holdfast"
 
 
+def few(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 class HoldfastError(Exception):
     """A failure with a message for the user. `exit_code`: 2 for a mistake in the request, 1 for a
     failure of the request."""
 
     exit_code = 1
+
+    @classmethod
+    def of(cls, field: str, got: str, expected: str, fix: str = "") -> Self:
+        """The error of one wrong field, see Problem."""
+        return cls(str(Problem(field, got, expected, fix)))
 
     @staticmethod
     def of_command(code: int, output: str) -> HoldfastError:

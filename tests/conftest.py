@@ -9,6 +9,7 @@ import inspect
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
 import pytest
@@ -80,11 +81,21 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine, in a loop of its own."""
+    """Run a test that is a coroutine, in a loop of its own, inside of the arguments that are
+    asynchronous contexts."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+
+    async def run() -> None:
+        async with AsyncExitStack() as contexts:
+            arguments = {name: pyfuncitem.funcargs[name] for name in names}
+            for name, value in arguments.items():
+                if isinstance(value, AbstractAsyncContextManager):
+                    arguments[name] = await contexts.enter_async_context(value)
+            await pyfuncitem.obj(**arguments)
+
+    asyncio.run(run())
     return True
 
 

@@ -3,7 +3,6 @@ above MAX_PACKET_BYTES it travels as a memory file (memfd), the last of the pack
 
 from __future__ import annotations
 
-import array
 import os
 import socket
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ IN_FILE = b"\xc1"
 def send(link: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
     """Raises OSError when the peer has ended."""
     if len(data) <= MAX_PACKET_BYTES:
-        _send(link, data, fds)
+        socket.send_fds(link, [data], fds)
         return
     file = os.memfd_create("holdfast-message", os.MFD_CLOEXEC)
     try:
@@ -25,7 +24,7 @@ def send(link: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
         view, at = memoryview(data), 0
         while at < len(data):
             at += os.pwrite(file, view[at:], at)
-        _send(link, IN_FILE, (*fds, file))
+        socket.send_fds(link, [IN_FILE], [*fds, file])
     finally:
         os.close(file)
 
@@ -37,8 +36,3 @@ def receive(link: socket.socket, max_fds: int) -> tuple[bytes, list[int]]:
         return data, fds
     with os.fdopen(fds.pop(), "rb") as file:
         return file.read(), fds
-
-
-def _send(link: socket.socket, data: bytes, fds: Sequence[int]) -> None:
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    link.sendmsg([data], rights)

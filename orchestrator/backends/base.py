@@ -6,6 +6,7 @@ controller by itself and takes launch and stop commands over that connection on 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -87,3 +88,17 @@ class LimitsNodes(Protocol):
 class WithholdsCapacity(Protocol):
     def withhold(self, seconds: float) -> None:
         """Fault injection: behave for so long as if there were no capacity."""
+
+
+class Withholding:
+    """A WithholdsCapacity whose `expect_room` raises NoRoom meanwhile."""
+
+    _withheld_until = 0.0
+
+    def withhold(self, seconds: float) -> None:
+        self._withheld_until = asyncio.get_running_loop().time() + seconds
+
+    def expect_room(self) -> None:
+        left_s = self._withheld_until - asyncio.get_running_loop().time()
+        if left_s > 0:
+            raise NoRoom(f"replacements are withheld for another {left_s:.0f} s (fault injection)")

@@ -93,7 +93,7 @@ class Catalogue(NamedTuple):
         names = self.names[section]
         entry = names.get(normalised(name))
         if entry is None:
-            raise UnknownEntry(str(Problem(what, repr(name), _nearest(name, names), ADD_IT)))
+            raise UnknownEntry.of(what, repr(name), _nearest(name, names), ADD_IT)
         return entries[entry]
 
 
@@ -117,10 +117,9 @@ def parse_devices(text: str, catalogue: Catalogue) -> tuple[int, Device]:
         names = catalogue.names["devices"]
         whole = names.get(normalised(text)) or names.get(normalised(name))
         kind, number = whole or "H100-80", count or "1"
-        raise UserError(str(Problem("devices", repr(text), DEVICES, f"write {number}x{kind}")))
+        raise UserError.of("devices", repr(text), DEVICES, f"write {number}x{kind}")
     if int(count) == 0:
-        fix = f"write 1x{name}"
-        raise UserError(str(Problem("devices", repr(text), "one device or more", fix)))
+        raise UserError.of("devices", repr(text), "one device or more", f"write 1x{name}")
     return int(count), catalogue.device(name)
 
 
@@ -166,8 +165,7 @@ def _read(file: Path) -> object:
     except OSError as error:
         fix = f"correct {FILE_VARIABLE}" if os.environ.get(FILE_VARIABLE) == str(file) else ""
         why = f"{file} ({error.strerror or error})"
-        problem = Problem("catalogue", why, "a YAML file that can be read", fix)
-        raise UserError(str(problem)) from error
+        raise UserError.of("catalogue", why, "a YAML file that can be read", fix) from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         text = " ".join(str(error).split())
         problem = Problem("catalogue", text, "YAML with devices, links or architectures")

@@ -63,4 +63,4 @@ def write(home: Path, entries: Sequence[CalibrationEntry]) -> None:
         replace(path, text + b"\n")
     except OSError as error:
         got = f"{path} ({error.strerror})"
-        raise UserError(str(Problem("calibration", got, "a file that can be written"))) from None
+        raise UserError.of("calibration", got, "a file that can be written") from None

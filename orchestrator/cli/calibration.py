@@ -13,7 +13,7 @@ from ..api.v1alpha1 import TrainingJob
 from ..catalogue.calibration import Calibration, CalibrationEntry, Measured, key_of, with_entry
 from ..catalogue.measurements import LARGEST_FACTOR, SMALLEST_FACTOR, is_sane, read, write
 from ..catalogue.types import Link
-from ..errors import Problem, UserError
+from ..errors import UserError
 from ..explorer.hardware import calibrated, workers_here
 from ..explorer.step_time import Hardware, parts_alone, update_seconds
 from ..planner.choose import choose_mesh, memory_on
@@ -46,8 +46,7 @@ def with_calibration(
         if measure:
             got = "GPUs that the catalogue does not have" if work else "a script or a module"
             got = "a job that no mesh fits" if work and hardware else got
-            expected = "a recipe on devices that the planner knows"
-            raise UserError(str(Problem("--calibrate", got, expected)))
+            raise UserError.of("--calibrate", got, "a recipe on devices that the planner knows")
         return hardware
     layout, directory = fitted_layout(job, mesh[0], memory_known.device), Home(home).path
     if measure:
@@ -68,7 +67,7 @@ def calibrate(
     if not is_sane(calibration):
         got = f"{calibration.describe()}"
         expected = f"factors between {SMALLEST_FACTOR} and {LARGEST_FACTOR:g}"
-        raise UserError(str(Problem("--calibrate", got, expected, "repeat it on an idle machine")))
+        raise UserError.of("--calibrate", got, expected, "repeat it on an idle machine")
     key = key_of(work, layout, hardware.device.name)
     entries = with_entry(
         read(home, stderr().print), CalibrationEntry(key=key, calibration=calibration)
@@ -114,12 +113,12 @@ def _run(file: Path, layout: ParallelLayout, workers: int) -> Measured:
         )
     except subprocess.TimeoutExpired:
         got = f"no result within {TIMEOUT_S:g} s"
-        raise UserError(str(Problem("--calibrate", got, "one", "use a smaller model"))) from None
+        raise UserError.of("--calibrate", got, "one", "use a smaller model") from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         if done.returncode < 0:
             last = f"a process that signal {-done.returncode} ended; 9 is usually out of memory"
         expected = "a block and the head of the job that run on this machine"
         fix = "use a smaller microBatch, or plan without --calibrate"
-        raise UserError(str(Problem("--calibrate", last, expected, fix)))
+        raise UserError.of("--calibrate", last, expected, fix)
     return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=Measured)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import limits
-from ..errors import Problem, UserError
+from ..errors import UserError, few
 from ..protocol import code_archive
 
 SECRET_DIRECTORIES = (
@@ -123,12 +123,12 @@ def readable() -> Iterator[None]:
     except OSError as error:
         got = f"{error.filename} ({error.strerror})"
         fix = "make it readable, or name it in .gitignore"
-        raise UserError(str(Problem("code", got, "files that can be read", fix))) from None
+        raise UserError.of("code", got, "files that can be read", fix) from None
 
 
 def remark(why: str, names: list[str]) -> str:
     """Names files that are left out."""
-    return f"not uploaded, {why}: {_few(names)}"
+    return f"not uploaded, {why}: {few(names, NAMED)}"
 
 
 def _expect_small(
@@ -150,16 +150,11 @@ def too_large(directory: Path, chosen: Mapping[str, int], got: str, expected: st
         f"that the nodes have"
     )
     got = f"{got} in {len(chosen)} files of {directory}"
-    return UserError(str(Problem("code", got, expected, fix)))
+    return UserError.of("code", got, expected, fix)
 
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 // 10 else f"{num_bytes} bytes"
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
 
 
 # -- what is left out ---------------------------------------------------------------------------
@@ -210,7 +205,7 @@ def _listed(directory: Path, excludes: tuple[str, ...] = ()) -> Iterator[str]:
     if shutil.which("git") is None:
         if excludes or any(any(directory.rglob(name)) for name in (".gitignore", RAY_IGNORE)):
             got = f"{directory} with a .gitignore, {RAY_IGNORE} or excludes, and no git in PATH"
-            raise UserError(str(Problem("code", got, "git, which reads them", "install git")))
+            raise UserError.of("code", got, "git, which reads them", "install git")
         yield from _walked(directory)
         return
     with _repository(directory) as (where, patterns):
@@ -263,7 +258,7 @@ def _names(directory: Path, where: tuple[str, ...], *options: str) -> set[str]:
 
 def _unreadable_by_git(directory: Path, done: subprocess.CompletedProcess[bytes]) -> UserError:
     got = f"{directory} ({done.stderr.decode(errors='replace').strip()})"
-    return UserError(str(Problem("code", got, "a directory that git can read")))
+    return UserError.of("code", got, "a directory that git can read")
 
 
 def _git(directory: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
@@ -275,7 +270,7 @@ def _git(directory: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         got = f"{directory}, which git has not listed within {GIT_S:g} s"
-        raise UserError(str(Problem("code", got, "a smaller directory"))) from None
+        raise UserError.of("code", got, "a smaller directory") from None
 
 
 def _walked(root: Path) -> Iterator[str]:
@@ -283,7 +278,7 @@ def _walked(root: Path) -> Iterator[str]:
 
     def fail(error: OSError) -> None:
         got = f"{error.filename} ({error.strerror})"
-        raise UserError(str(Problem("code", got, "a directory that can be read"))) from None
+        raise UserError.of("code", got, "a directory that can be read") from None
 
     for parent, directories, names in os.walk(root, onerror=fail):
         directories[:] = [child for child in directories if not _matches(child, (*ALWAYS, *CACHES))]

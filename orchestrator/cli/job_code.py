@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 
 from ..api.launchers import Program
 from ..api.v1alpha1 import TrainingJob
-from ..errors import Problem, UserError
+from ..errors import UserError
 from . import code_files
 from .code_files import Code
 from .job_checks import check_submission
@@ -32,17 +32,16 @@ def edited(job: TrainingJob, directory: Path) -> Code:
     """The edited code of a running job. Raises UserError, SpecError."""
     if job.spec.entrypoint.recipe is not None:
         got = f"job {job.name}, which runs a recipe"
-        raise UserError(str(Problem("job", got, "one that runs code of yours")))
+        raise UserError.of("job", got, "one that runs code of yours")
     if not _is_here(job, directory):
         program = job.spec.entrypoint.program
         what = program.script or program.module or " ".join(program.words)
         got = f"job {job.name}, which runs {what}, from {directory}"
-        expected = "its directory as the current one, or as FILE's"
-        raise UserError(str(Problem("FILE", got, expected)))
+        raise UserError.of("FILE", got, "its directory as the current one, or as FILE's")
     code = _packed(job, directory, job.name)
     if code.name == job.spec.code:
         got = f"the code in {directory}, which job {job.name} runs already"
-        raise UserError(str(Problem("FILE", got, "code that was edited")))
+        raise UserError.of("FILE", got, "code that was edited")
     return code
 
 
@@ -66,8 +65,7 @@ def check_uploaded(job: TrainingJob, directory: Path, uploaded: Collection[str])
     path = whole.parent.resolve() / whole.name  # without `sub/..`; the file may be a link
     if not path.is_relative_to(root) or path.relative_to(root).as_posix() not in uploaded:
         got, expected = f"{script}, which is not uploaded", "a file that .gitignore does not name"
-        problem = Problem(entry.script_field, got, f"{expected}, with no name of secrets")
-        raise UserError(str(problem))
+        raise UserError.of(entry.script_field, got, f"{expected}, with no name of secrets")
 
 
 def _is_of_nodes(path: PurePath) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..api.launchers import Program
 from ..api.v1alpha1 import TrainingJob
-from ..errors import Problem, UserError
+from ..errors import UserError
 from ..protocol import files
 
 _CORES = ("auto", "cpu")
@@ -44,7 +44,7 @@ def counted(
 
 
 def _refused(got: str, expected: str) -> UserError:
-    return UserError(str(Problem("--workers", got, expected, "write --workers N before the --")))
+    return UserError.of("--workers", got, expected, "write --workers N before the --")
 
 
 def config_file(program: Program, work: Path, env: Mapping[str, str]) -> tuple[str, Path] | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import Problem, UserError
+from ..errors import UserError
 from ..runtime.job_directory import JobDirectory
 
 PART_BYTES = 1 << 20
@@ -142,21 +142,21 @@ def find(
         path = directory.logs / f"agent-{node}.log"
         if not path.is_file():
             names = sorted(p.stem[len("agent-") :] for p in directory.logs.glob("agent-*.log"))
-            raise LogMissing(str(Problem("--node", node, one_of(names, "node"))))
+            raise LogMissing.of("--node", node, one_of(names, "node"))
         return [LogTail(path, "")]
     if not (numbers := generations(directory)):
         raise LogMissing(f"job {directory.name}: there are no logs yet")
     generation = numbers[-1] if generation is None else generation
     if generation not in numbers:
         names = [str(number) for number in numbers]
-        raise LogMissing(str(Problem("--generation", str(generation), one_of(names, "generation"))))
+        raise LogMissing.of("--generation", str(generation), one_of(names, "generation"))
     ranks = _ranks(directory, generation)
     if rank is None:
         width = len(str(max(ranks, default=0)))
         return [LogTail(path, f"[{number:>{width}}] ") for number, path in ranks.items()]
     if rank not in ranks:
         names = [str(number) for number in ranks]
-        raise LogMissing(str(Problem("--rank", str(rank), one_of(names, "rank"))))
+        raise LogMissing.of("--rank", str(rank), one_of(names, "rank"))
     return [LogTail(ranks[rank], "")]
 
 

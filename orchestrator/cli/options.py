@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from ..errors import Problem, UserError, installation
+from ..errors import UserError, installation
 from ..parts import part
 
 if TYPE_CHECKING:
@@ -128,13 +128,13 @@ def choose(
     """A Target. Raises UserError for options that exclude each other."""
     if ray is not None:
         if kubernetes:
-            raise UserError(str(Problem("--ray", "--ray and --kubernetes", "only one of them")))
+            raise UserError.of("--ray", "--ray and --kubernetes", "only one of them")
         address = ray_address(ray)
         return provided("target ray", "ray", f"--ray {address}", address, ctx.info_name)
     if kubernetes or ctx.obj == PLUGIN:
         source = ctx.get_parameter_source("home")
         if source is not None and source.name == "COMMANDLINE":
-            raise UserError(str(Problem("--home", "--home and --kubernetes", "only one of them")))
+            raise UserError.of("--home", "--home and --kubernetes", "only one of them")
         where = {"namespace": namespace, "context": context, "kubeconfig": kubeconfig}
         written, plugin = "--kubernetes", ctx.obj == PLUGIN
         return provided("target kubernetes", "kubernetes", written, **where, plugin=plugin)
@@ -142,7 +142,7 @@ def choose(
     for option, value in cluster_only.items():
         if value is not None:
             got = f"{value} without --kubernetes"
-            raise UserError(str(Problem(option, got, "it with --kubernetes", "add --kubernetes")))
+            raise UserError.of(option, got, "it with --kubernetes", "add --kubernetes")
     return provided("target local", "local", "--home", home)
 
 
@@ -172,7 +172,7 @@ def provided(name: str, backend: str, written: str, *given: Any, **named: Any) -
         missing = f"the package {error.name}"
         fix = installation(backend)
     got = f"{written}, but {missing} is not installed"
-    raise UserError(str(Problem(written.split()[0], got, "it installed", fix)))
+    raise UserError.of(written.split()[0], got, "it installed", fix)
 
 
 PLUGIN = "kubectl plugin"

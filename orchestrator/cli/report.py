@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..core.transitions import TERMINAL
@@ -23,18 +23,6 @@ STACK_LINES = 15
 def local_command(*words: str) -> str:
     """A command line for a local job."""
     return " ".join(["holdfast", *words])
-
-
-def print_report(
-    console: Console,
-    view: JobView,
-    *,
-    stacks: bool = False,
-    command: Callable[..., str] = local_command,
-    can_read: bool = True,
-) -> None:
-    shown = report(view, stacks=stacks, command=command, can_read=can_read)
-    console.print(shown)
 
 
 def report(

@@ -149,8 +149,6 @@ class ScriptRun:
 
     def document(self, name: str, work: str = ".") -> dict[str, Any]:
         """The spec; `work` is its working directory. Raises SpecError."""
-        from ..api.v1alpha1 import job_from_mapping
-
         spec: dict[str, Any] = {"entrypoint": self._entrypoint()}
         if work != ".":
             spec["workingDirectory"] = work
@@ -175,14 +173,7 @@ class ScriptRun:
         if "restarts" in sizes:
             budgets = {"infrastructure": {"restarts": sizes["restarts"].most}}
             spec["recovery"] = {"budgets": budgets}
-        document = {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": name},
-            "spec": spec,
-        }
-        job_from_mapping(document, str(self.file))
-        return document
+        return job_document(name, spec, str(self.file))
 
     def _counted(self, nodes: int) -> int | None:
         """Workers of a node where the launcher would count. Raises UserError."""
@@ -210,6 +201,16 @@ class ScriptRun:
         return words + [f"--env={key}={value}" for key, value in self.env.items()]
 
 
+def job_document(name: str, spec: dict[str, Any], source: str) -> dict[str, Any]:
+    """A TrainingJob, checked. Raises SpecError with the source."""
+    from ..api.v1alpha1 import job_from_mapping
+
+    head = {"apiVersion": "holdfast.dev/v1alpha1", "kind": "TrainingJob"}
+    document = {**head, "metadata": {"name": name}, "spec": spec}
+    job_from_mapping(document, source)
+    return document
+
+
 def asked(
     file: Path | None, words: list[str] | None, save: Path | None = None, **options: Any
 ) -> ScriptRun | None:
@@ -217,19 +218,18 @@ def asked(
     for options that a spec has fields for."""
     options_given = {name: value for name, value in options.items() if value or value == 0}
     if file is not None and not words and file.is_dir():
-        raise UserError(str(Problem("FILE", f"{file}, a directory", "a TrainingJob, or a script")))
+        raise UserError.of("FILE", f"{file}, a directory", "a TrainingJob, or a script")
     if file is not None and not _is_spec(file, words):
         run = ScriptRun(_relative(file), tuple(words or ()))
         return _with(run, options_given)
     named = [f"--{name.replace('_', '-')}" for name in options_given] + (["--save"] if save else [])
     if file is not None and words:
         fix = "write spec.entrypoint.args"
-        problem = Problem("ARGS", f"{shlex.join(words)} with {file}", "them with a script", fix)
-        raise UserError(str(problem))
+        raise UserError.of("ARGS", f"{shlex.join(words)} with {file}", "them with a script", fix)
     if named:
         got = f"it with {file}" if file is not None else "it without a script"
         fix = "a spec has fields for it: see docs/user/job-spec.md" if file else ""
-        raise UserError(str(Problem(named[0], got, "it with a script", fix)))
+        raise UserError.of(named[0], got, "it with a script", fix)
     return None
 
 
@@ -248,13 +248,13 @@ def _with(run: ScriptRun, given: dict[str, Any]) -> ScriptRun:
     for text in given.pop("env", ()):
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise UserError(str(Problem("--env", text, "NAME=VALUE")))
+            raise UserError.of("--env", text, "NAME=VALUE")
         variables[name] = value
     try:
         given["resume_args"] = tuple(shlex.split(given.get("resume_args", "")))
     except ValueError as error:
         got = f"{given['resume_args']} ({error})"
-        raise UserError(str(Problem("--resume-args", got, "words as in a shell"))) from None
+        raise UserError.of("--resume-args", got, "words as in a shell") from None
     return replace(run, env=variables, **given)
 
 
@@ -337,8 +337,7 @@ def _saved(
     if hidden and uploads:
         fix = "leave it out: put it into a Secret, and name that in envFrom of the pod template"
         got = f"it with {', '.join(hidden)}, whose value would be in the uploaded {save}"
-        problem = Problem("--save", got, "it without secrets", fix)
-        raise UserError(str(problem))
+        raise UserError.of("--save", got, "it without secrets", fix)
     text = text_of(document, save.suffix)
     _write_new(save, text, 0o600 if hidden else 0o666)
     try:
@@ -362,4 +361,4 @@ def _write_new(path: Path, text: str, mode: int) -> None:
             file.write(text)
     except OSError as error:
         got = f"{path} ({error.strerror})"
-        raise UserError(str(Problem("--save", got, "a new file that can be written"))) from None
+        raise UserError.of("--save", got, "a new file that can be written") from None

@@ -20,7 +20,7 @@ from ..api.v1alpha1 import TrainingJob, job_from_mapping, job_to_mapping, load_j
 from ..api.v1alpha1.base import number_as_text
 from ..cli.options import ray_address
 from ..cli.script_job import ScriptRun
-from ..errors import HoldfastError, Problem, UserError
+from ..errors import HoldfastError, UserError
 from ..runtime.job_directory import Home
 from ..runtime.observe.view import JobView
 from .access import Access, ClusterAccess, LocalAccess, client_directory
@@ -54,11 +54,11 @@ class Client:
         self._home = Home(home)
         chosen = {"namespace": namespace, "context": context, "kubeconfig": kubeconfig}
         if ray is not None and kubernetes:
-            raise UserError(str(Problem("ray", "ray and kubernetes", "only one of them")))
+            raise UserError.of("ray", "ray and kubernetes", "only one of them")
         for field, value in chosen.items():
             if value is not None and not kubernetes:
                 got, fix = f"{value} without kubernetes", "add kubernetes=True"
-                raise UserError(str(Problem(field, got, "it with kubernetes=True", fix)))
+                raise UserError.of(field, got, "it with kubernetes=True", fix)
         self._access: Access
         if kubernetes:
             words = [f"--{field}={value}" for field, value in chosen.items() if value is not None]
@@ -130,7 +130,7 @@ class Client:
             _refuse(options, args, kwargs, str(file))
             return self._start(file, load_job(file).name)
         if kwargs:
-            raise UserError(str(Problem("kwargs", f"it with {file}", "it with a function")))
+            raise UserError.of("kwargs", f"it with {file}", "it with a function")
         return self._submit_document(run.document(self._name(run)))
 
     def _name(self, run: ScriptRun) -> str:
@@ -177,7 +177,7 @@ class Client:
             place.mkdir(parents=True, mode=0o700)
         except OSError as error:
             got = f"{self._home.path} ({error.strerror})"
-            raise UserError(str(Problem("home", got, "a directory that can be written"))) from None
+            raise UserError.of("home", got, "a directory that can be written") from None
         return place
 
     def _start(self, file: Path, name: str) -> JobHandle:
@@ -192,8 +192,7 @@ def _refuse(
     """Raises UserError for options that a spec has fields for."""
     for field in [*options, *(["args"] if args else []), *(["kwargs"] if kwargs else [])]:
         fix = "a spec has fields for it: see docs/user/job-spec.md"
-        problem = Problem(field, f"it with {what}", "it with a script or a function", fix)
-        raise UserError(str(problem))
+        raise UserError.of(field, f"it with {what}", "it with a script or a function", fix)
 
 
 def _remove(place: Path) -> None:
@@ -220,5 +219,4 @@ def _write(file: Path, document: dict[str, Any]) -> None:
     except OSError as error:
         got = f"{file.parent} ({error.strerror})"
         fix = "the spec is written to the current directory while the job starts"
-        problem = Problem("current directory", got, "one that can be written", fix)
-        raise UserError(str(problem)) from None
+        raise UserError.of("current directory", got, "one that can be written", fix) from None

@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from ..errors import Problem, UserError
+from ..errors import UserError
 
 _SCRIPT = '''\
 """Calls {name}, which holdfast.Client has pickled beside this file."""
@@ -106,4 +106,4 @@ def _is_local(module: object) -> bool:
 
 
 def _rejected(field: str, got: str, expected: str, fix: str) -> UserError:
-    return UserError(str(Problem(field, got, expected, fix)))
+    return UserError.of(field, got, expected, fix)

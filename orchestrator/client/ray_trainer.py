@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..api.v1alpha1 import job_from_mapping
-from ..errors import HoldfastError, Problem, UserError
+from ..cli.script_job import job_document
+from ..errors import HoldfastError, UserError
 from ..protocol import run_directory
 from ..protocol.run_directory import TrainCheckpoint
 from ..runtime.observe.view import JobView
@@ -204,7 +204,7 @@ class Result:
         if "refused" in self._returned:
             expected = "numbers, texts, None, and lists, tuples, dicts and sets of them"
             fix = "report other objects in a checkpoint"
-            raise UserError(str(Problem("return_value", self._returned["refused"], expected, fix)))
+            raise UserError.of("return_value", self._returned["refused"], expected, fix)
         return ast.literal_eval(self._returned["value"])
 
     @property
@@ -217,8 +217,9 @@ class Result:
             pandas = importlib.import_module("pandas")
         except ModuleNotFoundError:
             fix = "install it, or use best_checkpoints, which has the same metrics"
-            problem = Problem("metrics_dataframe", "no pandas", "pandas in this environment", fix)
-            raise UserError(str(problem)) from None
+            raise UserError.of(
+                "metrics_dataframe", "no pandas", "pandas in this environment", fix
+            ) from None
         return pandas.DataFrame([metrics for _checkpoint, metrics in self.best_checkpoints])
 
     def get_best_checkpoint(self, metric: str, mode: str) -> TrainCheckpoint | None:
@@ -344,14 +345,7 @@ class RayTrainer:
         if failures is not None:
             budget = {"restarts": failures}
             spec["recovery"] = {"budgets": {"user": budget, "infrastructure": budget}}
-        document = {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": name},
-            "spec": spec,
-        }
-        job_from_mapping(document, "the Trainer")
-        return document
+        return job_document(name, spec, "the Trainer")
 
 
 def _result(path: Path, view: JobView) -> Result:
@@ -362,7 +356,7 @@ def _result(path: Path, view: JobView) -> Result:
         got = f"{path}, in which the workers have written and this process sees nothing"
         expected = "a directory that all nodes and this process share"
         fix = "the job has succeeded: read what it has written there, on the node of rank 0"
-        raise UserError(str(Problem("storage_path", got, expected, fix))) from None
+        raise UserError.of("storage_path", got, expected, fix) from None
     return Result(
         metrics=run_directory.metrics(path),
         checkpoint=run_directory.newest(path),
@@ -410,4 +404,4 @@ def _expect_type(field: str, config: object, expected: type) -> None:
 
 def _unsupported(field: str, got: object, expected: str) -> UserError:
     fix = "see docs/user/python-client.md for what a Trainer takes"
-    return UserError(str(Problem(field, repr(got)[:80], expected, fix)))
+    return UserError.of(field, repr(got)[:80], expected, fix)

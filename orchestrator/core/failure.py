@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..protocol.facts import CRASH_SIGNALS, Exit, Stack, SuspectBasis, steps_done
 from .hang.suspects import culprit
@@ -75,7 +76,6 @@ class FailureEvidence:
 @dataclass(frozen=True, slots=True)
 class Failure:
     failure_class: FailureClass
-    rule: str
     title: str
     evidence: str
     culprit_node: str = ""
@@ -83,6 +83,8 @@ class Failure:
     exit: Exit | None = None
     damaged: bool = False
     """The state that it started from could not be read."""
+    rule: str = ""
+    """The name in TABLE."""
     hung_at: str = ""
     """Frame in which the culprit of a hang did nothing, while its peers waited for it."""
 
@@ -163,35 +165,33 @@ def _launch(facts: FailureEvidence) -> Failure | None:
         return None
     node, detail = facts.launch_failure
     title = f"{node} could not start its workers"
-    return Failure("infrastructure", "launch-failed", title, detail or "no detail given", node)
+    return Failure("infrastructure", title, detail or "no detail given", node)
 
 
 def _journal_behind(facts: FailureEvidence) -> Failure | None:
     if not facts.journal_behind:
         return None
     title = "the last controller could not write its journal to the end"
-    return Failure("infrastructure", "journal-behind", title, facts.journal_behind)
+    return Failure("infrastructure", title, facts.journal_behind)
 
 
 def _refused(facts: FailureEvidence) -> Failure | None:
     if not facts.refused:
         return None
     title = "the checkpoint to start from is damaged"
-    return Failure("infrastructure", "checkpoint-refused", title, facts.refused, damaged=True)
+    return Failure("infrastructure", title, facts.refused, damaged=True)
 
 
 def _preempted(facts: FailureEvidence) -> Failure | None:
     for node, cause, detail in facts.lost:
         if cause == "preempted":
-            return Failure("preemption", "preempted", f"{node} was preempted", detail, node)
+            return Failure("preemption", f"{node} was preempted", detail, node)
     announced = dict(facts.leaving)
     for node, exit in facts.exits:
         # The platform kills what runs on a machine that it takes back.
         if node in announced and is_failure(exit) and exit.signal in TAKEN_AWAY_SIGNALS:
             evidence = f"{announced[node]}; worker {exit.rank} got {_signal(exit)} {when(exit)}"
-            return Failure(
-                "preemption", "preempted", f"{node} was preempted", evidence, node, exit.rank, exit
-            )
+            return Failure("preemption", f"{node} was preempted", evidence, node, exit.rank, exit)
     return None
 
 
@@ -205,7 +205,7 @@ def _left_early(facts: FailureEvidence) -> Failure | None:
     title = f"{_where(exit, node)} ended with exit code 0 while others continued"
     still = facts.world_size - len(early)
     evidence = f"it left {when(exit)}; {still} of {facts.world_size} workers had not ended"
-    return Failure("user", "left-early", title, evidence, node, exit.rank, exit)
+    return Failure("user", title, evidence, node, exit.rank, exit)
 
 
 def _hang(facts: FailureEvidence) -> Failure | None:
@@ -226,12 +226,7 @@ def _hang(facts: FailureEvidence) -> Failure | None:
             f"; it is at {hung_at}. If it waits there on purpose, put session.phase() around the "
             "wait or set recovery.hangTimeoutSeconds"
         )
-    return Failure("hang", "hang", title, evidence, node, rank, hung_at=hung_at)
-
-
-def _lost_first(facts: FailureEvidence) -> Failure | None:
-    failure = _lost(facts) if facts.lost_first else None
-    return replace(failure, rule="lost-first") if failure else None
+    return Failure("hang", title, evidence, node, rank, hung_at=hung_at)
 
 
 def _lost(facts: FailureEvidence) -> Failure | None:
@@ -240,36 +235,30 @@ def _lost(facts: FailureEvidence) -> Failure | None:
     node, cause, detail = facts.lost[0]
     more = f" and {len(facts.lost) - 1} more" if len(facts.lost) > 1 else ""
     title = f"{node}{more} {'were' if more else 'was'} lost ({cause})"
-    return Failure("infrastructure", "node-lost", title, detail or cause, node)
+    return Failure("infrastructure", title, detail or cause, node)
 
 
-def _oom_kill(facts: FailureEvidence) -> Failure | None:
-    exit_of = _first(facts, lambda e: e.out_of_memory and e.signal is not None)
-    if exit_of is None:
+def _killed(facts: FailureEvidence, *, by_oom: bool) -> Failure | None:
+    def wanted(exit: Exit) -> bool:
+        return exit.out_of_memory if by_oom else exit.signal not in CRASH_SIGNALS
+
+    killed = _first(facts, lambda e: e.signal is not None and wanted(e))
+    if killed is None:
         return None
-    node, exit = exit_of
-    title = f"{_where(exit, node)} was killed: out of memory"
-    evidence = f"{_signal(exit)} {when(exit)}, sent because memory ran out{_others(facts, exit)}"
-    return Failure("infrastructure", "out-of-memory-kill", title, evidence, node, exit.rank, exit)
-
-
-def _outside_signal(facts: FailureEvidence) -> Failure | None:
-    exit_of = _first(facts, lambda e: e.signal is not None and e.signal not in CRASH_SIGNALS)
-    if exit_of is None:
-        return None
-    node, exit = exit_of
-    title = f"{_where(exit, node)} was killed by {_signal(exit)}"
-    evidence = f"{_signal(exit)} {when(exit)}, from outside the job{_others(facts, exit)}"
-    return Failure("infrastructure", "outside-signal", title, evidence, node, exit.rank, exit)
+    node, exit = killed
+    how = ": out of memory" if by_oom else f" by {_signal(exit)}"
+    why = "sent because memory ran out" if by_oom else "from outside the job"
+    evidence = f"{_signal(exit)} {when(exit)}, {why}{_others(facts, exit)}"
+    title = f"{_where(exit, node)} was killed{how}"
+    return Failure("infrastructure", title, evidence, node, exit.rank, exit)
 
 
 @dataclass(frozen=True, slots=True)
 class _Raised:
     """A rule about exceptions."""
 
-    rule: str
-    failure_class: FailureClass
     wanted: Callable[[Exit], bool]
+    failure_class: FailureClass = "infrastructure"
     damaged: bool = False
 
     def __call__(self, facts: FailureEvidence) -> Failure | None:
@@ -284,7 +273,7 @@ class _Raised:
         evidence = f"{exit.error_type}: {exit.error_message}" + (f" at {frame}" if frame else "")
         evidence += _others(facts, exit)
         return Failure(
-            self.failure_class, self.rule, title, evidence, node, exit.rank, exit, self.damaged
+            self.failure_class, title, evidence, node, exit.rank, exit, damaged=self.damaged
         )
 
 
@@ -318,7 +307,7 @@ def _crash(facts: FailureEvidence) -> Failure | None:
     evidence += f", called at {frame}" if frame else ""
     evidence += f"; last output: {exit.error_message}" if exit.error_message else ""
     evidence += _others(facts, exit)
-    return Failure("infrastructure", "native-crash", title, evidence, node, exit.rank, exit)
+    return Failure("infrastructure", title, evidence, node, exit.rank, exit)
 
 
 def _exit_code(facts: FailureEvidence) -> Failure | None:
@@ -330,7 +319,7 @@ def _exit_code(facts: FailureEvidence) -> Failure | None:
     evidence = f"exit code {exit.code} {when(exit)} without an exception"
     evidence += f"; last output: {exit.error_message}" if exit.error_message else ""
     evidence += _others(facts, exit)
-    return Failure("user", "exit-code", title, evidence, node, exit.rank, exit)
+    return Failure("user", title, evidence, node, exit.rank, exit)
 
 
 def _network(facts: FailureEvidence) -> Failure | None:
@@ -346,11 +335,11 @@ def _network(facts: FailureEvidence) -> Failure | None:
     if together:
         what += f"; {len(together)} workers on several nodes were aborted within seconds"
     evidence = f"{what}; no worker or node shows another cause"
-    return Failure("infrastructure", "network", title, evidence, "", exit.rank, exit)
+    return Failure("infrastructure", title, evidence, "", exit.rank, exit)
 
 
 def _unknown(facts: FailureEvidence) -> Failure | None:
-    return Failure("infrastructure", "unknown", "the job was interrupted", "no cause was reported")
+    return Failure("infrastructure", "the job was interrupted", "no cause was reported")
 
 
 TABLE: tuple[tuple[str, Match], ...] = (
@@ -358,37 +347,32 @@ TABLE: tuple[tuple[str, Match], ...] = (
     ("journal-behind", _journal_behind),
     ("checkpoint-refused", _refused),
     ("preempted", _preempted),
-    ("lost-first", _lost_first),
+    ("lost-first", lambda facts: _lost(facts) if facts.lost_first else None),
     ("left-early", _left_early),
     ("hang", _hang),
-    ("out-of-memory-kill", _oom_kill),
-    ("outside-signal", _outside_signal),
-    ("checkpoint-damaged", _Raised(
-        "checkpoint-damaged", "infrastructure", lambda e: e.error_type in DAMAGED_TYPES, True)),
-    ("checkpoint-missing", _Raised(
-        "checkpoint-missing", "infrastructure", lambda e: e.error_type in MISSING_TYPES, True)),
-    ("checkpoint-unreadable", _Raised(
-        "checkpoint-unreadable", "infrastructure", lambda e: e.error_type in UNREADABLE_TYPES)),
-    (DIVERGED, _Raised(DIVERGED, "infrastructure", lambda e: e.error_type in DIVERGED_TYPES)),
-    ("out-of-memory", _Raised("out-of-memory", "infrastructure", lambda e: e.out_of_memory)),
-    ("device-missing", _Raised(
-        "device-missing", "infrastructure", lambda e: e.error_type in MISSING_DEVICE_TYPES)),
-    ("device-error", _Raised("device-error", "infrastructure", _device_error)),
-    ("user-exception", _Raised("user-exception", "user", lambda e: True)),
+    ("out-of-memory-kill", partial(_killed, by_oom=True)),
+    ("outside-signal", partial(_killed, by_oom=False)),
+    ("checkpoint-damaged", _Raised(lambda e: e.error_type in DAMAGED_TYPES, damaged=True)),
+    ("checkpoint-missing", _Raised(lambda e: e.error_type in MISSING_TYPES, damaged=True)),
+    ("checkpoint-unreadable", _Raised(lambda e: e.error_type in UNREADABLE_TYPES)),
+    (DIVERGED, _Raised(lambda e: e.error_type in DIVERGED_TYPES)),
+    ("out-of-memory", _Raised(lambda e: e.out_of_memory)),
+    ("device-missing", _Raised(lambda e: e.error_type in MISSING_DEVICE_TYPES)),
+    ("device-error", _Raised(_device_error)),
+    ("user-exception", _Raised(lambda e: True, "user")),
     ("exit-code", _exit_code),
     ("native-crash", _crash),
     ("node-lost", _lost),
     ("network", _network),
     ("unknown", _unknown),
-)  # fmt: skip
+)
 """The first match wins. Causes stand above consequences: a signal from outside or an exception of a
 worker explains its peers' network errors, a lost node explains everything that follows it."""
 
 
 def attribute(facts: FailureEvidence) -> Failure:
     """The first match of the table."""
-    for _name, match in TABLE:
-        failure = match(facts)
-        if failure is not None:
-            return failure
+    for rule, match in TABLE:
+        if (failure := match(facts)) is not None:
+            return replace(failure, rule=rule)
     raise AssertionError("the last rule of the table matches everything")

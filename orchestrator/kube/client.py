@@ -152,24 +152,14 @@ class KubeClient:
         body: Document,
         *,
         subresource: str = "",
+        apply: bool = False,
     ) -> Document:
-        """JSON merge patch; null removes."""
+        """JSON merge patch; null removes. With `apply` server-side apply, taking over fields that
+        others have set."""
         path = resource.path(namespace, name, subresource)
-        return await self._send(_Request("patch", "PATCH", resource, path, (), body, MERGE))
-
-    async def apply(
-        self,
-        resource: Resource,
-        namespace: str,
-        name: str,
-        body: Document,
-        *,
-        subresource: str = "",
-    ) -> Document:
-        """Server-side apply, taking over fields that others have set."""
-        path = resource.path(namespace, name, subresource)
-        query = [("fieldManager", names.FIELD_MANAGER), ("force", "true")]
-        return await self._send(_Request("patch", "PATCH", resource, path, query, body, APPLY))
+        query = [("fieldManager", names.FIELD_MANAGER), ("force", "true")] if apply else []
+        content = APPLY if apply else MERGE
+        return await self._send(_Request("patch", "PATCH", resource, path, query, body, content))
 
     async def delete(
         self,

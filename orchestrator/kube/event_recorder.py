@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Literal
 
+from holdfast.orchestrator.tasks import TaskSet
+
 from ..api.v1alpha1 import API_VERSION, KIND
 from . import names
 from .client import Document, KubeClient
@@ -42,7 +44,7 @@ class EventRecorder:
         self._counts: OrderedDict[str, int] = OrderedDict()
         self._tokens = float(BURST)
         self._refilled = 0.0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._order = asyncio.Lock()
         self._problem = ""
 
@@ -58,10 +60,7 @@ class EventRecorder:
         log.log(level, "%s: %s", reason, message, extra={"job": self._owner.key})
         if not self._within_rate():
             return
-        writing = self._write(severity, reason, message, annotations or {})
-        task = asyncio.get_running_loop().create_task(writing)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._write(severity, reason, message, annotations or {}))
 
     async def flush(self) -> None:
         """Wait until all recorded events are written."""

@@ -23,7 +23,7 @@ class Owner:
 
     @property
     def key(self) -> str:
-        return job_key(self.namespace, self.name)
+        return f"{self.namespace}/{self.name}"
 
     def owns(self, document: Mapping[str, Any]) -> bool:
         """The object belongs to this job and not to an earlier one of the same name."""
@@ -60,11 +60,6 @@ FIELD_MANAGER = "holdfast-operator"
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"
 """Letters as Kubernetes generates names: no vowels, so no words; no letters that look alike."""
 SUFFIX_LENGTH = 5
-
-
-def job_key(namespace: str, name: str) -> str:
-    """The name of a job in logs and on the connections of its agents."""
-    return f"{namespace}/{name}"
 
 
 def new_node_name(job: str) -> str:

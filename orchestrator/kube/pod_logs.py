@@ -47,7 +47,10 @@ async def lines(
                 return
         except (Unreachable, TooBusy, aiohttp.ClientError, TimeoutError, OSError) as error:
             if not follow:
-                raise error if isinstance(error, ApiError) else _broken(pod, error) from None
+                if isinstance(error, ApiError):
+                    raise
+                why = error or type(error).__name__
+                raise ApiError(f"the log stream of pod {pod} ended early ({why})") from None
         except (Invalid, NotFound):
             if last:
                 return
@@ -68,7 +71,3 @@ async def _lines(stream: Any) -> AsyncIterator[bytes]:
 async def _has_ended(cluster: KubeClient, namespace: str, pod: str) -> bool:
     document = await cluster.find(PODS, namespace, pod)
     return document is None or document.get("status", {}).get("phase") in ENDED
-
-
-def _broken(pod: str, error: Exception) -> ApiError:
-    return ApiError(f"the log stream of pod {pod} ended early ({error or type(error).__name__})")

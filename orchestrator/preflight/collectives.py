@@ -179,7 +179,7 @@ def _check_function(facts: Facts, found: _Collectives, function: Function, repor
         if guards:
             guarded[collective.key].append((site, collective, guards))
         elif site.context.in_except and collective.rule == _HANG101:
-            report.add("HANG106", function.module, site.call, f"{collective.text} in except")
+            report.at("HANG106", site, f"{collective.text} in except")
         else:
             _check_loop(facts, site, collective, report)
     for calls in guarded.values():
@@ -197,16 +197,16 @@ def _report(facts: Facts, site: Site, collective: SharedCall, guard: Guard, repo
             f"(condition {test})"
         )
         rule = _HANG102 if collective.rule == _HANG101 else collective.rule
-        report.add(rule, site.function.module, site.call, what)
+        report.at(rule, site, what)
         return
     condition = test if guard.positive else f"not ({test})"
     what = f"{collective.text} under {condition}"
     if collective.key == _STATE_OF_SHARD:
         why = "it returns only the shard of this rank: the rest of the model is not saved"
         fix = "on every rank call get_model_state_dict with StateDictOptions(full_state_dict=True)"
-        report.add(_FSDP203, site.function.module, site.call, what, why=why, fix=fix)
+        report.at(_FSDP203, site, what, why=why, fix=fix)
         return
-    report.add(collective.rule, site.function.module, site.call, what)
+    report.at(collective.rule, site, what)
 
 
 def _check_loop(facts: Facts, site: Site, collective: SharedCall, report: Report) -> None:
@@ -218,7 +218,7 @@ def _check_loop(facts: Facts, site: Site, collective: SharedCall, report: Report
             continue
         if why := _uneven(facts, site.function, loop.iter):
             what = f"{collective.text} in the loop of line {loop.lineno} over {why}"
-            report.add("HANG107", site.function.module, site.call, what)
+            report.at("HANG107", site, what)
             return
 
 
@@ -235,10 +235,9 @@ def _uneven(facts: Facts, function: Function, iterated: ast.expr) -> str:
     sources = [iterated]
     if isinstance(iterated, (ast.Name, ast.Attribute)):
         text = ast.unparse(iterated)
-        scopes = [function]
-        while scopes[-1].parent is not None:
-            scopes.append(scopes[-1].parent)
-        sources += [b.value for s in scopes for b in s.bindings if ast.unparse(b.target) == text]
+        sources += [
+            b.value for s in function.scopes for b in s.bindings if ast.unparse(b.target) == text
+        ]
     for source in sources:
         if "drop_last=True" in ast.unparse(source):
             continue
@@ -274,4 +273,4 @@ def _check_forward(facts: Facts, function: Function, report: Report) -> None:
             what = (
                 f"{shown(places[line].call.func)}() in forward() under the condition of line {line}"
             )
-            report.add("HANG105", function.module, places[line].call, what)
+            report.at("HANG105", places[line], what)

@@ -50,6 +50,7 @@ class Facts:
     def __init__(self, project: Project) -> None:
         self.project = project
         self.functions = functions(project)
+        self.sites = [site for function in self.functions for site in function.sites]
         self._by_name = {f.name: f for f in self.functions}
         self._bases = dict(self._classes())
         """Class of the project -> the classes that it names as its bases."""
@@ -63,10 +64,9 @@ class Facts:
             if self._size() == before:
                 break
         self._callers: dict[int, list[Site]] = defaultdict(list)
-        for function in self.functions:
-            for site in function.sites:
-                for target in self.targets(site):
-                    self._callers[id(target)].append(site)
+        for site in self.sites:
+            for target in self.targets(site):
+                self._callers[id(target)].append(site)
 
     def _size(self) -> int:
         return sum(map(len, (*self._kinds.values(), *self._returned.values(),
@@ -133,10 +133,7 @@ class Facts:
         if not isinstance(value, (ast.Name, ast.Attribute)):
             return
         text = ast.unparse(value)
-        owner: Function | None = function
-        while owner is not None and not self._binds(owner, text):
-            owner = owner.parent
-        owner = owner or function
+        owner = next((scope for scope in function.scopes if self._binds(scope, text)), function)
         self._kinds[self._key(owner, value)].add(kind)
         if text in owner.all_parameters:
             self._effects[id(owner), text].add(kind)
@@ -166,14 +163,12 @@ class Facts:
             kinds = self._kinds.get(((function.module.name, function.class_name), text))
             if kinds:
                 return kinds
-        scope: Function | None = function
-        while scope is not None:
+        for scope in function.scopes:
             kinds = self._kinds.get((id(scope.node), text))
             if kinds:
                 return kinds
             if text in scope.all_parameters:
                 return set()
-            scope = scope.parent
         if isinstance(node, ast.Attribute):
             owner = self.kinds(function, node.value)
             if node.attr == "module":
@@ -218,11 +213,9 @@ class Facts:
         """The functions of the project that a call may mean."""
         called, function = site.call.func, site.function
         if isinstance(called, ast.Name):
-            scope: Function | None = function
-            while scope is not None:
+            for scope in function.scopes:
                 if called.id in scope.nested:
                     return [scope.nested[called.id]]
-                scope = scope.parent
         if site.name:
             candidates = self._by_name.get(site.name) or self._method(site.name, "__init__")
             return [candidates] if candidates is not None else []
@@ -314,6 +307,10 @@ class Facts:
     def uses(self, *kinds: str) -> bool:
         """True if any value of the project has one of the kinds."""
         return any(held & set(kinds) for held in (*self._kinds.values(), *self._returned.values()))
+
+    def sites_of(self, *functions: str) -> list[Site]:
+        """The calls of the functions with these names."""
+        return [site for site in self.sites if site.last in functions]
 
     def is_output(self, function: Function, node: ast.expr, line: int, depth: int = 4) -> bool:
         """True if the value that the expression has in a line is computed from what a sharded or

@@ -80,6 +80,10 @@ class Site:
             return None if isinstance(value, ast.Starred) else value
         return None
 
+    def is_true(self, name: str) -> bool:
+        value = self.argument(name)
+        return isinstance(value, ast.Constant) and value.value is True
+
     @property
     def forwards_keywords(self) -> bool:
         return any(keyword.arg is None for keyword in self.call.keywords)
@@ -108,6 +112,11 @@ class Function:
     bindings: list[Binding] = field(default_factory=list)
     returns: list[ast.expr] = field(default_factory=list)
     nested: dict[str, Function] = field(default_factory=dict)
+
+    @property
+    def scopes(self) -> list[Function]:
+        """The function and those around it, the innermost first."""
+        return [self, *(self.parent.scopes if self.parent is not None else ())]
 
     @property
     def parameters(self) -> list[str]:

@@ -49,10 +49,10 @@ _LOW = ("float16", "bfloat16", "half")
 
 
 def check(facts: Facts, report: Report) -> None:
+    for site in facts.sites:
+        if handler := _HANDLERS.get(site.last):
+            handler(facts, site, report)
     for function in facts.functions:
-        for site in function.sites:
-            if handler := _HANDLERS.get(site.last):
-                handler(facts, site, report)
         _check_order(facts, function, report)
     _check_units(facts, report)
     _check_tied(facts, report)
@@ -67,21 +67,26 @@ def dtype_of(facts: Facts, function: Function, node: ast.expr | None) -> str:
         if name.startswith("torch."):
             last = name.rpartition(".")[2]
             return "float16" if last == "half" else last
-        values = [b.value for b in bindings_of(function, ast.unparse(node))]
-        if len(values) == 1 and values[0] is not node:
-            return dtype_of(facts, function, values[0])
+        if (value := value_of(function, node)) is not node:
+            return dtype_of(facts, function, value)
     return ""
 
 
 def bindings_of(function: Function, text: str) -> list[Binding]:
     """Assignments of a name in the nearest scope that has any."""
-    scope: Function | None = function
-    while scope is not None:
+    for scope in function.scopes:
         bindings = [b for b in scope.bindings if ast.unparse(b.target) == text and b.place is None]
         if bindings or text in scope.all_parameters:
             return bindings
-        scope = scope.parent
     return []
+
+
+def value_of(function: Function, node: ast.expr | None) -> ast.expr | None:
+    """The value that a variable was assigned, if that is known."""
+    if isinstance(node, (ast.Name, ast.Attribute)):
+        values = [binding.value for binding in bindings_of(function, ast.unparse(node))]
+        return values[0] if len(values) == 1 else node
+    return node
 
 
 def _is_torch(site: Site) -> bool:
@@ -91,24 +96,24 @@ def _is_torch(site: Site) -> bool:
 def _fsdp1(facts: Facts, site: Site, report: Report) -> None:
     if not site.name.startswith("torch.distributed."):
         return
-    module, call = site.function.module, site.call
-    what = f"{shown(call.func)}()"
-    report.add("FSDP201", module, call, what)
-    for keyword in call.keywords:
+    what = f"{shown(site.call.func)}()"
+    report.at("FSDP201", site)
+    for keyword in site.call.keywords:
         if keyword.arg in _TO_REPORT:
             answer = ANSWERS[keyword.arg]
-            report.add("FSDP202", module, keyword, f"{keyword.arg} of FSDP1", fix=answer)
+            report.add(
+                "FSDP202", site.function.module, keyword, f"{keyword.arg} of FSDP1", fix=answer
+            )
     strategy = ast.unparse(site.argument("sharding_strategy", 2) or ast.Constant(""))
     if "NO_SHARD" in strategy:
         fix = "use DistributedDataParallel"
-        report.add("FSDP205", module, call, "ShardingStrategy.NO_SHARD", fix=fix)
+        report.at("FSDP205", site, "ShardingStrategy.NO_SHARD", fix=fix)
     policy = site.argument("auto_wrap_policy", 4)
     if policy is None and not site.forwards_keywords and not _is_nested(facts, site):
-        report.add("FSDP208", module, call, f"{what} without auto_wrap_policy")
-    original = site.argument("use_orig_params")
-    is_original = isinstance(original, ast.Constant) and original.value is True
-    if facts.project.imports("peft") and not is_original and not site.forwards_keywords:
-        report.add("FSDP217", module, call, f"{what} of a model with adapters")
+        report.at("FSDP208", site, f"{what} without auto_wrap_policy")
+    is_original = site.is_true("use_orig_params") or site.forwards_keywords
+    if facts.project.imports("peft") and not is_original:
+        report.at("FSDP217", site, f"{what} of a model with adapters")
 
 
 def _is_nested(facts: Facts, site: Site) -> bool:
@@ -137,8 +142,7 @@ def _state_dict_type(facts: Facts, site: Site, report: Report) -> None:
     del facts
     if "FullyShardedDataParallel" in site.name:
         fix = "use get_model_state_dict and set_model_state_dict"
-        report.add("FSDP205", site.function.module, site.call, f"{shown(site.call.func)}()",
-                   fix=fix)  # fmt: skip
+        report.at("FSDP205", site, fix=fix)
 
 
 def _policy(facts: Facts, site: Site, report: Report) -> None:
@@ -148,26 +152,24 @@ def _policy(facts: Facts, site: Site, report: Report) -> None:
     param = dtype_of(facts, function, site.argument("param_dtype", 0))
     reduce = site.argument("reduce_dtype", 1)
     if reduce is None and param in _LOW:
-        report.add("FSDP206", function.module, site.call, f"{shown(site.call.func)}()")
+        report.at("FSDP206", site)
     elif dtype_of(facts, function, reduce) in _LOW:
-        report.add("FSDP207", function.module, site.call, f"reduce_dtype={shown(reduce)}"
-                   if reduce is not None else "")  # fmt: skip
+        report.at("FSDP207", site, f"reduce_dtype={shown(reduce)}" if reduce is not None else "")
 
 
 def _policy_of_fsdp1(facts: Facts, site: Site, report: Report) -> None:
     if not site.name.startswith("torch.distributed.fsdp") or site.forwards_keywords:
         return
-    function, module = site.function, site.function.module
+    function = site.function
     reduce = site.argument("reduce_dtype", 1)
     param = dtype_of(facts, function, site.argument("param_dtype", 0))
     if dtype_of(facts, function, reduce) in _LOW:
-        report.add("FSDP207", module, site.call, f"reduce_dtype={shown(reduce or site.call)}")
+        report.at("FSDP207", site, f"reduce_dtype={shown(reduce or site.call)}")
     elif reduce is None and param in _LOW:
         what = f"{shown(site.call.func)}() without reduce_dtype"
-        report.add("FSDP207", module, site.call, what)
+        report.at("FSDP207", site, what)
     if site.argument("buffer_dtype", 2) is not None:
-        report.add("FSDP202", module, site.call, "buffer_dtype of FSDP1",
-                   fix=ANSWERS["buffer_dtype"])  # fmt: skip
+        report.at("FSDP202", site, "buffer_dtype of FSDP1", fix=ANSWERS["buffer_dtype"])
 
 
 def _plugin(facts: Facts, site: Site, report: Report) -> None:
@@ -194,29 +196,24 @@ def removed_flags(arguments: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _four_bit(facts: Facts, site: Site, report: Report) -> None:
-    four = site.argument("load_in_4bit")
-    if not (isinstance(four, ast.Constant) and four.value is True):
-        return
-    if not facts.uses(*SHARDED) or site.forwards_keywords:
+    if not site.is_true("load_in_4bit") or not facts.uses(*SHARDED) or site.forwards_keywords:
         return
     storage = site.argument("bnb_4bit_quant_storage")
     if storage is None or dtype_of(facts, site.function, storage) == "uint8":
-        report.add("FSDP210", site.function.module, site.call, f"{shown(site.call.func)}()")
+        report.at("FSDP210", site)
     elif facts.uses(FSDP2):
         why = "fully_shard may alter 4-bit weights that are packed as floating point numbers"
         fix = "check the weights after sharding, or train LoRA on bfloat16 weights"
-        report.add("FSDP211", site.function.module, site.call, "4-bit weights with fully_shard",
-                   why=why, fix=fix)  # fmt: skip
+        report.at("FSDP211", site, "4-bit weights with fully_shard", why=why, fix=fix)
 
 
 def _adapters(facts: Facts, site: Site, report: Report) -> None:
     if not site.name.startswith("peft") or not facts.uses(FSDP2):
         return
     cast = site.argument("autocast_adapter_dtype")
-    if cast is None and any(_loads_low(facts, s) for f in facts.functions for s in f.sites):
+    if cast is None and any(_loads_low(facts, s) for s in facts.sites):
         why = "PEFT makes adapters float32 beside weights of 16 bits, and a group has one dtype"
-        report.add("FSDP211", site.function.module, site.call, f"{shown(site.call.func)}()",
-                   why=why, fix="pass autocast_adapter_dtype=False")  # fmt: skip
+        report.at("FSDP211", site, why=why, fix="pass autocast_adapter_dtype=False")
 
 
 def _loads_low(facts: Facts, site: Site) -> bool:
@@ -250,7 +247,7 @@ def _check_order(facts: Facts, function: Function, report: Report) -> None:
         if place is None or any(s.call.lineno > place.lineno for s in later):
             continue
         what = f"{shown(site.call.func)}() of {root}, which line {place.lineno} shards"
-        report.add("FSDP209", function.module, site.call, what)
+        report.at("FSDP209", site, what)
 
 
 def _model_of(site: Site) -> str:
@@ -286,32 +283,18 @@ def _sharded_after(facts: Facts, function: Function, root: str, site: Site) -> a
 
 def _check_units(facts: Facts, report: Report) -> None:
     """FSDP208: the only call of fully_shard has the whole model."""
-    sites = [
-        site
-        for function in facts.functions
-        for site in function.sites
-        if site.last == "fully_shard" and _is_torch(site)
-    ]
+    sites = [site for site in facts.sites_of("fully_shard") if _is_torch(site)]
     if len(sites) != 1 or sites[0].context.loops:
         return
     site = sites[0]
     inside = site.function.node
     if not isinstance(site.argument("module", 0), ast.Name):
         return
-    helpers = {s for f in facts.functions for s in (
-        x.call.lineno for x in f.sites if site.function in facts.targets(x))}  # fmt: skip
-    if len(helpers) > 1 or (helpers and not isinstance(inside, ast.Module) and _called_in_loop(
-        facts, site.function)):  # fmt: skip
+    calls = [call for call in facts.sites if site.function in facts.targets(call)]
+    in_loop = not isinstance(inside, ast.Module) and any(call.context.loops for call in calls)
+    if len({call.call.lineno for call in calls}) > 1 or in_loop:
         return
-    report.add("FSDP208", site.function.module, site.call, f"{shown(site.call)} and nothing else")
-
-
-def _called_in_loop(facts: Facts, function: Function) -> bool:
-    return any(
-        site.context.loops and function in facts.targets(site)
-        for other in facts.functions
-        for site in other.sites
-    )
+    report.at("FSDP208", site, f"{shown(site.call)} and nothing else")
 
 
 def _check_tied(facts: Facts, report: Report) -> None:
@@ -320,16 +303,13 @@ def _check_tied(facts: Facts, report: Report) -> None:
     if not tied:
         return
     sharded_apart: set[str] = set()
-    for function in facts.functions:
-        for site in function.sites:
-            first = site.argument("module", 0)
-            if site.last == "fully_shard" and _is_torch(site) and first is not None:
-                sharded_apart.add(ast.unparse(first).rpartition(".")[2])
-            synced = site.argument("sync_module_states")
-            if site.last == "FullyShardedDataParallel" and isinstance(
-                synced, ast.Constant) and synced.value is True:  # fmt: skip
-                what = f"sync_module_states=True with weights tied in line {tied[0][0].lineno}"
-                report.add("FSDP212", function.module, site.call, what)
+    for site in facts.sites:
+        first = site.argument("module", 0)
+        if site.last == "fully_shard" and _is_torch(site) and first is not None:
+            sharded_apart.add(ast.unparse(first).rpartition(".")[2])
+        if site.last == "FullyShardedDataParallel" and site.is_true("sync_module_states"):
+            what = f"sync_module_states=True with weights tied in line {tied[0][0].lineno}"
+            report.at("FSDP212", site, what)
     for node, function, left, other in tied:
         if left and other and left != other and {left, other} <= sharded_apart:
             what = f"{shown(node)}, and fully_shard() on each of the two"

@@ -15,30 +15,21 @@ _STARTS = ("subprocess.Popen", "subprocess.run", "subprocess.call", "subprocess.
 
 
 def check(facts: Facts, report: Report) -> None:
-    knows_launchers = _reads_local_rank(facts)
+    # A script that reads the variable likely starts processes only without a launcher.
+    knows_launchers = facts.project.has_text("LOCAL_RANK")
     for function in facts.functions:
         for site in function.sites:
             if site.name in _SPAWNS and not knows_launchers:
                 what = f"{shown(site.call.func)}()"
-                report.add("ENV505", function.module, site.call, what)
+                report.at("ENV505", site, what)
             if site.name in _STARTS and _is_background(site):
-                report.add("ENV507", function.module, site.call, shown(site.call, 60))
+                report.at("ENV507", site, shown(site.call, 60))
         if not knows_launchers or not facts.project.imports("torch.multiprocessing"):
             _check_address(facts, function, report)
 
 
-def _reads_local_rank(facts: Facts) -> bool:
-    """True if the script reads LOCAL_RANK: it likely starts processes only without a launcher."""
-    return any(
-        isinstance(node, ast.Constant) and node.value == "LOCAL_RANK"
-        for module in facts.project.modules.values()
-        for node in ast.walk(module.tree)
-    )
-
-
 def _is_background(site: Site) -> bool:
-    session = site.argument("start_new_session")
-    if isinstance(session, ast.Constant) and session.value is True:
+    if site.is_true("start_new_session"):
         return True
     command = ast.unparse(site.call.args[0]) if site.call.args else ""
     words = command.replace("'", " ").replace('"', " ").replace(",", " ").split()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
+from .flow import Site
 from .rules import RULES, Finding, Severity
 from .source import Module
 
@@ -33,6 +35,11 @@ class Report:
         if any(rule in module.ignores.get(number, ()) for number in range(line, end + 1)):
             return
         self.put(module.path, line, column, rule, what, why, fix, severity)
+
+    def at(self, rule: str, site: Site, what: str = "", **texts: Any) -> None:
+        """`add` for a call; by default, `what` is the called function."""
+        what = what or f"{shown(site.call.func)}()"
+        self.add(rule, site.function.module, site.call, what, **texts)
 
     def put(
         self,

@@ -24,20 +24,13 @@ NANO_GPT = "init_from"
 
 def check(project: Project, report: Report) -> None:
     """Nothing for a script that Holdfast restores or that reads the variable of the checkpoint."""
-    if project.imports("holdfast") or any(map(_reads_variable, project.modules.values())):
+    if project.imports("holdfast") or project.has_text(RESUME_FROM):
         return
     for module in project.modules.values():
         for node, flag, words in _flags(module):
             what = f"`{flag}`, which `entrypoint.resumeArgs` would set after a restart"
             quoted = ", ".join(f'"{word}"' for word in words)
             report.add("RES601", module, node, what, fix=f"write resumeArgs: [{quoted}]")
-
-
-def _reads_variable(module: Module) -> bool:
-    return any(
-        isinstance(node, ast.Constant) and node.value == RESUME_FROM
-        for node in ast.walk(module.tree)
-    )
 
 
 def _flags(module: Module) -> Iterator[tuple[ast.AST, str, list[str]]]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.errors import UserError
 
 from .rules import ignored_ids
 
@@ -111,19 +111,28 @@ class Project:
             for package in packages
         )
 
+    def has_text(self, text: str) -> bool:
+        """True if any module has this string, such as the name of a variable that it reads."""
+        return any(
+            isinstance(node, ast.Constant) and node.value == text
+            for module in self.modules.values()
+            for node in ast.walk(module.tree)
+        )
+
 
 def read_text(path: Path) -> str:
     """Raises UserError for a file that cannot be read as Python text."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             got = f"{path.stat().st_size} bytes"
-            raise UserError(str(Problem(str(path), got, f"at most {MAX_FILE_BYTES} bytes")))
+            raise UserError.of(str(path), got, f"at most {MAX_FILE_BYTES} bytes")
         with tokenize.open(path) as file:
             return file.read()
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        problem = Problem(str(path), f"a file that cannot be read ({why})", "a Python file")
-        raise UserError(str(problem)) from None
+        raise UserError.of(
+            str(path), f"a file that cannot be read ({why})", "a Python file"
+        ) from None
 
 
 def parse(path: Path, name: str, text: str) -> Module | Unreadable:

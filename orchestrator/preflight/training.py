@@ -10,7 +10,7 @@ from holdfast.orchestrator.api.v1alpha1.variables import INEFFECTIVE
 
 from .facts import DDP, SHARDED, Facts
 from .flow import Function, Site
-from .fsdp import bindings_of, dtype_of
+from .fsdp import bindings_of, dtype_of, value_of
 from .report import Report, shown
 from .rules import Severity
 
@@ -23,11 +23,11 @@ _DISTRIBUTED = ("torch.distributed", "torch.nn.parallel", "accelerate", "deepspe
 
 
 def check(facts: Facts, report: Report) -> None:
+    for site in facts.sites:
+        if handler := _HANDLERS.get(site.last):
+            handler(facts, site, report)
+        _check_device(facts, site, report)
     for function in facts.functions:
-        for site in function.sites:
-            if handler := _HANDLERS.get(site.last):
-                handler(facts, site, report)
-            _check_device(facts, site, report)
         _check_environment(facts, function, report)
     _check_imports(facts, report)
     _check_scaler(facts, report)
@@ -36,27 +36,22 @@ def check(facts: Facts, report: Report) -> None:
     _check_static_graph(facts, report)
 
 
-def all_sites(facts: Facts, *methods: str) -> list[Site]:
-    return [s for f in facts.functions for s in f.sites if s.last in methods]
-
-
 def _init_group(facts: Facts, site: Site, report: Report) -> None:
     del facts
     has_none = site.argument("timeout", 2) is None and not site.forwards_keywords
     if site.name.startswith("torch.distributed.") and has_none:
-        report.add("ENV502", site.function.module, site.call, f"{shown(site.call.func)}()")
+        report.at("ENV502", site)
 
 
 def _data_parallel(facts: Facts, site: Site, report: Report) -> None:
     if site.name.startswith("torch.nn."):
         beside = facts.uses(DDP, *SHARDED)  # then it is likely the branch for a single process
-        report.add("DDP301", site.function.module, site.call, f"{shown(site.call.func)}()",
-                   severity=Severity.WARNING if beside else None)  # fmt: skip
+        report.at("DDP301", site, severity=Severity.WARNING if beside else None)
 
 
 def _static_graph_method(facts: Facts, site: Site, report: Report) -> None:
     del facts
-    report.add("DDP302", site.function.module, site.call, f"{shown(site.call.func)}()")
+    report.at("DDP302", site)
 
 
 def _save(facts: Facts, site: Site, report: Report) -> None:
@@ -70,7 +65,7 @@ def _save(facts: Facts, site: Site, report: Report) -> None:
     state = site.argument("obj", 0)
     models = [
         part.func.value
-        for part in ast.walk(_value(function, state))
+        for part in ast.walk(value_of(function, state) or ast.Constant(None))
         if isinstance(part, ast.Call)
         and isinstance(part.func, ast.Attribute)
         and part.func.attr == "state_dict"
@@ -78,18 +73,9 @@ def _save(facts: Facts, site: Site, report: Report) -> None:
     kinds = set().union(*(facts.kinds(function, model) for model in models))
     what = f"torch.save(..., {shown(path, 40)}) on every rank"
     if kinds & SHARDED:
-        report.add("FSDP214", function.module, site.call, what)
+        report.at("FSDP214", site, what)
     elif DDP in kinds or (models and facts.uses(DDP)):
-        report.add("DDP305", function.module, site.call, what)
-
-
-def _value(function: Function, node: ast.expr | None) -> ast.expr:
-    """The value that a variable was assigned, if that is known."""
-    if isinstance(node, ast.Name):
-        values = [binding.value for binding in bindings_of(function, node.id)]
-        if len(values) == 1:
-            return values[0]
-    return node if node is not None else ast.Constant(None)
+        report.at("DDP305", site, what)
 
 
 def _may_differ(facts: Facts, function: Function, path: ast.expr) -> bool:
@@ -97,11 +83,8 @@ def _may_differ(facts: Facts, function: Function, path: ast.expr) -> bool:
     if facts.mentions_rank(function, path):
         return True
     names = {part.id for part in ast.walk(path) if isinstance(part, ast.Name)}
-    scope: Function | None = function
-    while scope is not None:
-        if names & scope.all_parameters:
-            return True
-        scope = scope.parent
+    if any(names & scope.all_parameters for scope in function.scopes):
+        return True
     return isinstance(path, ast.Name) and not bindings_of(function, path.id)
 
 
@@ -116,7 +99,7 @@ def _from_pretrained(facts: Facts, site: Site, report: Report) -> None:
         return
     managers = " ".join(ast.unparse(manager) for manager in site.context.managers)
     if not re.search(r"meta|init_empty_weights|no_init", managers):
-        report.add("FSDP215", site.function.module, site.call, f"{owner}.from_pretrained()")
+        report.at("FSDP215", site, f"{owner}.from_pretrained()")
 
 
 def _load(facts: Facts, site: Site, report: Report) -> None:
@@ -124,14 +107,12 @@ def _load(facts: Facts, site: Site, report: Report) -> None:
     guards = facts.rank_guards(site)
     if not guards or not facts.is_sharded(site.function, site.receiver):
         return
-    synced = any(
-        isinstance(value := s.argument("sync_module_states"), ast.Constant) and value.value is True
-        for s in all_sites(facts, "FullyShardedDataParallel")
-    )
-    broadcasts = all_sites(facts, "set_model_state_dict", "broadcast", "_broadcast_state_dict")
+    wrapped = facts.sites_of("FullyShardedDataParallel")
+    synced = any(wrapping.is_true("sync_module_states") for wrapping in wrapped)
+    broadcasts = facts.sites_of("set_model_state_dict", "broadcast", "_broadcast_state_dict")
     if not synced and not broadcasts:
         what = f"{shown(site.call.func)}() under {shown(guards[-1].test, 40)}"
-        report.add("FSDP213", site.function.module, site.call, what)
+        report.at("FSDP213", site, what)
 
 
 def _rate(facts: Facts, site: Site, report: Report) -> None:
@@ -142,16 +123,16 @@ def _rate(facts: Facts, site: Site, report: Report) -> None:
     if rate is None:
         return
     what = f"lr {rate:g}"
-    lora = facts.project.imports("peft") and bool(all_sites(facts, "LoraConfig", "get_peft_model"))
+    lora = facts.project.imports("peft") and bool(facts.sites_of("LoraConfig", "get_peft_model"))
     if lora and rate <= SMALLEST_LORA_RATE:
-        report.add("NUM403", site.function.module, site.call, f"{what} with LoRA")
+        report.at("NUM403", site, f"{what} with LoRA")
     elif not lora and rate > LARGEST_FULL_RATE and (name := _pretrained_decoder(facts)):
-        report.add("NUM402", site.function.module, site.call, f"{what} for all weights of {name}")
+        report.at("NUM402", site, f"{what} for all weights of {name}")
 
 
 def _pretrained_decoder(facts: Facts) -> str:
     """The call that loads a pretrained decoder; "" if the project has none."""
-    for site in all_sites(facts, "from_pretrained"):
+    for site in facts.sites_of("from_pretrained"):
         owner = shown(site.receiver) if site.receiver is not None else ""
         if owner.endswith("ForCausalLM"):
             return f"{owner}.from_pretrained()"
@@ -159,12 +140,9 @@ def _pretrained_decoder(facts: Facts) -> str:
 
 
 def _number(function: Function, node: ast.expr | None) -> float | None:
+    node = value_of(function, node)
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
         return float(node.value)
-    if isinstance(node, ast.Name):
-        values = [binding.value for binding in bindings_of(function, node.id)]
-        if len(values) == 1 and isinstance(values[0], ast.Constant):
-            return _number(function, values[0])
     return None
 
 
@@ -173,13 +151,8 @@ def _argument(facts: Facts, site: Site, report: Report) -> None:
     first = site.call.args[0] if site.call.args else None
     if not isinstance(first, ast.Constant) or first.value not in ("--local_rank", "--local-rank"):
         return
-    reads = any(
-        isinstance(node, ast.Constant) and node.value == "LOCAL_RANK"
-        for module in facts.project.modules.values()
-        for node in ast.walk(module.tree)
-    )
-    if not reads:
-        report.add("ENV503", site.function.module, site.call, f"the argument {first.value}")
+    if not facts.project.has_text("LOCAL_RANK"):
+        report.at("ENV503", site, f"the argument {first.value}")
 
 
 _HANDLERS: dict[str, Callable[[Facts, Site, Report], None]] = {
@@ -206,7 +179,7 @@ def _check_device(facts: Facts, site: Site, report: Report) -> None:
     is_int = bool(zero) and not isinstance(getattr(zero[0], "value", None), bool)
     places = ("device", "to", "load", "tensor", "zeros", "ones", "empty", "randn", "rand")
     if (hard and (site.method in places or site.name.startswith("torch."))) or (sets and is_int):
-        report.add("ENV504", site.function.module, site.call, shown(site.call))
+        report.at("ENV504", site, shown(site.call))
 
 
 def _check_environment(facts: Facts, function: Function, report: Report) -> None:
@@ -229,7 +202,7 @@ def _check_environment(facts: Facts, function: Function, report: Report) -> None
         if site.name.startswith(("subprocess.", "os.")) and site.call.args:
             text = ast.unparse(site.call.args[0])
             if "torch.distributed.launch" in text:
-                report.add("ENV503", function.module, site.call, "torch.distributed.launch")
+                report.at("ENV503", site, "torch.distributed.launch")
 
 
 def _check_variable(
@@ -261,9 +234,9 @@ def _check_imports(facts: Facts, report: Report) -> None:
 
 def _check_scaler(facts: Facts, report: Report) -> None:
     """NUM401, for projects that train and have no scaler of their own or of a framework."""
-    if all_sites(facts, *_SCALERS) or not all_sites(facts, "backward"):
+    if facts.sites_of(*_SCALERS) or not facts.sites_of("backward"):
         return
-    for site in all_sites(facts, "autocast", "MixedPrecisionPolicy", "MixedPrecision"):
+    for site in facts.sites_of("autocast", "MixedPrecisionPolicy", "MixedPrecision"):
         if not site.name.startswith("torch."):
             continue
         node = site.argument("dtype", 1) or site.argument("param_dtype", 0)
@@ -277,7 +250,7 @@ def _check_scaler(facts: Facts, report: Report) -> None:
             is_half = dtype_of(facts, site.function, node) == "float16"
         if is_half:
             what = f"{shown(site.call)} without GradScaler"
-            report.add("NUM401", site.function.module, site.call, what)
+            report.at("NUM401", site, what)
 
 
 def _second(site: Site) -> ast.expr | None:
@@ -296,37 +269,32 @@ def _is_off(site: Site) -> bool:
 
 
 def _check_autocast(facts: Facts, report: Report) -> None:
-    if not facts.uses(DDP) or all_sites(facts, "register_comm_hook"):
+    if not facts.uses(DDP) or facts.sites_of("register_comm_hook"):
         return
-    for site in all_sites(facts, "autocast"):
+    for site in facts.sites_of("autocast"):
         if site.name.startswith("torch.") and not _is_off(site):
             dtype = dtype_of(facts, site.function, site.argument("dtype") or _second(site))
             if dtype == "bfloat16":
-                report.add("DDP304", site.function.module, site.call, shown(site.call))
+                report.at("DDP304", site, shown(site.call))
                 return
 
 
 def _check_sampler(facts: Facts, report: Report) -> None:
-    if all_sites(facts, "set_epoch"):
+    if facts.sites_of("set_epoch"):
         return
-    epochs = any(
-        isinstance(loop, ast.For) and re.search("epoch", ast.unparse(loop.target))
-        for function in facts.functions
-        for site in function.sites
-        for loop in site.context.loops
-    )
-    for site in all_sites(facts, "DistributedSampler"):
+    loops = [loop for site in facts.sites for loop in site.context.loops]
+    epochs = any(isinstance(x, ast.For) and "epoch" in ast.unparse(x.target) for x in loops)
+    for site in facts.sites_of("DistributedSampler"):
         shuffle = site.argument("shuffle", 3)
         is_off = isinstance(shuffle, ast.Constant) and not shuffle.value
         if epochs and site.name.startswith("torch.utils.data.") and not is_off:
-            report.add("DATA404", site.function.module, site.call, f"{shown(site.call)}")
+            report.at("DATA404", site, f"{shown(site.call)}")
 
 
 def _check_static_graph(facts: Facts, report: Report) -> None:
     """DDP303: static_graph=True, and a forward() with a branch on a tensor or a random number."""
-    for site in all_sites(facts, "DistributedDataParallel"):
-        value = site.argument("static_graph")
-        if not (isinstance(value, ast.Constant) and value.value is True):
+    for site in facts.sites_of("DistributedDataParallel"):
+        if not site.is_true("static_graph"):
             continue
         for function in facts.functions:
             if not function.name.endswith(".forward") or isinstance(function.node, ast.Module):
@@ -335,7 +303,7 @@ def _check_static_graph(facts: Facts, report: Report) -> None:
                 if isinstance(node, (ast.If, ast.While, ast.IfExp)) and _tests_data(node.test):
                     where = f"{function.module.path.name}:{node.lineno}"
                     what = f"static_graph=True, and the branch {shown(node.test, 40)} of {where}"
-                    report.add("DDP303", site.function.module, site.call, what)
+                    report.at("DDP303", site, what)
 
 
 def _tests_data(test: ast.expr) -> bool:

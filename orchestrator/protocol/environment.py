@@ -19,7 +19,7 @@ from ..api.v1alpha1 import TrainingJob
 from .fabric import Setting, Source, choose_profile, is_loopback, nccl_settings, socket_settings
 from .facts import Membership, NodeFacts, WorkerSeat
 
-__all__ = ["Setting", "Source", "explain_environment", "worker_environment"]
+__all__ = ["Setting", "Source", "explain_environment"]
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -68,24 +68,6 @@ def chosen_cache(environment: Mapping[str, str], default: str = "") -> str:
     return environment.get(CACHE_VARIABLE, default)
 
 
-def worker_environment(
-    job: TrainingJob,
-    membership: Membership,
-    seat: WorkerSeat,
-    node_rank: int,
-    facts: NodeFacts,
-    *,
-    log_directory: str = "",
-    job_id: str = "",
-) -> dict[str, str]:
-    """All variables of one worker. `log_directory` gets the flight recorder dumps, if known;
-    `job_id` names the run of a tracker."""
-    settings = explain_environment(
-        job, membership, seat, node_rank, facts, log_directory=log_directory, job_id=job_id
-    )
-    return {setting.name: setting.value for setting in settings}
-
-
 def explain_environment(
     job: TrainingJob,
     membership: Membership,
@@ -96,8 +78,9 @@ def explain_environment(
     log_directory: str = "",
     job_id: str = "",
 ) -> list[Setting]:
-    """The same as worker_environment, in order, with the reason for each value. A variable of the
-    user takes the place of Holdfast's; its reason names the value that it replaces."""
+    """All variables of one worker, in order, with the reason for each value. A variable of the
+    user takes the place of Holdfast's; its reason names the value that it replaces. `log_directory`
+    gets the flight recorder dumps, if known; `job_id` names the run of a tracker."""
     user, has_gpus = job.spec.env, job.spec.resources.num_gpus > 0
     ours = [
         *_contract(job, membership, seat, node_rank),

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from .. import limits
-from ..errors import Problem, UserError
+from ..errors import UserError
 from .facts import (
     Exit,
     Membership,
@@ -491,6 +491,6 @@ def parse_endpoints(text: str, field: str = "--endpoint") -> tuple[Endpoint, ...
         good = colon and bare and port.isdecimal() and 0 < int(port) < 65536
         if not good or (":" in bare and not bracketed):
             expected = "HOST:PORT[,HOST:PORT...], an IPv6 address in brackets"
-            raise UserError(str(Problem(field, part.strip() or "nothing", expected)))
+            raise UserError.of(field, part.strip() or "nothing", expected)
         endpoints.append((bare, int(port)))
     return tuple(endpoints)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-from ..errors import Problem, UserError
+from ..errors import UserError
 from . import files
 
 RESULT = "result.json"
@@ -83,7 +83,7 @@ class TrainCheckpoint:
 
 def _not_local(field: str, got: object) -> UserError:
     fix = "keep checkpoints in a directory that all nodes see"
-    return UserError(str(Problem(field, repr(got)[:80], "a path, without a file system", fix)))
+    return UserError.of(field, repr(got)[:80], "a path, without a file system", fix)
 
 
 def checkpoints(run: Path) -> list[Path]:

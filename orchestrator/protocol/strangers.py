@@ -25,6 +25,8 @@ from collections.abc import Awaitable, Callable
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
+from holdfast.orchestrator.tasks import TaskSet
+
 from .. import limits
 
 SWEEP_S = 0.5
@@ -88,7 +90,7 @@ class ConnectionLimit:
         self._lock = threading.Lock()
         self._arrivals: dict[socket.socket, tuple[str, float]] = {}
         """Oldest first."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._sweeping: asyncio.TimerHandle | None = None
         self._by_address: dict[str, dict[socket.socket, None]] = {}
 
@@ -157,9 +159,7 @@ class ConnectionLimit:
                     self.end_one()
                     await asyncio.sleep(SHORTAGE_PAUSE_S)
                     continue
-                task = loop.create_task(self._begin(sock, str(source[0]), begin, context))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._tasks.start(self._begin(sock, str(source[0]), begin, context))
                 if number % ACCEPTED_TOGETHER == 0:
                     await asyncio.sleep(0)  # sock_accept does not yield while connections wait
         finally:

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from holdfast.orchestrator.tasks import TaskSet
+
 from .. import limits
-from ..errors import HoldfastError, Problem, UserError, installation
+from ..errors import HoldfastError, UserError, installation
 from ..protocol import messages as wire
 from ..protocol.facts import NodeFacts
 from ..protocol.framing import FrameReader
@@ -45,7 +47,8 @@ class AgentSink(Protocol):
         """The node reconnected while its old connection was open."""
 
 
-Handler = Callable[["ReplyStream", wire.Request], Awaitable[None]]
+Handler = Callable[["Connection", wire.Request], Awaitable[None]]
+"""Sends the replies to a request."""
 
 
 class AgentConnection:
@@ -63,20 +66,6 @@ class AgentConnection:
         self._connection.close()
 
 
-class ReplyStream:
-    """Sends the replies to one request."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    @property
-    def closed(self) -> bool:
-        return self._connection.closed
-
-    def reply(self, reply: wire.Reply) -> None:
-        self._connection.send(reply)
-
-
 @dataclass(eq=False)
 class JobRoute:
     """A registered job and its connections."""
@@ -90,7 +79,7 @@ class JobRoute:
     tls_name: str
     context: ssl.SSLContext | None
     connections: set[Connection] = field(default_factory=set)
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    tasks: TaskSet = field(default_factory=TaskSet)
 
 
 class AgentServer:
@@ -247,13 +236,11 @@ class AgentServer:
             connection.close()
             return
         self._admit(connection, route)
-        task = asyncio.get_running_loop().create_task(self._answer(route, connection, request))
-        route.tasks.add(task)
-        task.add_done_callback(route.tasks.discard)
+        route.tasks.start(self._answer(route, connection, request))
 
     async def _answer(self, route: JobRoute, connection: Connection, request: wire.Request) -> None:
         try:
-            await route.handler(ReplyStream(connection), request)
+            await route.handler(connection, request)
         except HoldfastError as error:
             connection.send(wire.Reply(ok=False, detail=str(error)))
         finally:
@@ -366,7 +353,7 @@ def cannot_listen(field: str, address: str, port: int, error: OSError) -> UserEr
     """The error of a server that cannot listen, with the fix."""
     if error.errno == errno.EADDRINUSE:
         fix = "choose another, or 0 for any free one; `ss -ltnp` shows which process uses it"
-        return UserError(str(Problem(field, f"{port}, which is in use", "a free port", fix)))
+        return UserError.of(field, f"{port}, which is in use", "a free port", fix)
     why = error.strerror or str(error)
     place = f"{address}:{port} ({why})"
-    return UserError(str(Problem(field, place, "an address of this machine and a free port")))
+    return UserError.of(field, place, "an address of this machine and a free port")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
+
+from holdfast.orchestrator.tasks import TaskSet
 
 from ..errors import HoldfastError
 from ..protocol import messages as wire
@@ -41,13 +42,11 @@ class CodeSender:
         self, store: CodeStore | None, links: Mapping[str, AgentConnection], log: Log
     ) -> None:
         self._store, self._links, self._log = store, links, log
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def requested(self, node: str, request: wire.FetchCode) -> None:
         """Called from the event loop; does not block."""
-        task = asyncio.get_running_loop().create_task(self._send(node, request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._send(node, request))
 
     def close(self) -> None:
         for task in self._tasks:

@@ -19,12 +19,12 @@ from ..core import events
 from ..core.checkpoints import newest_committed, why_nothing_usable
 from ..core.quiesce import pace_left_s, step_ahead
 from ..core.requests import resize_problem
-from ..errors import HoldfastError, Problem, UserError
+from ..errors import HoldfastError, UserError
 from ..protocol import messages as wire
 from ..protocol.facts import ShardFile, state_after
-from .agent_server import AgentConnection, ReplyStream
+from .agent_server import AgentConnection, Connection
 from .driver import Driver
-from .inquiries import Inquiries
+from .inquiries import Inquiries, num_running
 from .notifier import ChangeNotifier
 from .observe.view import JobView
 
@@ -64,11 +64,11 @@ class ControlApi:
             "profile": lambda arguments: inquiries.profile(self._driver.state, arguments),
         }
 
-    async def handle(self, stream: ReplyStream, request: wire.Request) -> None:
+    async def handle(self, client: Connection, request: wire.Request) -> None:
         if request.verb == "watch":
-            await self._watch(stream)
+            await self._watch(client)
             return
-        stream.reply(await self.perform(request.verb, request.arguments))
+        client.send(await self.perform(request.verb, request.arguments))
 
     async def perform(self, verb: str, arguments: dict[str, Any]) -> wire.Reply:
         """Carry out any verb except `watch`; the reply comes when the change is durable. Raises
@@ -76,7 +76,7 @@ class ControlApi:
         act = self._verbs.get(verb)
         if act is None:
             verbs = ", ".join(sorted([*self._verbs, "watch"]))
-            raise UserError(str(Problem("verb", verb, f"one of {verbs}")))
+            raise UserError.of("verb", verb, f"one of {verbs}")
         return await act(arguments)
 
     async def _status(self, arguments: dict[str, Any]) -> wire.Reply:
@@ -86,11 +86,11 @@ class ControlApi:
         """The spec as it is now."""
         return wire.Reply(ok=True, body={"spec": job_to_mapping(self._driver.state.job)})
 
-    async def _watch(self, stream: ReplyStream) -> None:
+    async def _watch(self, client: Connection) -> None:
         """Send a view after every change until the client or the job ends."""
-        while not stream.closed:
+        while not client.closed:
             seen = self._changes.count
-            stream.reply(wire.Reply(ok=True, body=view_body(self._view())))
+            client.send(wire.Reply(ok=True, body=view_body(self._view())))
             await asyncio.sleep(WATCH_INTERVAL_S)  # no person reads faster than that
             await self._changes.after(seen)
 
@@ -103,7 +103,7 @@ class ControlApi:
         limit = self._backend.node_limit() if isinstance(self._backend, LimitsNodes) else None
         if limit is not None and nodes > limit:
             expected = f"at most {limit} at {state.job.spec.workers_per_node} workers per node"
-            raise UserError(str(Problem("nodes", f"{nodes}", f"{expected}, on this machine")))
+            raise UserError.of("nodes", f"{nodes}", f"{expected}, on this machine")
         before = state.target_nodes
         interval_s = self._welcome().heartbeat_interval_s
         await self._request(events.ResizeRequested(nodes=nodes, by=_by(arguments)))
@@ -116,7 +116,7 @@ class ControlApi:
         try:
             recovery = Recovery.model_validate(arguments.get("recovery"))
         except ValidationError as error:
-            raise UserError(str(Problem("recovery", str(error), "spec.recovery"))) from None
+            raise UserError.of("recovery", str(error), "spec.recovery") from None
         low, spares = _integer(arguments, "min_nodes"), _integer(arguments, "spares")
         elasticity = arguments.get("elasticity")
         await self._request(
@@ -142,7 +142,7 @@ class ControlApi:
         """A new generation with edited code, on the nodes that the job has."""
         state = self._driver.state
         if state.phase == "finishing" or state.intent in ("cancel", "deadline"):
-            raise UserError(str(Problem("job", state.phase, "a job that trains, or will")))
+            raise UserError.of("job", state.phase, "a job that trains, or will")
         code, before = arguments.get("code"), state.job.spec.code or ""
         await self._request(
             events.AgainRequested(code=None if code is None else str(code), by=_by(arguments))
@@ -159,7 +159,7 @@ class ControlApi:
     async def _resume(self, arguments: dict[str, Any]) -> wire.Reply:
         state = self._driver.state
         if state.intent != "suspend":  # the phase may still be running
-            raise UserError(str(Problem("job", state.phase, "a suspended job")))
+            raise UserError.of("job", state.phase, "a suspended job")
         start_over = bool(arguments.get("start_over"))
         if state.hold is not None and state.hold.ignored:
             await self._request(events.ResumeRequested(by=_by(arguments), start_over=start_over))
@@ -171,7 +171,7 @@ class ControlApi:
             text = f"{state.phase}, which has checkpoints that can be used or never had any"
             fix = "resume it without --start-over, or submit another job"
             expected = "a job none of whose checkpoints can be used"
-            raise UserError(str(Problem("--start-over", text, expected, fix)))
+            raise UserError.of("--start-over", text, expected, fix)
         suspended = state.phase == "suspended"
         await self._request(events.ResumeRequested(by=_by(arguments)))
         return wire.Reply(ok=True, detail="asking for nodes" if suspended else "training continues")
@@ -201,23 +201,22 @@ class ControlApi:
     async def _request(self, event: events.AnyEvent) -> None:
         state = self._driver.state
         if state.terminal:
-            raise UserError(str(Problem("job", f"{state.phase}", "a job that has not ended")))
+            raise UserError.of("job", f"{state.phase}", "a job that has not ended")
         await self._driver.submit_durable(event)
 
     # -- faults and checkpoints ----------------------------------------------------------------
     async def _chaos(self, arguments: dict[str, Any]) -> wire.Reply:
         kind = str(arguments.get("kind", ""))
         if kind not in CHAOS_KINDS:
-            raise UserError(str(Problem("kind", kind, f"one of {', '.join(CHAOS_KINDS)}")))
+            raise UserError.of("kind", kind, f"one of {', '.join(CHAOS_KINDS)}")
         node, rank = self._target(kind, arguments)
         link = self._links.get(node)
         if link is None:
-            raise UserError(str(Problem("node", f"{node}, not connected", "a connected node")))
+            raise UserError.of("node", f"{node}, not connected", "a connected node")
         hold_s = float(arguments.get("hold_s") or 0.0)
         backend = self._backend
         if hold_s and not isinstance(backend, WithholdsCapacity):
-            expected = "a backend that can withhold capacity"
-            raise UserError(str(Problem("hold_s", f"{hold_s:g}", expected)))
+            raise UserError.of("hold_s", f"{hold_s:g}", "a backend that can withhold capacity")
         event = events.FaultInjected(kind=kind, node=node, rank=rank, by=_by(arguments))
         await self._driver.submit_durable(event)
         if hold_s and isinstance(backend, WithholdsCapacity):
@@ -230,26 +229,23 @@ class ControlApi:
     def _target(self, kind: str, arguments: dict[str, Any]) -> tuple[str, int]:
         """(node, rank); the last ones by default."""
         state = self._driver.state
-        group = state.group
-        size = group.membership.world_size if group.membership and group.active else 0
-        if not size:
-            raise UserError(str(Problem("job", f"{state.phase}, no workers", "running workers")))
+        size = num_running(state)
         node = arguments.get("node")
         if kind == "kill-node" and node is not None:
             if node not in state.nodes:
                 names = ", ".join(state.nodes)
-                raise UserError(str(Problem("node", f"{node}", f"one of {names}")))
+                raise UserError.of("node", f"{node}", f"one of {names}")
             return str(node), -1
         rank = size - 1
         if node is not None:
             if node not in state.group.members:
                 members = ", ".join(state.group.members)
-                raise UserError(str(Problem("node", f"{node}", f"one of {members}")))
+                raise UserError.of("node", f"{node}", f"one of {members}")
             rank = state.group.members.index(str(node)) * state.job.spec.workers_per_node
         if arguments.get("rank") is not None:
             rank = _integer(arguments, "rank")
         if not 0 <= rank < size:
-            raise UserError(str(Problem("rank", f"{rank}", f"0 to {size - 1}")))
+            raise UserError.of("rank", f"{rank}", f"0 to {size - 1}")
         return state.node_of(rank), -1 if kind == "kill-node" else rank
 
     async def _checkpoint(self, arguments: dict[str, Any]) -> wire.Reply:
@@ -258,7 +254,7 @@ class ControlApi:
         if state.phase == "running":
             await asyncio.sleep(pace_left_s(state))
         if state.phase != "running":
-            raise UserError(str(Problem("job", state.phase, "a running job")))
+            raise UserError.of("job", state.phase, "a running job")
         unrecorded = max(0, self._view().step - state.step)  # steps that only heartbeats report
         generation, step = state.generation, step_ahead(state) + unrecorded
         stages_every_step = state.stage_every_steps == 1
@@ -279,7 +275,7 @@ def view_body(view: JobView) -> dict[str, Any]:
 def _integer(arguments: dict[str, Any], name: str) -> int:
     value = arguments.get(name)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise UserError(str(Problem(name, repr(value), "an integer")))
+        raise UserError.of(name, repr(value), "an integer")
     return value
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from holdfast.orchestrator import tasks
+
 from ..core.actions import AnyAction, ToNode
 from ..core.context import SECOND_NS
 from ..core.events import AnyEvent
@@ -92,14 +94,8 @@ class Driver:
         if self.journal_problem:
             retry = self._clock.now_ns() + UNWRITTEN_RETRY_NS
             deadline = min(deadline or retry, retry)
-        if deadline is None:
-            await self._wake.wait()
-            return
-        try:
-            async with asyncio.timeout(max(0.0, (deadline - self._clock.now_ns()) / SECOND_NS)):
-                await self._wake.wait()
-        except TimeoutError:
-            return
+        wait_s = None if deadline is None else (deadline - self._clock.now_ns()) / SECOND_NS
+        await tasks.within(wait_s, self._wake.wait())
 
     async def turn(self, carry_out: CarryOut) -> None:
         """Handle everything that is queued or due: journal first, then actions."""

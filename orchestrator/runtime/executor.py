@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
+from holdfast.orchestrator import tasks
+
 from ..backends.base import Backend
 from ..core.actions import (
     AnyAction,
@@ -32,7 +34,7 @@ from ..protocol.facts import LaunchIncident, OwnCheckpoint
 from .agent_server import AgentConnection
 from .checkpoint_store.async_store import ThreadedCheckpointStore
 from .checkpoint_store.options import answer_of
-from .checkpoint_store.store import NotCovered
+from .checkpoint_store.store import CheckpointStore, NotCovered
 from .translate import Answer, AwaitedAnswers, NodeAction, to_message
 
 Result = dict[str, Any]
@@ -59,7 +61,7 @@ class Executor:
         self._submit, self._settle_s = submit, settle_s
         self._incidents, self._own_checkpoints = incidents, own_checkpoints
         self._awaited = AwaitedAnswers()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = tasks.TaskSet()
 
     def carry_out(self, action: AnyAction | ToNode) -> None:
         """Start an action. Never blocks."""
@@ -85,10 +87,7 @@ class Executor:
     async def close(self) -> None:
         """Cancel what is under way. A storage call that is not answered is not waited for: it may
         get through later, and the next controller expects that."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await tasks.end(self._tasks)
         await self._settle_storage()
 
     # -- over an agent's connection ------------------------------------------------------------
@@ -126,9 +125,7 @@ class Executor:
 
     # -- backend and storage -------------------------------------------------------------------
     def _run(self, action: AnyAction, work: Coroutine[Any, Any, Result]) -> None:
-        task = asyncio.get_running_loop().create_task(self._result(action, work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._result(action, work))
 
     async def _result(self, action: AnyAction, work: Coroutine[Any, Any, Result]) -> None:
         try:
@@ -155,7 +152,9 @@ class Executor:
         return {}
 
     async def _commit(self, action: CommitManifest) -> Result:
-        num_bytes = await self._store.commit(action.step, action.mesh, action.files)
+        num_bytes = await self._store.call(
+            CheckpointStore.commit, action.step, action.mesh, action.files
+        )
         generation = action.files[0].generation
         committed = wire.Committed(generation=generation, step=action.step)
         for link in self._links.values():
@@ -163,7 +162,7 @@ class Executor:
         return {"detail": f"{num_bytes} bytes"}
 
     async def _clean(self, retained: Retained) -> Result:
-        deleted = await self._store.clean(retained)
+        deleted = await self._store.call(CheckpointStore.clean, retained)
         return {"detail": f"deleted {', '.join(deleted)}" if deleted else ""}
 
     async def _finish(self, action: FinishJob) -> Result:

@@ -15,7 +15,7 @@ import msgspec
 
 from .. import limits
 from ..core.state import JobState
-from ..errors import HoldfastError, Problem, UserError
+from ..errors import HoldfastError, UserError
 from ..protocol import messages as wire
 from ..protocol.rank_stacks import RankStacks, fold, within
 from .agent_server import AgentConnection
@@ -68,7 +68,7 @@ class Inquiries:
     # -- stacks --------------------------------------------------------------------------------
     async def stacks(self, state: JobState, arguments: dict[str, Any]) -> wire.Reply:
         """`ranks`: a list; without it the first limits.MAX_SHOWN_RANKS, with `all` all ranks."""
-        size, generation = _running(state), state.generation
+        size, generation = num_running(state), state.generation
         ranks = _ranks(arguments, size)
         by_node: dict[str, list[int]] = {}
         for rank in ranks:
@@ -109,17 +109,17 @@ class Inquiries:
     async def profile(self, state: JobState, arguments: dict[str, Any]) -> wire.Reply:
         """`seconds`, `rate`, `format`, `idle` of one `rank`; the body has the file, compressed with
         zlib, in base64. Raises HoldfastError when there is none."""
-        size, generation = _running(state), state.generation
+        size, generation = num_running(state), state.generation
         rank = arguments.get("rank") or 0
         seconds = _number(arguments, "seconds", 10.0, 1, limits.MAX_PROFILE_S)
         rate = arguments.get("rate", 100)
         form, idle = arguments.get("format", FORMATS[0]), bool(arguments.get("idle"))
         if not isinstance(rank, int) or not 0 <= rank < size:
-            raise UserError(str(Problem("rank", f"{rank}", f"0 to {size - 1}")))
+            raise UserError.of("rank", f"{rank}", f"0 to {size - 1}")
         if not isinstance(rate, int) or not 1 <= rate <= 1000:
-            raise UserError(str(Problem("rate", f"{rate}", "1 to 1000 samples per second")))
+            raise UserError.of("rate", f"{rate}", "1 to 1000 samples per second")
         if form not in FORMATS:
-            raise UserError(str(Problem("format", f"{form}", f"one of {', '.join(FORMATS)}")))
+            raise UserError.of("format", f"{form}", f"one of {', '.join(FORMATS)}")
         node = state.node_of(rank)
         answer = await self._ask(
             node,
@@ -146,14 +146,14 @@ class Inquiries:
 def _number(arguments: dict[str, Any], name: str, default: float, low: float, high: float) -> float:
     value = arguments.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise UserError(str(Problem(name, f"{value}", f"{low:g} to {high:g}")))
+        raise UserError.of(name, f"{value}", f"{low:g} to {high:g}")
     return float(value)
 
 
-def _running(state: JobState) -> int:
+def num_running(state: JobState) -> int:
     """The number of ranks. Raises UserError if none runs."""
     if state.group.membership is None or not state.group.active:
-        raise UserError(str(Problem("job", f"{state.phase}, no workers", "running workers")))
+        raise UserError.of("job", f"{state.phase}, no workers", "running workers")
     return state.group.membership.world_size
 
 
@@ -163,5 +163,5 @@ def _ranks(arguments: dict[str, Any], size: int) -> list[int]:
         return list(range(size if arguments.get("all") else min(size, limits.MAX_SHOWN_RANKS)))
     for rank in wanted:
         if not isinstance(rank, int) or not 0 <= rank < size:
-            raise UserError(str(Problem("rank", f"{rank}", f"0 to {size - 1}")))
+            raise UserError.of("rank", f"{rank}", f"0 to {size - 1}")
     return sorted(set(wanted))

@@ -50,45 +50,14 @@ class JobDirectory:
     """The files of one job."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def home(self) -> Path:
+        self.path, self.name = path, path.name
+        self.home = path.parent.parent
         """Home of all jobs of the user."""
-        return self.path.parent.parent
-
-    @property
-    def home_cache(self) -> Path:
+        self.home_cache = self.home / CACHE
         """Cache of all jobs of the home directory."""
-        return self.home / CACHE
-
-    @property
-    def journal(self) -> Path:
-        return self.path / "journal"
-
-    @property
-    def token_file(self) -> Path:
-        return self.path / "token"
-
-    @property
-    def controller_file(self) -> Path:
-        return self.path / "controller.json"
-
-    @property
-    def nodes_file(self) -> Path:
-        return self.path / "nodes.json"
-
-    @property
-    def host_socket(self) -> Path:
-        return self.path / "host.sock"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
+        self.journal, self.logs = path / "journal", path / "logs"
+        self.token_file, self.controller_file = path / "token", path / "controller.json"
+        self.nodes_file, self.host_socket = path / "nodes.json", path / "host.sock"
 
     def rank_log(self, generation: int, rank: int) -> Path:
         return self.logs / f"gen-{generation:04d}" / f"rank-{rank:05d}.log"
@@ -263,7 +232,7 @@ class Home:
             self.path = Path(chosen).expanduser().absolute()
         except RuntimeError:  # no such user, or one without a home
             got = f"{chosen}, whose ~ has no home directory on this machine"
-            raise UserError(str(Problem(f"${HOME_VARIABLE}", got, "a directory"))) from None
+            raise UserError.of(f"${HOME_VARIABLE}", got, "a directory") from None
         self.jobs = self.path / "jobs"
         self.cache = self.path / CACHE
 
@@ -276,13 +245,12 @@ class Home:
         directory = self.directory(job.name)
         socket_bytes = len(os.fsencode(directory.host_socket))
         if socket_bytes > SOCKET_PATH_BYTES:
-            problem = Problem(
+            raise UserError.of(
                 "--home",
                 f"{self.path} ({socket_bytes} bytes with the job's socket)",
                 f"a path short enough that {directory.host_socket} has at most {SOCKET_PATH_BYTES}",
                 f"choose a shorter path, or set {HOME_VARIABLE}",
             )
-            raise UserError(str(problem))
         new = self.jobs / f".{job.name}.{secrets.token_hex(4)}"
         try:
             new.mkdir(parents=True, mode=0o700)
@@ -336,7 +304,7 @@ class Home:
                 raise HoldfastError(f"{record}: cannot be read ({error.strerror})") from None
         names = [job.name for job in self.list()]
         expected = f"one of {', '.join(names)}" if names else f"a job; {self.path} holds none"
-        raise UserError(str(Problem("job", name, expected, "see `holdfast status`")))
+        raise UserError.of("job", name, expected, "see `holdfast status`")
 
     def list(self) -> list[JobDirectory]:
         """The directories of all jobs, sorted by name; those without job.json are left out."""

@@ -31,6 +31,7 @@ from .agent_gateway import AgentGateway
 from .agent_server import AgentConnection, AgentServer
 from .checkpoint_store.async_store import ThreadedCheckpointStore
 from .checkpoint_store.options import CHECKPOINT_FIELD
+from .checkpoint_store.store import CheckpointStore
 from .clock import Clock
 from .code_sender import CodeSender, CodeStore
 from .control_api import ControlApi
@@ -172,10 +173,10 @@ class JobRuntime:
             await self._open_backend()
         try:
             async with asyncio.timeout(None if fresh else self._timing.storage_listing_s):
-                await self._storage.prepare()
-                self._manifests = await self._storage.manifests()
+                await self._storage.call(CheckpointStore.prepare)
+                self._manifests = await self._storage.call(CheckpointStore.manifests)
                 if fresh and not self._manifests:
-                    self._expect_readable(await self._storage.damaged())
+                    self._expect_readable(await self._storage.call(CheckpointStore.damaged))
         except (HoldfastError, TimeoutError) as problem:
             # A job that trains needs its controller more than its storage: until the next commit
             # the checkpoints that the journal knows have to do.
@@ -275,7 +276,7 @@ class JobRuntime:
         not answer."""
         try:
             async with asyncio.timeout(self._timing.storage_listing_s):
-                listing = await self._storage.manifests()
+                listing = await self._storage.call(CheckpointStore.manifests)
         except TimeoutError:
             limit_s = self._timing.storage_listing_s
             raise HoldfastError(f"storage: no answer within {limit_s:g} s") from None
@@ -291,12 +292,11 @@ class JobRuntime:
         if damaged:
             path = self._submission.checkpoint_path
             got = f"{path}, where the manifest of {', '.join(damaged[:3])} is damaged"
-            expected = "checkpoints that can be read, or none"
             fix = (
                 f"holdfast checkpoint repair {path} --job {self.key}; to begin at step 0 choose "
                 f"another path"
             )
-            raise UserError(str(Problem(CHECKPOINT_FIELD, got, expected, fix)))
+            raise UserError.of(CHECKPOINT_FIELD, got, "checkpoints that can be read, or none", fix)
 
     def _foreign(self, others: list[str]) -> Problem:
         """Two jobs with the same checkpoint path would write into each other's directories."""
@@ -331,7 +331,9 @@ class JobRuntime:
         try:
             async with asyncio.timeout(self._timing.storage_listing_s):
                 retention = self.state.job.spec.checkpoint.retention
-                adopted = await self._storage.adopt_written(generation, retention)
+                adopted = await self._storage.call(
+                    CheckpointStore.adopt_written, generation, retention
+                )
         except (HoldfastError, TimeoutError) as error:
             self.log.warning("what agents wrote without a controller is not read: %s", error)
             return []

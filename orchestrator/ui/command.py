@@ -14,7 +14,7 @@ import typer
 
 from holdfast.orchestrator.cli.options import Target, with_target
 from holdfast.orchestrator.cli.output import stderr
-from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+from holdfast.orchestrator.errors import HoldfastError, UserError
 
 if TYPE_CHECKING:
     from holdfast.orchestrator.runtime.observe.view import JobView
@@ -63,8 +63,7 @@ def ui(
         listener.bind((HOST, port))
         listener.listen()  # a browser that opens the URL at once waits for the first answer
     except OSError as error:
-        got = f"{port} ({error.strerror})"
-        raise UserError(str(Problem("--port", got, "a free port"))) from None
+        raise UserError.of("--port", f"{port} ({error.strerror})", "a free port") from None
     port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
     where = target.command().removeprefix("holdfast").removeprefix("kubectl holdfast").strip()
     source = Source(target, where.replace("--", "") or "this machine")
@@ -141,4 +140,4 @@ def write_report(view: JobView, file: str, command: str) -> None:
 
 
 def _missing(error: ModuleNotFoundError) -> UserError:
-    return UserError(str(Problem("ui", f"no package {error.name}", "it installed", FIX)))
+    return UserError.of("ui", f"no package {error.name}", "it installed", FIX)

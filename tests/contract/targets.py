@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -167,14 +167,10 @@ class Controller:
         os.kill(pid, signal.SIGKILL)
 
 
-def run(scenario: Callable[[Controller], Awaitable[None]], target: ContractTarget) -> None:
-    """Run a scenario with one controller."""
-
-    async def live() -> None:
-        async with Controller(target) as controller:
-            await scenario(controller)
-
-    asyncio.run(live())
+async def release(target: ContractTarget) -> None:
+    """Release all nodes of a target."""
+    async with Controller(target) as controller:
+        await controller.backend.close(release=True)
 
 
 def pid_exists(pid: int) -> bool:

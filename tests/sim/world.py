@@ -284,16 +284,16 @@ class World(VirtualTime):
         return f"rank {worker.rank} of generation {worker.generation} is stopped"
 
     def _crash_node(self) -> str:
-        node = self._live()
-        if node is not None:
-            self.node_dies(node, visible=True, why="crash")
-        return f"{node.name} crashes" if node else ""
+        return self._node_dies(visible=True, why="crash", text="crashes")
 
     def _power_loss(self) -> str:
+        return self._node_dies(visible=False, why="power loss", text="loses power")
+
+    def _node_dies(self, *, visible: bool, why: str, text: str) -> str:
         node = self._live()
         if node is not None:
-            self.node_dies(node, visible=False, why="power loss")
-        return f"{node.name} loses power" if node else ""
+            self.node_dies(node, visible=visible, why=why)
+        return f"{node.name} {text}" if node else ""
 
     def _partition(self) -> str:
         node, seconds = self._live(), self.between(0.3, 8.0)

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import msgspec
 
-from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol import python_command
 from holdfast.orchestrator.protocol.framing import HEADER_BYTES, BadFrame, frame_length
@@ -175,12 +175,11 @@ def _check(arguments: argparse.Namespace) -> tuple[tuple[str, int], ...]:
 
     if bool(arguments.tls) != bool(arguments.tls_name):
         got = "--tls without --tls-name" if arguments.tls else "--tls-name without --tls"
-        raise UserError(str(Problem("--tls", got, "both or none")))
+        raise UserError.of("--tls", got, "both or none")
     if not arguments.token_file.is_file():
-        expected = "a file with the job's token"
-        raise UserError(str(Problem("--token-file", str(arguments.token_file), expected)))
+        raise UserError.of("--token-file", str(arguments.token_file), "a file with the job's token")
     if arguments.grace is not None and arguments.grace <= 0:
-        raise UserError(str(Problem("--grace", f"{arguments.grace:g}", "seconds above 0")))
+        raise UserError.of("--grace", f"{arguments.grace:g}", "seconds above 0")
     if arguments.tls:
         tls.client_context(*tls.files(arguments.tls))
     return m.parse_endpoints(arguments.endpoint) if arguments.endpoint else ()

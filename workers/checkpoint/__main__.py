@@ -32,16 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _verify(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     result = inspect.verify(options.path, inspect.find(options.path, options.step))
-    body = {
-        "path": options.path,
-        "directory": result.directory,
-        "ok": result.ok,
-        "num_files": result.num_files,
-        "num_tensors": result.num_tensors,
-        "num_rank_states": result.num_rank_states,
-        "num_bytes": result.num_bytes,
-        "problems": result.problems,
-    }
+    body = {"path": options.path, "ok": result.ok, **dataclasses.asdict(result)}
     return body, 0 if result.ok else 1
 
 

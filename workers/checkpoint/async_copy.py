@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from .device import CopyDevice, Event, as_integers
+from .device import CudaDevice, Event, as_integers
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -115,7 +115,7 @@ class AsyncCopier:
     """Copies on the device's second stream, one copy at a time; a thread completes them."""
 
     def __init__(
-        self, device: CopyDevice, before_each_step: Callable[[Callable[[], None]], None]
+        self, device: CudaDevice, before_each_step: Callable[[Callable[[], None]], None]
     ) -> None:
         self._device = device
         self._current: _Copy | None = None

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.errors import UserError, few
 
 Given = Any
 """A torch.optim.Optimizer, a wrapper of one, or a list, tuple or mapping of them."""
@@ -179,9 +179,8 @@ def _not_an_optimizer(given: Given, path: str) -> UserError:
 
 
 def _not_given(kind: str, names: list[str]) -> UserError:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return UserError(
-        f"optimizer: got a step of {kind} over parameters of the model ({', '.join(names[:3])}"
-        f"{more}) that was not given to restore, so no checkpoint has its state; expected all "
-        "optimizers; write s.restore(model, [first, second])"
+        f"optimizer: got a step of {kind} over parameters of the model ({few(names)}) that was not "
+        "given to restore, so no checkpoint has its state; expected all optimizers; write "
+        "s.restore(model, [first, second])"
     )

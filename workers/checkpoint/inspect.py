@@ -59,12 +59,17 @@ def find(path: str, step: int | None = None) -> Manifest:
         with contextlib.suppress(HoldfastError):
             committed.append(store.manifest(name))
     committed.sort(key=lambda m: (m.step, m.generation), reverse=True)
-    for manifest in committed:
+    return choose(path, committed, step, "committed checkpoint")
+
+
+def choose(path: str, manifests: Sequence[Manifest], step: int | None, kind: str) -> Manifest:
+    """The first manifest, or a step's. Raises UserError if there is none."""
+    for manifest in manifests:
         if step is None or manifest.step == step:
             return manifest
-    have = ", ".join(str(m.step + 1) for m in committed) or "none"
+    have = ", ".join(str(m.step + 1) for m in manifests) or "none"
     wanted = "" if step is None else f" after {steps_done(step)}"
-    raise UserError(f"{path}: got no committed checkpoint{wanted}; expected one (steps: {have})")
+    raise UserError(f"{path}: got no {kind}{wanted}; expected one (steps: {have})")
 
 
 def verify(path: str, manifest: Manifest) -> VerifyResult:

@@ -410,7 +410,7 @@ _JSON_TYPES = frozenset((str, int, bool, type(None)))
 
 
 class UnsupportedValue(TypeError):
-    """A value that a checkpoint cannot hold; the text is the name of its type."""
+    """A value that a checkpoint cannot hold; the text is the name of its type, as a rule."""
 
 
 def unsupported(value: Any) -> Any:
@@ -421,6 +421,13 @@ def pack(value: Any, blob: Callable[[Any], Any] = unsupported) -> Any:
     """The value as JSON values. `blob` returns JSON values for one that has no form here, such as
     an array, and `unpack` needs its counterpart. Raises UnsupportedValue if `unpack` could not
     return an equal one."""
+    try:
+        return _pack(value, blob)
+    except RecursionError:
+        raise UnsupportedValue("a value that contains itself") from None
+
+
+def _pack(value: Any, blob: Callable[[Any], Any]) -> Any:
     kind = type(value)
     if kind in _JSON_TYPES:
         return value
@@ -429,12 +436,12 @@ def pack(value: Any, blob: Callable[[Any], Any] = unsupported) -> Any:
     if isinstance(value, Mapping):
         return _pack_mapping(value, blob)
     if isinstance(value, tuple):
-        return {_TUPLE: [pack(item, blob) for item in value]}
+        return {_TUPLE: [_pack(item, blob) for item in value]}
     if isinstance(value, list):
-        return [pack(item, blob) for item in value]
+        return [_pack(item, blob) for item in value]
     for plain in (str, int, float):  # a member of an enum, a number of numpy
         if isinstance(value, plain):
-            return pack(plain(value) if plain is not str else str.__str__(value))
+            return _pack(plain(value) if plain is not str else str.__str__(value), blob)
     return {_BLOB: blob(value)}
 
 
@@ -442,9 +449,9 @@ def _pack_mapping(value: Mapping[Any, Any], blob: Callable[[Any], Any]) -> Any:
     texts = all(type(key) is str for key in value)
     looks_marked = len(value) == 1 and not _MARKS.isdisjoint(value)
     if texts and not looks_marked and not isinstance(value, Counter):
-        return {key: pack(item, blob) for key, item in value.items()}
+        return {key: _pack(item, blob) for key, item in value.items()}
     mark = _COUNTER if isinstance(value, Counter) else _PAIRS
-    return {mark: [[pack(key), pack(item, blob)] for key, item in value.items()]}
+    return {mark: [[_pack(key, unsupported), _pack(item, blob)] for key, item in value.items()]}
 
 
 def unpack(value: Any, blob: Callable[[Any], Any] = unsupported) -> Any:

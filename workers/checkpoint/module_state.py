@@ -35,10 +35,9 @@ def _stored(name: str, module: nn.Module) -> Any:
                         "set_extra_state; expected both; define the other")  # fmt: skip
     try:
         return rank_values.to_json(module.get_extra_state())
-    except (UnsupportedValue, RecursionError) as error:
-        got = error if isinstance(error, UnsupportedValue) else "a value that contains itself"
+    except UnsupportedValue as error:
         raise UserError(
-            f"{name}: got {got} from get_extra_state of {kind.__name__}; expected numbers, text, "
+            f"{name}: got {error} from get_extra_state of {kind.__name__}; expected numbers, text, "
             "lists, mappings, bytes, plain tensors and arrays; return these, or keep it in buffers"
         ) from None
 

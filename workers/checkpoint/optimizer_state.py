@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.errors import UserError, few
 
 from . import rank_values
 from .given_optimizers import SEPARATOR
@@ -56,7 +56,7 @@ class OptimizerState:
         self, name: str, optimizer: Any, parameters: Mapping[str, nn.Parameter], box: BoxOf
     ) -> None:
         self.name, self.optimizer, self._box = name, optimizer, box
-        self.prefix = prefix_of(name)
+        self.prefix = f"{OPTIMIZER}{name}{SEPARATOR}" if name else OPTIMIZER
         self._label = f"optimizer {name}" if name else "optimizer"
         self._parameters = parameters
         self.stepped: dict[str, Tensor] = {}
@@ -215,7 +215,7 @@ class OptimizerState:
             without = [n for n in stepped if not self.of(n) and local_of(self.stepped[n]).numel()]
             if without and len(without) < len(stepped):
                 raise UserError(
-                    f"{self._label}: got no state of {_some(without)} after a step, but state of "
+                    f"{self._label}: got no state of {few(without)} after a step, but state of "
                     f"others in param_groups[{index}]; expected state of all on every rank, or of "
                     "none; use an optimizer that keeps on each rank the state of all parameters "
                     "of its part of the model"
@@ -291,9 +291,10 @@ class OptimizerState:
         if in_full and scalars:
             longest = max(scalars.values(), key=lambda plain: len(str(plain)))
             scalars |= dict.fromkeys(self._waiting(), longest)
+        groups = enumerate(self.optimizer.param_groups[: len(self._groups)])
         out = {
             "class": type(self.optimizer).__name__,
-            "groups": [self._export_group(i, g) for i, g in enumerate(self._current_groups())],
+            "groups": [self._export_group(number, _numbers(group)) for number, group in groups],
             "in_script": self._settings,
             "sizes": self.total_sizes,
             "scalars": scalars,
@@ -301,9 +302,6 @@ class OptimizerState:
         }
         forms = self._current_forms(num_values)
         return out | ({"forms": forms} if forms else {})
-
-    def _current_groups(self) -> list[dict[str, Any]]:
-        return [_numbers(group) for group in self.optimizer.param_groups[: len(self._groups)]]
 
     def _export_group(self, index: int, group: Mapping[str, Any]) -> Any:
         where = f"{self._label}.param_groups[{index}]"
@@ -440,11 +438,6 @@ class OptimizerState:
         return torch.device("cpu")
 
 
-def prefix_of(name: str) -> str:
-    """Beginning of the names of an optimizer's entries; empty for a single optimizer."""
-    return f"{OPTIMIZER}{name}{SEPARATOR}" if name else OPTIMIZER
-
-
 def _axis_name(tensor: DTensor, dim: int) -> str:
     names = tensor.device_mesh.mesh_dim_names
     return names[dim] if names else str(dim)
@@ -452,11 +445,6 @@ def _axis_name(tensor: DTensor, dim: int) -> str:
 
 def _flat(num_elements: int) -> Box:
     return Box((num_elements,), (0,), (num_elements,), 1)
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -484,16 +472,13 @@ def packed(values: Any, where: str, fix: str, blob: Callable[[Any], Any] = unsup
     """The values as JSON values. Raises UserError for an unsupported one, with its key."""
     try:
         return pack(values, blob)
-    except (UnsupportedValue, RecursionError):
+    except UnsupportedValue:
         for key, value in values.items():
             try:
                 pack(value, blob)
-            except (UnsupportedValue, RecursionError) as error:
-                got = (
-                    error if isinstance(error, UnsupportedValue) else "a value that contains itself"
-                )
+            except UnsupportedValue as error:
                 raise UserError(
-                    f"{where}[{key!r}]: got {got}; expected numbers, text, lists and mappings; "
+                    f"{where}[{key!r}]: got {error}; expected numbers, text, lists and mappings; "
                     f"{fix}"
                 ) from None
         raise

@@ -7,7 +7,6 @@ would lose every value that only the other ranks have.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 
@@ -16,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol.mesh import Mesh
+
+from .tensors import num_parts, split_dims
 
 
 class WrongSharding(UserError):
@@ -45,7 +46,8 @@ def expect_mesh(tensors: Mapping[str, Tensor], shape: Mesh, rank: int) -> bool:
         if kind in checked:
             continue
         checked.add(kind)
-        parts = num_parts(name, tensor)
+        expect_no_sums(f"model: got {name}", tensor)
+        parts = num_parts(tensor)
         _expect_same_part_on_twins(name, tensor, parts, shape, rank)
         if parts > most:
             most, name_of_most = parts, name
@@ -55,20 +57,13 @@ def expect_mesh(tensors: Mapping[str, Tensor], shape: Mesh, rank: int) -> bool:
     return bool(name_of_most)
 
 
-def num_parts(name: str, tensor: DTensor) -> int:
-    """Number of different parts of a tensor. Raises UserError for partial sums."""
+def expect_no_sums(got: str, tensor: DTensor) -> None:
+    """Raises UserError for partial sums."""
     if any(placement.is_partial() for placement in tensor.placements):
         raise UserError(
-            f"model: got {name} placed as {tensor.placements}; expected shards or replicas, not "
-            "partial sums; redistribute it before restore"
+            f"{got} placed as {tensor.placements}; expected shards or replicas, not partial sums; "
+            "redistribute it first"
         )
-    return math.prod(tensor.device_mesh.size(dim) for dim in _split_dims(tensor))
-
-
-def _split_dims(tensor: DTensor) -> list[int]:
-    """Dimensions of its mesh along which the parts differ. Not is_shard(): in some versions it is
-    False for _StridedShard (FSDP2 over a tensor axis)."""
-    return [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
 
 
 def _expect_same_part_on_twins(
@@ -76,7 +71,7 @@ def _expect_same_part_on_twins(
 ) -> None:
     ranks = tensor.device_mesh.mesh
     here = (ranks == rank).nonzero()
-    split = _split_dims(tensor)
+    split = split_dims(tensor)
     for twin in shape.twins(rank):
         there = (ranks == twin).nonzero()
         if len(here) and len(there) and here[0][split].tolist() != there[0][split].tolist():

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol.mesh import AXES, Mesh
 
 from . import rank_values
@@ -80,7 +80,7 @@ class RankState:
             if user_object.on_resize not in ("refuse", "restart", "same-rank"):
                 field = f"per_rank[{name!r}].on_resize"
                 wanted = "refuse, restart or same-rank"
-                raise UserError(str(Problem(field, repr(user_object.on_resize), wanted)))
+                raise UserError.of(field, repr(user_object.on_resize), wanted)
         self._rank, self._mesh = rank, mesh
         self._twins: Twins | None = None
         self._ranks = tuple(sorted((rank, *mesh.twins(rank))))

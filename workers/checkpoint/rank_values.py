@@ -56,10 +56,9 @@ def encode(values: dict[str, Any]) -> bytes:
     for name, value in values.items():
         try:
             packed[name] = pack(value, blobs.add)
-        except (UnsupportedValue, RecursionError) as error:
-            got = error if isinstance(error, UnsupportedValue) else "a value that contains itself"
+        except UnsupportedValue as error:
             raise UserError(
-                f"per_rank[{name!r}]: got {got} in its state; expected numbers, text, lists, "
+                f"per_rank[{name!r}]: got {error} in its state; expected numbers, text, lists, "
                 "mappings, bytes, plain tensors and arrays of numbers"
             ) from None
     text = json.dumps(packed, separators=(",", ":")).encode()

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
 
-from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
-from holdfast.orchestrator.protocol.facts import ShardFile, steps_done
-from holdfast.orchestrator.protocol.files import make_directory, replace, replacing, write_all
+from holdfast.orchestrator.errors import HoldfastError, UserError
+from holdfast.orchestrator.protocol.facts import ShardFile
+from holdfast.orchestrator.protocol.files import make_directory, write_all
 from holdfast.orchestrator.protocol.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -91,11 +89,7 @@ def repair(path: str, step: int | None = None, *, write: bool, job: str = "") ->
     nothing to repair, HoldfastError if the store cannot be read or written."""
     store = CheckpointFiles(path)
     saved = _checkpoints(store)
-    chosen = next((c for c in saved if step is None or c.step == step), None)
-    if chosen is None:
-        have = ", ".join(str(c.step + 1) for c in saved) or "none"
-        wanted = "with all its files" if step is None else f"after {steps_done(step)}"
-        raise UserError(f"{path}: got no checkpoint {wanted}; expected one (steps: {have})")
+    chosen = inspect.choose(path, saved, step, "checkpoint with all its files")
     if chosen.committed_at and inspect.verify(path, chosen).ok:
         raise UserError(f"{path}: {chosen.directory} is intact; expected a damaged checkpoint")
     work = _Repair(store, chosen, [c for c in saved if _key(c) < _key(chosen)])
@@ -104,9 +98,9 @@ def repair(path: str, step: int | None = None, *, write: bool, job: str = "") ->
         jobs = [c.job for c in saved if c.job] or [job]
         if not jobs[0]:
             got = f"nothing, and no manifest in {path} is left that has it"
-            raise UserError(str(Problem("--job", got, "the job's name")))
-        generation = 1 + max(_generations(store))
-        work.write(path, generation, jobs[0])
+            raise UserError.of("--job", got, "the job's name")
+        present = filter(None, map(parse_directory_name, store.directories()))
+        work.write(path, 1 + max(generation for _step, generation in present), jobs[0])
     return result
 
 
@@ -114,17 +108,10 @@ def _key(manifest: Manifest) -> tuple[int, int]:
     return (manifest.step, manifest.generation)
 
 
-def _generations(store: CheckpointFiles) -> list[int]:
-    parsed = [parse_directory_name(name) for name in store.directories()]
-    return [directory[1] for directory in parsed if directory is not None]
-
-
 def _checkpoints(store: CheckpointFiles) -> list[Manifest]:
     """Newest first; also those whose manifest is gone or damaged but whose files are all there."""
     checkpoints = []
-    for name in store.directories():
-        if parse_directory_name(name) is None:
-            continue
+    for name in filter(parse_directory_name, store.directories()):
         try:
             checkpoints.append(store.manifest(name))
         except UnreadableCheckpoint:
@@ -257,10 +244,10 @@ class _Repair:
     # -- write ----------------------------------------------------------------------------------
     def write(self, path: str, generation: int, job: str) -> None:
         """The manifest comes last, after all files have been read again."""
-        chosen, system, root = self._chosen, self._store.filesystem, self._store.root
-        directory = f"{root}/{directory_name(chosen.step, generation)}"
+        chosen, name = self._chosen, directory_name(self._chosen.step, generation)
+        system, directory = self._store.filesystem, f"{self._store.root}/{name}"
         make_directory(system, directory)
-        files = tuple(self._write_file(directory, file, generation) for file in chosen.files)
+        files = tuple(self._write_file(name, file, generation) for file in chosen.files)
         manifest = msgspec.structs.replace(
             chosen,
             job=job,
@@ -275,11 +262,8 @@ class _Repair:
             with contextlib.suppress(Exception):
                 system.rm(directory, recursive=True)
             return
-        data, target = encode_manifest(manifest), f"{directory}/{MANIFEST_NAME}"
-        if self._store.is_local:
-            replace(Path(target), data)
-        else:
-            system.pipe_file(target, data)
+        with self._store.writing(f"{name}/{MANIFEST_NAME}") as file:
+            write_all(file, encode_manifest(manifest))
         self.result.written, self.result.num_bytes = manifest.directory, manifest.num_bytes
 
     def _write_file(self, directory: str, file: ShardFile, generation: int) -> ShardFile:
@@ -294,7 +278,7 @@ class _Repair:
         checksums = [hash_bytes(parts[entry.name].data()) for entry in layout.entries]
         header = bytes(layout.render(self._chosen.step, checksums, encode_extra(self._extra)))
         digest = xxhash.xxh3_128()
-        with self._file(f"{directory}/{file.file}") as stream:
+        with self._store.writing(f"{directory}/{file.file}") as stream:
             tensors = (parts[entry.name].data().tobytes() for entry in layout.entries)
             for data in chain((header,), tensors):
                 digest.update(data)
@@ -308,22 +292,6 @@ class _Repair:
             layout.num_bytes,
             digest.hexdigest(),
         )
-
-    @contextlib.contextmanager
-    def _file(self, path: str) -> Iterator[Any]:
-        if self._store.is_local:
-            with replacing(Path(path)) as file:
-                yield file
-            return
-        file = self._store.filesystem.open(path, "wb")
-        try:
-            yield file
-        except BaseException:
-            with contextlib.suppress(Exception):
-                file.discard()  # close() would complete a partial upload
-            file.closed = True  # its destructor would close it
-            raise
-        file.close()
 
 
 def _intact(source: ShardSource, entry: Entry) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.errors import UserError, few
 
 from .layout import (
     DTYPE_BYTES,
@@ -36,8 +36,8 @@ from .optimizer_state import WrongOptimizer
 from .shard_order import ShardOrder
 from .shard_sources import ShardSource, UnreadableCheckpoint, expect_identity
 from .stage import flat_bytes
-from .state import StateTensor, TrainingState, combined_extra
-from .tensors import storage_type
+from .state import TrainingState, combined_extra
+from .tensors import StateTensor, storage_type
 from .upload import Uploader
 
 _MAX_NAMED = 5
@@ -273,8 +273,7 @@ def _message(what: str, problems: dict[str, list[str]]) -> str:
     lines = [f"{what}: a checkpoint of another model or optimizer"]
     for kind, names in problems.items():
         if names:
-            more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-            lines.append(f"  {kind} ({len(names)}): {', '.join(names[:_MAX_NAMED])}{more}")
+            lines.append(f"  {kind} ({len(names)}): {few(names, _MAX_NAMED)}")
     lines.append("  use the model settings of the run that wrote it, or another checkpoint path")
     return "\n".join(lines)
 

@@ -3,12 +3,14 @@ torch."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -17,7 +19,7 @@ import xxhash
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.protocol.facts import ShardFile
-from holdfast.orchestrator.protocol.files import is_local, read_small
+from holdfast.orchestrator.protocol.files import is_local, read_small, replacing
 from holdfast.orchestrator.protocol.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -45,23 +47,6 @@ NOT_A_FILE = (errno.ENXIO, errno.ELOOP)
 
 TICK_BYTES = 256 * 2**20
 """Progress is reported after so many bytes from memory: a fraction of a second."""
-
-
-class ShardSource(Protocol):
-    """One shard file."""
-
-    name: str
-
-    def header(self) -> Header: ...
-
-    def data(self, begin: int, end: int) -> Bytes:
-        """The bytes from begin to end, counted from the end of the header."""
-
-    def entries(
-        self, wanted: Iterable[Entry], tick: Callable[[], None]
-    ) -> Iterator[tuple[Entry, Bytes]]:
-        """Each of these entries and its bytes, which are valid until the next one; in any order.
-        Calls `tick` as it reads."""
 
 
 class MappedShard:
@@ -92,12 +77,15 @@ class MappedShard:
         return xxhash.xxh3_128_hexdigest(self.bytes.data)
 
     def data(self, begin: int, end: int) -> Bytes:
+        """The bytes from begin to end, counted from the end of the header."""
         at = self.header().data_start
         return self.bytes[at + begin : at + end]
 
     def entries(
         self, wanted: Iterable[Entry], tick: Callable[[], None]
     ) -> Iterator[tuple[Entry, Bytes]]:
+        """Each of these entries and its bytes, which are valid until the next one; in any order.
+        Calls `tick` as it reads."""
         num_bytes = 0
         for entry in wanted:
             yield entry, self.data(entry.begin, entry.end)
@@ -158,6 +146,10 @@ class RemoteShard:
         return data
 
 
+ShardSource = MappedShard | RemoteShard
+"""One shard file."""
+
+
 class CheckpointFiles:
     """The storage tier below one path or URL; only files that a manifest names are read."""
 
@@ -208,7 +200,26 @@ class CheckpointFiles:
             raise UnreadableCheckpoint(f"{self.path}: cannot be listed: {_why(error)}") from None
         return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in names)
 
-    def open(self, directory: str, file: ShardFile) -> MappedShard | RemoteShard:
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[Any]:
+        """A binary file that gets this name below the path when the block ends without an error.
+        Raises what the store's library raises."""
+        path = f"{self.root}/{name}"
+        if self.is_local:
+            with replacing(Path(path)) as file:
+                yield file
+            return
+        file = self.filesystem.open(path, "wb")
+        try:
+            yield file
+        except BaseException:
+            with contextlib.suppress(Exception):
+                file.discard()  # close() would complete a partial upload
+            file.closed = True  # its destructor would close it
+            raise
+        file.close()
+
+    def open(self, directory: str, file: ShardFile) -> ShardSource:
         """Open one shard file, without waiting for a FIFO. Raises DamagedCheckpoint if it is not a
         file with data and the manifest's length."""
         name = f"{directory}/{file.file}"

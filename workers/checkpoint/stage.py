@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.errors import UserError, few
 from holdfast.orchestrator.protocol.facts import steps_done
 
 from .async_copy import AsyncCopier, CopiedTensor, CopySet
-from .device import CopyDevice, CudaDevice, PageLocks
+from .device import CudaDevice, PageLocks
 from .layout import (
     MODEL,
     Bytes,
@@ -42,8 +42,6 @@ from .layout import (
 from .state import TrainingState
 from .tensors import storage_type
 from .twin_parts import SAMPLE_ROOM, WritableBuffer, divide, sample
-
-_MAX_NAMED = 3
 
 _SLACK_BYTES = 64 * 1024
 """Room for extra state that grows: buffers are requested once and keep their size."""
@@ -118,17 +116,20 @@ class _StagedPart:
         ranges += [self._sample] if self._sample is not None else []
         return [view[begin:end] for begin, end in ranges]
 
-    def write_header(self, view: Bytes, step: int, extra: bytes, checksums: list[int]) -> int:
-        """Returns the checksum of the bytes that twins compare."""
+    def complete(
+        self, buffers: BufferSource, buffer: WritableBuffer, step: int, extra: bytes,
+        checksums: list[int],
+    ) -> None:  # fmt: skip
+        """Write the header, and report the buffer with the checksum of what twins compare."""
         if self.whole:
             header = self.layout.render(step, checksums, extra)
         else:
             numbers = dict(zip(self.indices, checksums, strict=False))
             header = self.layout.render_part(step, numbers, extra)
-        rendered = np.frombuffer(header, dtype=np.uint8)
         for begin, end in self.header_ranges:
-            view[begin:end] = rendered[begin:end]
-        return 0 if self._sample is None else checksums[-1]
+            buffer.memory[begin:end] = header[begin:end]
+        compared = 0 if self._sample is None else checksums[-1]
+        buffers.staged(buffer.number, step, self.layout.num_bytes, compared)
 
 
 class Stager:
@@ -142,7 +143,7 @@ class Stager:
         generation: int,
         shard: int,
         num_shards: int,
-        device: torch.device | CopyDevice,
+        device: torch.device | CudaDevice,
     ) -> None:
         self._state, self._buffers = state, buffers
         self._identity = {"generation": generation, "shard": shard, "num_shards": num_shards}
@@ -154,8 +155,8 @@ class Stager:
         self._owners: list[Tensor] = []
         self._parts: dict[tuple[int, int], _StagedPart] = {}
         """(part, parts) -> what is staged."""
-        self._views: dict[WritableBuffer, tuple[Bytes, list[Bytes]]] = {}
-        """The buffer's memory, and the piece of it for each tensor."""
+        self._targets: dict[WritableBuffer, list[Bytes]] = {}
+        """The piece of the buffer's memory for each tensor."""
         self._buffer_names = state.buffers()
         self._urgent = set(self._buffer_names)
         """Names of tensors that are written between two optimizer steps: what follows waits for
@@ -208,12 +209,15 @@ class Stager:
         self._find_frozen()
         buffer = self._buffers.take_buffer(step, self._capacity, layout.digest)
         part = self._part(layout, buffer)
-        view, targets = self._view(buffer, part)
+        targets = self._targets.get(buffer)
+        if targets is None:
+            view = np.frombuffer(buffer.memory, dtype=np.uint8)
+            targets = self._targets[buffer] = part.targets(view)
         if self._copier is not None:
-            self._start(self._copier, part, view, targets, buffer, step, extra)
+            self._start(self._copier, part, targets, buffer, step, extra)
         else:
             checksums = self._copy_now(buffer, part, targets)
-            _complete(self._buffers, part, view, buffer.number, step, extra, checksums)
+            part.complete(self._buffers, buffer, step, extra, checksums)
             self._on_cpu_s = time.perf_counter() - begin
         return time.perf_counter() - begin
 
@@ -253,7 +257,6 @@ class Stager:
         self,
         copier: AsyncCopier,
         part: _StagedPart,
-        view: Bytes,
         targets: list[Bytes],
         buffer: WritableBuffer,
         step: int,
@@ -278,16 +281,17 @@ class Stager:
             if frozen and not held:
                 self._held[buffer] = {n: _Held(checksums[n], now[n]) for n in frozen}
                 self._copies.pop(buffer, None)
-            _complete(self._buffers, part, view, buffer.number, step, extra, checksums)
+            part.complete(self._buffers, buffer, step, extra, checksums)
             return []
 
         def thrown_away(written: list[str]) -> None:
             self.num_thrown_away += 1
+            names = [name.removeprefix(MODEL) for name in written]
             if changed:
-                print(_not_frozen(step, changed), file=sys.stderr)
+                print(_not_frozen(step, names), file=sys.stderr)
             else:
                 self._urgent.update(written)
-                print(_torn(step, written), file=sys.stderr)
+                print(_torn(step, names), file=sys.stderr)
             self._copies.clear()
             self._buffers.put_back(buffer.number)
 
@@ -326,7 +330,7 @@ class Stager:
         layout = make_layout(entries, extra=extra, **self._identity)
         self._reserve(layout, entries)
         self._layout = layout
-        self._views.clear()
+        self._targets.clear()
         self._parts.clear()
         self._copies.clear()
         self._held.clear()
@@ -363,16 +367,8 @@ class Stager:
                 part.find_sources()
         return part
 
-    def _view(self, buffer: WritableBuffer, part: _StagedPart) -> tuple[Bytes, list[Bytes]]:
-        """A buffer's memory, and the piece of it for each tensor."""
-        views = self._views.get(buffer)
-        if views is None:
-            view = np.frombuffer(buffer.memory, dtype=np.uint8)
-            views = self._views[buffer] = view, part.targets(view)
-        return views
 
-
-def _with_memory_of_its_own(device: torch.device | CopyDevice) -> CopyDevice | None:
+def _with_memory_of_its_own(device: torch.device | CudaDevice) -> CudaDevice | None:
     if not isinstance(device, torch.device):
         return device
     return CudaDevice(device) if device.type == "cuda" else None
@@ -388,19 +384,15 @@ class _Held:
 
 
 def _not_frozen(step: int, written: list[str]) -> str:
-    name = written[0].removeprefix(MODEL)
-    more = f" and {len(written) - 1} more" if len(written) > 1 else ""
     return (
-        f"holdfast: the copy after {steps_done(step)} is discarded: {name}{more} has "
+        f"holdfast: the copy after {steps_done(step)} is discarded: {few(written, 1)} has "
         "requires_grad False, but was written. From now on it is copied with every step"
     )
 
 
 def _torn(step: int, written: list[str]) -> str:
-    names = [name.removeprefix(MODEL) for name in written[:_MAX_NAMED]]
-    more = f" and {len(written) - _MAX_NAMED} more" if len(written) > _MAX_NAMED else ""
     return (
-        f"holdfast: the copy after {steps_done(step)} is discarded: {', '.join(names)}{more} was "
+        f"holdfast: the copy after {steps_done(step)} is discarded: {few(written)} was "
         "written after session.step, while it was copied. From now on the device waits for the "
         "copy of such tensors before it continues; write them before session.step to avoid it"
     )
@@ -410,16 +402,3 @@ def flat_bytes(tensor: Tensor) -> Bytes:
     """The bytes of a CPU tensor; a copy if it is not contiguous."""
     array: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
     return array
-
-
-def _complete(
-    buffers: BufferSource,
-    part: _StagedPart,
-    view: Bytes,
-    buffer: int,
-    step: int,
-    extra: bytes,
-    checksums: list[int],
-) -> None:
-    compared = part.write_header(view, step, extra, checksums)
-    buffers.staged(buffer, step, part.layout.num_bytes, compared)

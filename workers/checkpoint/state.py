@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.errors import UserError, few
 
 from . import extra_state, given_optimizers, module_state
 from .extra_state import Extra as Extra
@@ -18,13 +18,9 @@ from .given_optimizers import Given
 from .layout import MODEL, MODULES, Box, Entry
 from .optimizer_state import OptimizerState, WrongOptimizer
 from .param_names import ParamNames
-from .param_names import plain_name as plain_name
 from .placement import refuse_fsdp1
 from .rank_state import EXTRA_KEY, RankState
-from .tensors import StateTensor as StateTensor
-from .tensors import address_of, memory_of, storage_type
-from .tensors import box_of as box_of
-from .tensors import empty_like as empty_like
+from .tensors import StateTensor, address_of, box_of, memory_of, storage_type
 from .tensors import local_of as local_of
 
 _POSITIONS = "data"
@@ -302,10 +298,9 @@ class TrainingState:
             *extra_state.changed_settings(self._in_script, extra),
         ]  # fmt: skip
         if changed:
-            more = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
             self._say(
                 "the checkpoint's settings replace the script's: "
-                f"{', '.join(changed[:_MAX_NAMED])}{more}; to change one, set it after s.restore, "
+                f"{few(changed, _MAX_NAMED)}; to change one, set it after s.restore, "
                 "such as optimizer.param_groups[0]['lr'] and its schedule's base_lrs"
             )
 

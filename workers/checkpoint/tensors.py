@@ -153,17 +153,28 @@ def empty_on_mesh(
     )
 
 
+def split_dims(tensor: DTensor) -> list[int]:
+    """Dimensions of its mesh along which the parts differ. Not is_shard(): in some versions it is
+    False for _StridedShard (FSDP2 over a tensor axis)."""
+    return [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+
+
+def num_parts(tensor: Tensor) -> int:
+    """Number of different parts of a tensor over all ranks; 1: every rank has the whole."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    return math.prod(tensor.device_mesh.size(dim) for dim in split_dims(tensor))
+
+
 def box_of(tensor: Tensor) -> Box:
     """The box of this rank's part of a tensor."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Box(shape, (0,) * len(shape), shape, 1)
-    mesh = tensor.device_mesh
-    split = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    parts = math.prod(mesh.size(dim) for dim in split)
     local, offset = compute_local_shape_and_global_offset(
         shape, tensor.device_mesh, tensor.placements
     )
     # An empty part has no position; 0 passes every check.
     empty = 0 in local
-    return Box(shape, (0,) * len(shape) if empty else tuple(offset), tuple(local), parts)
+    at = (0,) * len(shape) if empty else tuple(offset)
+    return Box(shape, at, tuple(local), num_parts(tensor))

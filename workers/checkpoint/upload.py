@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,53 +23,36 @@ PLACE_BYTES = 8 * 2**20
 """Fetched by a device in 0.3 ms, against about 10 us to start a copy; and page-locked quickly."""
 NUM_PLACES = 3
 
-Event = Any
-
-
-class UploadDevice(Protocol):
-    """A device as far as a restore needs one; CudaUpload is torch's CUDA, tests have a counter."""
-
-    def holds(self, tensor: Tensor) -> bool:
-        """True if the tensor is in the memory of the device."""
-
-    def page_locked(self, num_bytes: int) -> Tensor:
-        """New host memory from which copies are asynchronous. Raises RuntimeError."""
-
-    def upload(self, target: Tensor, source: Tensor) -> None:
-        """Queue a copy from host memory; it may be pageable."""
-
-    def record(self) -> Event:
-        """An event after the queued copies."""
-
-    def wait(self, event: Event) -> None:
-        """The host waits, without using its core."""
-
 
 class CudaUpload:
-    """torch's CUDA, on the current stream."""
+    """torch's CUDA, on the current stream. Tests have a counter in its place."""
 
     def holds(self, tensor: Tensor) -> bool:
         return tensor.is_cuda
 
     def page_locked(self, num_bytes: int) -> Tensor:
+        """New host memory from which copies are asynchronous. Raises RuntimeError."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def upload(self, target: Tensor, source: Tensor) -> None:
+        """Queue a copy from host memory; it may be pageable."""
         target.copy_(source, non_blocking=True)
 
     def record(self) -> torch.cuda.Event:
+        """An event after the queued copies."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def wait(self, event: torch.cuda.Event) -> None:
+        """The host waits, without using its core."""
         event.synchronize()
 
 
 @dataclass
 class _Place:
     memory: Tensor
-    event: Event | None = None
+    event: torch.cuda.Event | None = None
 
     @property
     def bytes(self) -> Bytes:
@@ -80,7 +63,7 @@ class _Place:
 class Uploader:
     """Fills tensors of a device. `finish` waits until the device has everything."""
 
-    def __init__(self, device: UploadDevice, place_bytes: int = PLACE_BYTES) -> None:
+    def __init__(self, device: CudaUpload, place_bytes: int = PLACE_BYTES) -> None:
         self._device, self._place_bytes = device, place_bytes
         self._places: list[_Place] = []
         self._next = 0

@@ -6,7 +6,7 @@ import os
 
 import msgspec
 
-from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol.environment import INCIDENTS
 from holdfast.orchestrator.protocol.facts import LaunchIncident
 
@@ -31,5 +31,5 @@ def last_incident() -> LaunchIncident | None:
         incidents = msgspec.json.decode(text, type=tuple[LaunchIncident, ...])
     except msgspec.MsgspecError as error:
         got, fix = f"{text[:80]} ({error})", f"remove {INCIDENTS} from spec.env"
-        raise UserError(str(Problem(INCIDENTS, got, "the list that Holdfast sets", fix))) from None
+        raise UserError.of(INCIDENTS, got, "the list that Holdfast sets", fix) from None
     return incidents[-1] if incidents else None

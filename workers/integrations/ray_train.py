@@ -33,7 +33,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol import files, run_directory
 from holdfast.orchestrator.protocol.run_directory import TrainCheckpoint, facts_file
 from holdfast.workers.session import reporting
@@ -108,8 +108,7 @@ def _expect_shared(run: Path, mark: str) -> None:
             f"{run}, in which rank 0 on {ranks[0][1]} has written and rank {blind[0]} sees nothing"
         )
         fix = "set RunConfig(storage_path=...) to a directory of a network file system"
-        expected = "a directory that all nodes share"
-        raise UserError(str(Problem("storage_path", got, expected, fix)))
+        raise UserError.of("storage_path", got, "a directory that all nodes share", fix)
 
 
 def keep_result(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,7 +126,7 @@ def keep_result(function: Callable[..., Any]) -> Callable[..., Any]:
 def _run(name: str) -> _Run:
     if not _runs:
         expected = "it in the function of a holdfast.ray.Trainer"
-        raise UserError(str(Problem(f"holdfast.ray.{name}", "a call", expected)))
+        raise UserError.of(f"holdfast.ray.{name}", "a call", expected)
     return _runs[0]
 
 
@@ -192,7 +191,7 @@ def report(
 def _refuse(field: str, got: object, expected: str) -> None:
     """Raise UserError if something was given."""
     if got is not None and got is not False:
-        raise UserError(str(Problem(field, str(got)[:80], expected)))
+        raise UserError.of(field, str(got)[:80], expected)
 
 
 def _sync(directory: Path) -> None:
@@ -253,7 +252,7 @@ class TrainContext:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("get_"):
             got, expected = f"get_context().{name}()", "one of the ranks, sizes and the name"
-            raise UserError(str(Problem("holdfast.ray", got, expected)))
+            raise UserError.of("holdfast.ray", got, expected)
         raise AttributeError(name)
 
 
@@ -285,8 +284,7 @@ def prepare_model(
     run = _run("prepare_model")
     if parallel_strategy not in ("ddp", None):
         fix = "call torch.distributed.fsdp.fully_shard on the model"
-        problem = Problem("parallel_strategy", parallel_strategy, "ddp or None", fix)
-        raise UserError(str(problem))
+        raise UserError.of("parallel_strategy", parallel_strategy, "ddp or None", fix)
     if move_to_device:
         model = model.to(run.device if move_to_device is True else move_to_device)
     if parallel_strategy is None or dist.get_world_size() == 1:
@@ -328,7 +326,7 @@ def _with_part(loader: DataLoader[Any]) -> DataLoader[Any]:
         fix = "pass add_dist_sampler=False if it has only the samples of its rank"
         expected = "batch_size, and a sampler or shuffle"
         got = type(loader.batch_sampler).__name__
-        raise UserError(str(Problem("data_loader.batch_sampler", got, expected, fix)))
+        raise UserError.of("data_loader.batch_sampler", got, expected, fix)
     shuffle = not isinstance(loader.sampler, SequentialSampler)
     if shuffle and not _is_plain_shuffle(loader.sampler) and dist.get_rank() == 0:
         warnings.warn(

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data import _utils as processes
 
-from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.errors import UserError
 
 from .order import mix, permuted
 
@@ -514,4 +514,4 @@ def _is_known(function: Any) -> bool:
 
 
 def _wrong(got: str, expected: str, fix: str = "") -> UserError:
-    return UserError(str(Problem("session.data", got, expected, fix)))
+    return UserError.of("session.data", got, expected, fix)

@@ -13,11 +13,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol.facts import GroupProgress
 
+R = TypeVar("R")
 MAX_FRAMES = 100
 MAX_GROUPS = 16
 """Groups with the newest collectives; a mesh of five axes has fewer."""
@@ -53,13 +54,19 @@ def num_collectives() -> int:
 def collectives() -> tuple[GroupProgress, ...]:
     """Progress by torch's flight recorders; empty without torch, without process groups, and where
     this version of torch has no recorder for the backend."""
+    groups = from_recorders(lambda dumps: [group for dump in dumps for group in parse(dump)])
+    return tuple(groups or ())[-MAX_GROUPS:]
+
+
+def from_recorders(read: Callable[[list[Any]], R]) -> R | None:
+    """Result of `read`, of the dumps of all recorders; None: there is none that can be used."""
     if "torch.distributed" not in sys.modules:
-        return ()
+        return None
     try:
-        return tuple(group for dump in recorders() for group in parse(dump()))[-MAX_GROUPS:]
-    except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:
+        return read([dump() for dump in recorders()])
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
         print(f"holdfast: the flight recorder's dump was not used: {error}", file=sys.stderr)
-        return ()
+        return None
 
 
 def recorders() -> list[Callable[[], Any]]:

@@ -7,7 +7,7 @@ report, when that step is complete or soon will be: a step's report has the loss
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,25 +16,16 @@ Pending = Any
 """A value on its way to the host."""
 
 
-class ScalarReader(Protocol):
-    """Reads scalars of a device; CudaScalars is torch's CUDA, tests have one that counts."""
-
-    def start(self, scalar: Tensor) -> Pending:
-        """Queue the copy; the host does not wait."""
-
-    def value(self, pending: Pending) -> float:
-        """Wait for the copy. Without using a core."""
-
-
 class CudaScalars:
-    """Copies on the current stream, to two places in turn: one is read while the other is
-    written."""
+    """Reads scalars of torch's CUDA: copies on the current stream, to two places in turn: one is
+    read while the other is written. Tests have one that counts."""
 
     def __init__(self) -> None:
         self._places: list[Tensor] = []
         self._next = 0
 
     def start(self, scalar: Tensor) -> Pending:
+        """Queue the copy; the host does not wait."""
         if not self._places:
             self._places = [torch.empty((), dtype=torch.float64, pin_memory=True) for _ in range(2)]
         place = self._places[self._next]
@@ -46,6 +37,7 @@ class CudaScalars:
         return place, event
 
     def value(self, pending: Pending) -> float:
+        """Wait for the copy, without using a core."""
         place, event = pending
         event.synchronize()
         return float(place)
@@ -54,7 +46,7 @@ class CudaScalars:
 class LossReport:
     """The loss in a step report. On the CPU it belongs to its own step."""
 
-    def __init__(self, device_type: str, reader: ScalarReader | None = None) -> None:
+    def __init__(self, device_type: str, reader: CudaScalars | None = None) -> None:
         self._device_type = device_type
         self._reader = reader or (CudaScalars() if device_type == "cuda" else None)
         self._pending: Pending | None = None

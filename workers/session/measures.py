@@ -4,16 +4,16 @@ a step. `holdfast spec plan` predicts both."""
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .inspection import recorders
+from .inspection import from_recorders
 
 STATUS = Path("/proc/self/status")
 READ_EVERY_S = 2.0
@@ -93,22 +93,15 @@ class SentBytes:
         if not self._left or self._steps < 2 or self._began_ns is None:
             return
         self._left -= 1
-        sent = _recorded_bytes(self._began_ns)
+        sent = from_recorders(partial(_recorded_bytes, since_ns=self._began_ns))
         if sent is not None:
             self.num_bytes, self._left = sent, 0
 
 
-def _recorded_bytes(since_ns: int) -> int | None:
-    dumps = recorders()
-    if not dumps or "torch.distributed" not in sys.modules:
-        return None
-    try:
-        logs, sizes = [json.loads(dump()).get("entries", ()) for dump in dumps], _group_sizes()
-        sent = [sent_since(since_ns, entries, sizes) for entries in logs]
-        return None if None in sent else sum(filter(None, sent))
-    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-        print(f"holdfast: the flight recorder's dump was not used: {error}", file=sys.stderr)
-        return None
+def _recorded_bytes(dumps: list[Any], since_ns: int) -> int | None:
+    logs, sizes = [json.loads(dump).get("entries", ()) for dump in dumps], _group_sizes()
+    sent = [sent_since(since_ns, entries, sizes) for entries in logs]
+    return None if not sent or None in sent else sum(filter(None, sent))
 
 
 def _group_sizes() -> dict[str, int]:

@@ -9,7 +9,6 @@ step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -18,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from holdfast.orchestrator.errors import UserError
-from holdfast.workers.checkpoint.state import local_of
+from holdfast.workers.checkpoint.placement import expect_no_sums
+from holdfast.workers.checkpoint.tensors import local_of, num_parts
 
 
 class Shards:
@@ -169,20 +168,11 @@ def _local_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def num_shards(parameter: Tensor) -> int:
-    """Number of different parts of a parameter over all ranks; 1: every rank has the whole.
-
-    Raises UserError for partial sums."""
-    if not isinstance(parameter, DTensor):
-        return 1
-    mesh, placements = parameter.device_mesh, parameter.placements
-    if any(placement.is_partial() for placement in placements):
-        raise UserError(
-            f"session.shards: got a parameter of shape {tuple(parameter.shape)} placed as "
-            f"{placements}; expected shards or replicas, not partial sums; redistribute it first"
-        )
-    # Not is_shard(): in some versions it is False for _StridedShard (FSDP2 over a tensor axis).
-    dims = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
-    return math.prod(mesh.size(dim) for dim in dims)
+    """Number of different parts of a parameter. Raises UserError for partial sums."""
+    if isinstance(parameter, DTensor):
+        got = f"session.shards: got a parameter of shape {tuple(parameter.shape)}"
+        expect_no_sums(got, parameter)
+    return num_parts(parameter)
 
 
 def local_parameter(parameter: nn.Parameter) -> nn.Parameter:

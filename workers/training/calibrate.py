@@ -17,8 +17,8 @@ import multiprocessing
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+import timeit
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
@@ -244,8 +244,7 @@ def _loss(model: Transformer, config: Pretrain, x_btd: Tensor, targets_bt: Tenso
 
 def _forget(model: nn.Module, x_btd: Tensor) -> None:
     x_btd.grad = None
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
 
 
 def _optimizer(
@@ -272,7 +271,7 @@ def _median(run: Callable[[], Any], steps: int, device: torch.device) -> float:
         run()
     if device.type != "cuda":
         _meet()
-        return statistics.median(_timed(run) for _ in range(steps))
+        return statistics.median(timeit.repeat(run, repeat=steps, number=1))
     events = [
         torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         for _ in range(steps + 1)
@@ -282,18 +281,10 @@ def _median(run: Callable[[], Any], steps: int, device: torch.device) -> float:
         run()
         event.record()
     torch.cuda.synchronize(device)
-    return statistics.median(_between(events)) / 1e3
-
-
-def _between(events: list[torch.cuda.Event]) -> Iterator[float]:
-    for event, following in itertools.pairwise(events):
-        yield event.elapsed_time(following)
-
-
-def _timed(run: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
+    between: list[float] = [
+        event.elapsed_time(later) for event, later in itertools.pairwise(events)
+    ]
+    return statistics.median(between) / 1e3
 
 
 def _meet() -> None:

@@ -8,7 +8,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from holdfast.workers.checkpoint.state import box_of, local_of
+from holdfast.workers.checkpoint.tensors import box_of, local_of
 from holdfast.workers.session.order import mix
 
 _BLOCK = 2**20

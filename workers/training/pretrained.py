@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol.mesh import Mesh
-from holdfast.workers.checkpoint.state import plain_name
+from holdfast.workers.checkpoint.param_names import plain_name
 from holdfast.workers.session import Session
 
 from .documents import CONFIG

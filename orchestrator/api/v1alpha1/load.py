@@ -48,7 +48,7 @@ def read_job_file(path: str | Path) -> str:
     """The text of a job file. Raises UserError."""
     if Path(path).suffix == ".py":
         expected = "a TrainingJob in YAML; `holdfast spec preflight` checks a script"
-        raise UserError(str(Problem("FILE", f"{path}, a script", expected)))
+        raise UserError.of("FILE", f"{path}, a script", expected)
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -364,11 +364,8 @@ def _fix(field: str, details: ErrorDetails, recipe: Any) -> str:
         return "for no nodes set suspend: true"
     if kind in _ABOVE_MAXIMUM and field in _NO_LIMIT_IF_ABSENT:
         return "leave it out for no limit"
-    return "put it in quotes" if kind == "string_type" and _is_scalar(value) else ""
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, (bool, int, float))
+    is_plain = kind == "string_type" and isinstance(value, (bool, int, float))
+    return "put it in quotes" if is_plain else ""
 
 
 def _from_rule(field: str, value: Any, text: str) -> Problem:

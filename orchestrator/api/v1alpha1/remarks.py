@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..launchers import Program
 from . import variables
 from .job import TrainingJob
 from .recipe import Finetune
@@ -44,7 +43,8 @@ def _command(job: TrainingJob) -> Iterator[str]:
             f"spec.entrypoint: {program.launcher} is not started; each worker runs "
             f"{program}, and Holdfast gives ranks and addresses, restarts workers and keeps logs"
         )
-    if program.counts and job.spec.workers_per_node == 1 and not _is_configured(program):
+    has_number = "--config-file" in program.launcher_args
+    if program.counts and job.spec.workers_per_node == 1 and not has_number:
         yield (
             f"spec.workersPerNode: 1, where {program.counts} would start a worker on each GPU of a "
             f"machine; write their number if a node has more than one"
@@ -54,11 +54,6 @@ def _command(job: TrainingJob) -> Iterator[str]:
         yield f"spec.entrypoint: {options}: not used; the spec and Holdfast decide this"
     if program.words:
         yield f"spec.entrypoint.command: each rank runs {program}: it is not a Python file"
-
-
-def _is_configured(program: Program) -> bool:
-    """True if a file has the number of processes."""
-    return "--config-file" in program.launcher_args
 
 
 def _gpus(job: TrainingJob) -> Iterator[str]:

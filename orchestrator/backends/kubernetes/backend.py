@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import starmap
-from typing import Any
 
 import msgspec
 
+from holdfast.orchestrator import tasks
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.kube import names
@@ -177,7 +178,9 @@ class KubernetesBackend:
         limits_s = (shared.timing.refused_min_s, shared.timing.refused_max_s)
         self._startup_backoff, self._create_backoff = Backoff(*limits_s), Backoff(*limits_s)
         self._timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = tasks.TaskSet(
+            lambda error: log.warning("%s", error, extra={"job": owner.key})
+        )
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
         self._deletion = PodDeletion(shared.cluster, owner.namespace, self._slots)
         self._is_open = self._closing = self._check_pending = False
@@ -256,10 +259,7 @@ class KubernetesBackend:
         if self._is_open:
             self._shared.pod_informer.unsubscribe(self._key)
             self._is_open = False
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await tasks.end(self._tasks)
 
     # -- beyond the contract -------------------------------------------------------------------
     def withhold(self, seconds: float) -> None:
@@ -303,7 +303,7 @@ class KubernetesBackend:
             current = pod["metadata"].get("labels", {})
             if pod_conditions.is_over(pod) or all(current.get(k) == v for k, v in labels.items()):
                 continue
-            self._spawn(self._patch(name, {"metadata": {"labels": labels}}))
+            self._tasks.start(self._patch(name, {"metadata": {"labels": labels}}))
 
     # -- creating pods -------------------------------------------------------------------------
     def _refuse_early(self) -> None:
@@ -347,13 +347,13 @@ class KubernetesBackend:
         self._tracker.creating.difference_update(set(nodes) - set(created))
         self._tracker.ended.update(result.unknown)
         if created and len(self._tracker.present(self._pods())) >= self._job.spec.nodes.min:
-            self._spawn(self._deletion.until_done(result.unknown))
+            self._tasks.start(self._deletion.until_done(result.unknown))
             self._create_backoff.reset()
             self._no_room(len(nodes), refusal, len(created))
             return tuple(created)
         self._tracker.creating.difference_update(created)
         self._tracker.ended.update(created)
-        self._spawn(self._deletion.until_done((*created, *result.unknown)))
+        self._tasks.start(self._deletion.until_done((*created, *result.unknown)))
         pause_s = self._create_backoff.next_s() if created else 0.0
         raise self._no_room(len(nodes), refusal, pause_s=pause_s)
 
@@ -393,7 +393,7 @@ class KubernetesBackend:
         elif change == "ADDED" and name not in self._tracker.creating:
             # The API server did not answer its creation, and the request has failed since.
             self._tracker.ended.add(name)
-            self._spawn(self._deletion.once((name,)))
+            self._tasks.start(self._deletion.once((name,)))
         else:
             self._report_removal(name, pod)
         self._tracker.creating.discard(name)
@@ -410,7 +410,7 @@ class KubernetesBackend:
         name, node_name = pod["metadata"]["name"], pod_conditions.node_name(pod)
         if node_name and self._tracker.node_names.get(name) != node_name:
             self._tracker.node_names[name] = node_name
-            self._spawn(self._shared.node_informer.read_labels(node_name))
+            self._tasks.start(self._shared.node_informer.read_labels(node_name))
 
     def _report_removal(self, name: str, pod: Document) -> None:
         if name in self._tracker.noticed | self._tracker.released or self._closing:
@@ -454,11 +454,11 @@ class KubernetesBackend:
         )
         if self._unscheduled() and not self._looks_for_autoscaler:
             self._looks_for_autoscaler = True
-            self._spawn(self._look_for_autoscaler())
+            self._tasks.start(self._look_for_autoscaler())
         for name, why in decision.release.items():
             self._report_end(name, why)
         if decision.release:
-            self._spawn(self._deletion.until_done(decision.release))
+            self._tasks.start(self._deletion.until_done(decision.release))
         if decision.hold_off:
             self._hold_off(self._startup_backoff.next_s(), decision.hold_off)
         if set(self._startup.stuck_since) != before:
@@ -504,15 +504,11 @@ class KubernetesBackend:
     # -- the end of the job --------------------------------------------------------------------
     async def _end_all(self) -> None:
         """Delete the pods whose agents do not end by themselves. Raises ApiError."""
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + self._timing.agents_end_s
-        while any(map(pod_conditions.is_running, self._pods().values())):
-            self._pods_changed.clear()
-            try:
-                async with asyncio.timeout_at(deadline_s):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timing.agents_end_s):
+                while any(map(pod_conditions.is_running, self._pods().values())):
+                    self._pods_changed.clear()
                     await self._pods_changed.wait()
-            except TimeoutError:
-                break
         await asyncio.gather(*starmap(self._patch, self.queue.last_patches(self._pods()).items()))
         left = [name for name, pod in self._pods().items() if not pod_conditions.is_over(pod)]
         await self._deletion.once({*left, *self._tracker.creating})
@@ -520,14 +516,3 @@ class KubernetesBackend:
     async def _patch(self, name: str, body: Document) -> None:
         async with self._slots:
             await self._cluster.patch(PODS, self._owner.namespace, name, body)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            log.warning("%s", error, extra={"job": self._owner.key})

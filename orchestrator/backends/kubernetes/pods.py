@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.api.v1alpha1.base import parse_quantity
-from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.names import Owner
 from holdfast.orchestrator.kube.strategic_merge import merge
@@ -146,8 +146,7 @@ def _container(spec: dict[str, Any]) -> dict[str, Any]:
         if isinstance(container, dict) and container.get("name") == names.CONTAINER:
             return container
     field = "spec.kubernetes.podTemplate.spec.containers"
-    problem = Problem(field, f"none called {names.CONTAINER}", "the training container")
-    raise UserError(str(problem))
+    raise UserError.of(field, f"none called {names.CONTAINER}", "the training container")
 
 
 def _arguments(job: TrainingJob, owner: Owner, settings: PodSettings, node: str) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.errors import UserError
 
 CHECKPOINTS = "checkpoints"
 """The name of the volume in a pod."""
@@ -75,7 +75,7 @@ def _check_sources(spec: Mapping[str, Any], shared: SharedVolume) -> None:
         if (ours and source != shared.source) or (not ours and _same(source, shared.source)):
             expected = f"a volume of your own: this one holds {shared.others} too"
             got = f"{volume.get('name')} with {json.dumps(source)}"
-            raise UserError(str(Problem(f"{TEMPLATE}.volumes", got, expected, "use another claim")))
+            raise UserError.of(f"{TEMPLATE}.volumes", got, expected, "use another claim")
 
 
 def _check_mounts(spec: Mapping[str, Any], shared: SharedVolume) -> None:
@@ -86,10 +86,9 @@ def _check_mounts(spec: Mapping[str, Any], shared: SharedVolume) -> None:
                 where = (mount.get("subPath", ""), mount.get("subPathExpr", ""))
                 if shared.mount and mount.get("name") == shared.name and where != (own, ""):
                     got = f"{shared.name} with the subPath {where[1] or where[0] or 'nothing'}"
-                    problem = Problem(
+                    raise UserError.of(
                         f"{TEMPLATE}.{kind}.volumeMounts", got, f"the directory of this job ({own})"
                     )
-                    raise UserError(str(problem))
 
 
 def _same(source: Mapping[str, Any], volume: Mapping[str, Any]) -> bool:

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.orchestrator import tasks
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.protocol import launcher_protocol as protocol
 from holdfast.orchestrator.protocol.environment import CACHE_VARIABLE
 
 from .. import devices
-from ..base import NodeGone, NoRoom, Starts
+from ..base import NodeGone, NoRoom, Starts, Withholding
 from . import node_registry
 from .launcher_link import (
     MIN_START_TIMEOUT_S,
@@ -70,7 +71,7 @@ class LocalPaths:
     """Cache of compilers; the same for all jobs."""
 
 
-class LocalBackend:
+class LocalBackend(Withholding):
     """Implements backends.base.Backend."""
 
     def __init__(
@@ -92,7 +93,6 @@ class LocalBackend:
         self._link: LauncherLink | None = None
         self._process: LauncherProcess | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._withheld_until = 0.0
         self._closing = False
         self._saving: asyncio.TimerHandle | None = None
         self._earlier: set[str] = set()
@@ -119,9 +119,7 @@ class LocalBackend:
 
     async def request_nodes(self, count: int, avoid: tuple[str, ...]) -> tuple[str, ...]:
         # One machine, so `avoid` does not matter. Names are never reused.
-        left_s = self._withheld_until - asyncio.get_running_loop().time()
-        if left_s > 0:
-            raise NoRoom(f"replacements are withheld for another {left_s:.0f} s (fault injection)")
+        self.expect_room()
         gpus, need = devices.gpu_names(self._job), devices.gpus_per_node(self._job)
         if gpus is not None and len(gpus) < need:
             raise NoRoom(f"a node needs {need} GPUs; this machine has {len(gpus)} that can be used")
@@ -157,8 +155,7 @@ class LocalBackend:
     async def close(self, *, release: bool) -> None:
         self._closing = True
         if self._connecting is not None:
-            self._connecting.cancel()
-            await asyncio.wait([self._connecting])
+            await tasks.end([self._connecting])
         if release:
             await self._end_everything()
         for process_watch in self._watches.values():
@@ -175,11 +172,6 @@ class LocalBackend:
     def starts(self) -> Starts:
         """The first nodes wait for their launcher; later ones are forked at once."""
         return Starts(0.0 if self._link is not None else None)
-
-    # -- fault injection -----------------------------------------------------------------------
-    def withhold(self, seconds: float) -> None:
-        """Refuse new nodes for this long."""
-        self._withheld_until = asyncio.get_running_loop().time() + seconds
 
     # -- the launcher --------------------------------------------------------------------------
     def _start_launcher(self) -> None:
@@ -344,29 +336,18 @@ class LocalBackend:
             self._link.send(protocol.StopLauncher())
         elif self._process is not None:
             self._process.kill()  # it does not listen yet, so it has no nodes
-        try:
-            async with asyncio.timeout(self._timing.end_timeout_s):
-                if launcher is not None:
-                    await launcher_ended.wait()
-        except TimeoutError:
-            assert launcher is not None
+        limit_s = self._timing.end_timeout_s
+        if launcher is not None and not await tasks.within(limit_s, launcher_ended.wait()):
             launcher.kill()
             await launcher_ended.wait()
         if self._process is not None:
             await self._process.ended
-        await self._wait_for_agents()
+        if not await tasks.within(limit_s, self._agents_ended()):
+            nodes = ", ".join(sorted(self._watches))
+            raise HoldfastError(f"{nodes}: still running {limit_s:g} s after SIGKILL")
         self._paths.socket.unlink(missing_ok=True)
 
-    async def _wait_for_agents(self) -> None:
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + self._timing.end_timeout_s
+    async def _agents_ended(self) -> None:
         while self._watches:
             self._node_ended.clear()
-            try:
-                async with asyncio.timeout_at(deadline_s):
-                    await self._node_ended.wait()
-            except TimeoutError:
-                nodes = ", ".join(sorted(self._watches))
-                raise HoldfastError(
-                    f"{nodes}: still running {self._timing.end_timeout_s:g} s after SIGKILL"
-                ) from None
+            await self._node_ended.wait()

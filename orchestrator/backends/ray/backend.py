@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from holdfast.orchestrator import tasks
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.protocol.certificate import TlsKeyPair
 from holdfast.orchestrator.protocol.facts import NodeFacts
 
-from ..base import NodeGone, NoRoom, Starts
+from ..base import NodeGone, NoRoom, Starts, Withholding
 from . import actors, placement, ray_nodes
 from .actors import until_head_answers
 from .agent import AgentOrder
@@ -46,7 +47,7 @@ def end_without_controller(job: str) -> None:
     placement.remove_all(job)
 
 
-class RayBackend:
+class RayBackend(Withholding):
     def __init__(
         self,
         job: TrainingJob,
@@ -68,11 +69,14 @@ class RayBackend:
         self._registry_writer = RegistryWriter(store)
         self._registry = RayNodeRegistry()
         self._bundle = placement.bundle_of(job)
+        self._tasks = tasks.TaskSet(
+            lambda error: log.error("a task of the Ray backend failed", exc_info=error)
+        )
         self._placement = GangPlacement(
             groups or placement.RayGroups(job.name, self._bundle, job.spec.ray.label_selector),
             job.spec.nodes.min,
             self._next_name,
-            self._spawn,
+            self._tasks.start,
             self._on_placed,
             self._timing.placement,
         )
@@ -94,13 +98,11 @@ class RayBackend:
         """Nodes that were released before their actor existed."""
         self._address, self._port = "127.0.0.1", 0
         self._on_node_gone: Callable[[NodeGone], None] = lambda gone: None
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._lock = asyncio.Lock()
         self._node_ended = asyncio.Event()
         self._probing: asyncio.Task[None] | None = None
         self._cleaning: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._withheld_until = 0.0
         self._closing = False
 
     # -- Backend -------------------------------------------------------------------------------
@@ -113,17 +115,15 @@ class RayBackend:
             if actor is not None:
                 self._adopt(node, actor)
             elif node in self._registry.starting and self._group_of(node) is not None:
-                self._spawn(self._start_actor(node))
+                self._tasks.start(self._start_actor(node))
             else:
                 self._forget(node)
         await self._placement.remove_empty()
         await self._save()
-        self._spawn(self._drains.watch())
+        self._tasks.start(self._drains.watch())
 
     async def request_nodes(self, count: int, avoid: tuple[str, ...]) -> tuple[str, ...]:
-        left_s = self._withheld_until - asyncio.get_running_loop().time()
-        if left_s > 0:
-            raise NoRoom(f"replacements are withheld for another {left_s:.0f} s (fault injection)")
+        self.expect_room()
         async with self._lock:
             granted = [node for node in self._unclaimed if node in self._registry.nodes][:count]
             self._unclaimed = [node for node in self._unclaimed if node not in granted]
@@ -145,7 +145,7 @@ class RayBackend:
             return
         actor = self._actors.get(node)
         if actor is not None:
-            self._spawn(self._end(actor))
+            self._tasks.start(self._end(actor))
         else:
             self._release_at_start.add(node)
 
@@ -153,7 +153,7 @@ class RayBackend:
         # The core calls this when an agent's connection has closed. Ray's head takes seconds to
         # notice a lost machine, so the raylets are probed here.
         if self._probing is None or self._probing.done():
-            self._probing = self._spawn(self._probe_ray_nodes())
+            self._probing = self._tasks.start(self._probe_ray_nodes())
         await asyncio.wait([self._probing])
         return tuple(sorted(self._registry.nodes.keys() - self._unsaved))
 
@@ -166,10 +166,7 @@ class RayBackend:
             await self._release_all()
         if self._cleaning is not None:
             await asyncio.wait([self._cleaning], timeout=self._timing.end_s)
-        for task in list(self._tasks):
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(list(self._tasks))
+        await tasks.end(self._tasks)
         await self._registry_writer.flush()
 
     # -- further capabilities ------------------------------------------------------------------
@@ -183,10 +180,6 @@ class RayBackend:
         self._address, self._port = address, port
         for actor in self._actors.values():
             actor.set_endpoint.remote(address, port)
-
-    def withhold(self, seconds: float) -> None:
-        """Fault injection: have no room for this long."""
-        self._withheld_until = asyncio.get_running_loop().time() + seconds
 
     async def trim(self, wanted: Callable[[], int]) -> None:
         """Request no more than `wanted()` further nodes of the cluster. It is called under the
@@ -213,7 +206,7 @@ class RayBackend:
 
     def _on_placed(self) -> None:
         if self._serving is None or self._serving.done():
-            self._serving = self._spawn(self._serve_pending())
+            self._serving = self._tasks.start(self._serve_pending())
 
     async def _serve_pending(self) -> None:
         """Room was found for an earlier request: start its nodes."""
@@ -243,7 +236,7 @@ class RayBackend:
         finally:
             self._unsaved -= set(started)
         for node in started:
-            self._spawn(self._start_actor(node))
+            self._tasks.start(self._start_actor(node))
         return started
 
     def _next_name(self) -> str:
@@ -292,8 +285,8 @@ class RayBackend:
     def _adopt(self, node: str, actor: Any) -> None:
         self._actors[node] = actor
         actor.set_endpoint.remote(self._address, self._port)
-        self._spawn(self._locate(node, actor))
-        self._spawn(self._watch(node, actor))
+        self._tasks.start(self._locate(node, actor))
+        self._tasks.start(self._watch(node, actor))
 
     async def _locate(self, node: str, actor: Any) -> None:
         from ray.exceptions import RayError
@@ -341,7 +334,7 @@ class RayBackend:
             # At once: a recovery waits for it.
             self._on_node_gone(NodeGone(node, detail))
         # Also when this controller ends now: an empty group must not hold room.
-        self._cleaning = self._spawn(self._clean_up(group))
+        self._cleaning = self._tasks.start(self._clean_up(group))
         await asyncio.shield(self._cleaning)
 
     async def _clean_up(self, group: PlacementGroupHandle | None) -> None:
@@ -380,12 +373,10 @@ class RayBackend:
             self._missing = 0
         self._release_at_start |= self._registry.nodes.keys() - self._actors.keys()
         await asyncio.gather(*(self._end(actor) for actor in list(self._actors.values())))
-        loop = asyncio.get_running_loop()
-        give_up = loop.time() + self._timing.end_s
-        while self._registry.nodes and loop.time() < give_up:
-            self._node_ended.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(give_up):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._timing.end_s):
+                while self._registry.nodes:
+                    self._node_ended.clear()
                     await self._node_ended.wait()
         for group in list(self._placement.groups.values()):
             await self._placement.remove(group)  # with its actor, if one is left
@@ -395,14 +386,3 @@ class RayBackend:
         )
         self._registry.nodes.clear()
         await self._save()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-        return task
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task of the Ray backend failed", exc_info=error)

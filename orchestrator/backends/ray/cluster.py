@@ -43,8 +43,9 @@ def connect(address: str, metadata: dict[str, str] | None = None) -> None:
     try:
         import ray
     except ImportError:
-        problem = Problem("--ray", "no Ray here", "Ray to be installed", installation("ray"))
-        raise UserError(str(problem)) from None
+        raise UserError.of(
+            "--ray", "no Ray here", "Ray to be installed", installation("ray")
+        ) from None
     check_version(ray.__version__)
     through_client = address.startswith(CLIENT)
     explicit = address not in ("auto", "")
@@ -80,7 +81,7 @@ def connect(address: str, metadata: dict[str, str] | None = None) -> None:
             raise
         got = " ".join(str(error).split())
         expected = "the same Ray and Python here and in the cluster"
-        raise UserError(str(Problem("--ray", f"{address} ({got})", expected))) from None
+        raise UserError.of("--ray", f"{address} ({got})", expected) from None
 
 
 def _keep_ray_off_stdout() -> None:
@@ -190,14 +191,14 @@ def token_problem(address: str, *, refused: bool) -> UserError:
         "RAY_AUTH_TOKEN_PATH names, or in ~/.ray/auth_token"
     )
     fix = "`ray get-auth-token` on the head prints it"
-    return UserError(str(Problem("--ray", f"{address} (the cluster {why})", expected, fix)))
+    return UserError.of("--ray", f"{address} (the cluster {why})", expected, fix)
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
     host, colon, port = address.removeprefix(CLIENT).rpartition(":")
     if not colon or not port.isdecimal():
         expected = "auto, HOST:PORT of the cluster's head, ray://HOST:PORT or http://HOST:PORT"
-        raise UserError(str(Problem("--ray", address, expected)))
+        raise UserError.of("--ray", address, expected)
     return host.strip("[]"), int(port)  # an IPv6 address stands in brackets
 
 
@@ -214,7 +215,7 @@ def _not_on_this_machine(address: str) -> UserError:
     expected = f"http://{host}:8265 (the dashboard's port) or ray://{host}:10001"
     got = f"{address} (no Ray node of that cluster runs on this machine)"
     fix = "HOST:PORT of the head is for commands on a machine of the cluster"
-    return UserError(str(Problem("--ray", got, expected, fix)))
+    return UserError.of("--ray", got, expected, fix)
 
 
 def _client_not_served(address: str, why: str) -> UserError:
@@ -224,11 +225,9 @@ def _client_not_served(address: str, why: str) -> UserError:
         f"http://{host}:8265 needs none; if the head's are crashing, "
         "`GRPC_ENABLE_FORK_SUPPORT=0 ray start --head` is known to help"
     )
-    return UserError(str(Problem("--ray", f"{address} ({why})", expected, fix)))
+    return UserError.of("--ray", f"{address} ({why})", expected, fix)
 
 
 def _no_cluster(address: str, why: str) -> UserError:
     fix = "`ray status` on the head shows whether it runs; `ray start --head` starts one"
-    return UserError(
-        str(Problem("--ray", f"{address} ({why})", "the address of a running Ray cluster", fix))
-    )
+    return UserError.of("--ray", f"{address} ({why})", "the address of a running Ray cluster", fix)

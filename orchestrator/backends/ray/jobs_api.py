@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+from holdfast.orchestrator.errors import HoldfastError, UserError
 
 from .actors import runtime_env_error
 
@@ -79,16 +79,14 @@ class JobsApi:
             if (refused := _token_refused(error)) is not None:
                 raise token_problem(address, refused=refused) from None
             fix = "`ray status` on the head shows whether it runs; the dashboard must run too"
-            got = f"{address} ({_short(error)})"
-            raise UserError(str(Problem("--ray", got, dashboard, fix))) from None
+            raise UserError.of("--ray", f"{address} ({_short(error)})", dashboard, fix) from None
         except (RuntimeError, RayError) as error:
             if (refused := _token_refused(error)) is not None:
                 raise token_problem(address, refused=refused) from None
             versions = f"a cluster of Ray {ray.__version__}, or the cluster's version here"
             text = str(error).lower()
             expected = versions if "version" in text or "not supported" in text else dashboard
-            got = f"{address} ({_short(error)})"
-            raise UserError(str(Problem("--ray", got, expected))) from None
+            raise UserError.of("--ray", f"{address} ({_short(error)})", expected) from None
         if version:
             check_version(version, cluster=address)
 
@@ -117,13 +115,13 @@ class JobsApi:
                 expected = "a job that this cluster's Ray takes"
                 is_large = "status code 413" in str(error)
                 fix = "name data in .gitignore or in excludes" if is_large else ""
-                raise UserError(str(Problem("--ray", _short(error), expected, fix))) from None
+                raise UserError.of("--ray", _short(error), expected, fix) from None
             raise HoldfastError(
                 f"the cluster's job server cannot take the job now: {why[1]}"
             ) from None
         except (ValueError, TypeError) as error:
             expected = "one that this cluster's Ray takes"
-            raise UserError(str(Problem("--runtime-env", _short(error), expected))) from None
+            raise UserError.of("--runtime-env", _short(error), expected) from None
         return submitted
 
     def running(self, key: str, value: str) -> str | None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.orchestrator.core.transitions import TERMINAL
-from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+from holdfast.orchestrator.errors import HoldfastError, UserError
 
 from ..options import JsonOption, Target, with_target
 from ..output import columns, date, plural, print_json, size, stderr, stdout
@@ -285,8 +285,7 @@ def _expect_idle(job: str, state: str) -> None:
     """Raises UserError for a job that may write checkpoints now."""
     if state != "suspended" and state not in TERMINAL:
         fix = f"holdfast suspend {job}"
-        expected = "a job that is suspended or has ended"
-        raise UserError(str(Problem("job", f"{job}, {state}", expected, fix)))
+        raise UserError.of("job", f"{job}, {state}", "a job that is suspended or has ended", fix)
 
 
 @app.command()
@@ -372,20 +371,19 @@ def _expect_key(job: str) -> None:
     namespace, slash, name = job.rpartition("/")
     parts = [(name, 52), *([(namespace, 63)] if slash else [])]
     if not all(re.fullmatch(NAME_PATTERN, part) and len(part) <= most for part, most in parts):
-        expected = "NAME, or NAMESPACE/NAME of a job on Kubernetes"
-        raise UserError(str(Problem("--job", job, expected)))
+        raise UserError.of("--job", job, "NAME, or NAMESPACE/NAME of a job on Kubernetes")
 
 
 def _expect_ended(job: str, state: str) -> None:
     """Raises UserError for a job that may still write checkpoints."""
     if state not in TERMINAL:
         fix = f"holdfast cancel {job}"
-        raise UserError(str(Problem("job", f"{job}, {state}", "a job that has ended", fix)))
+        raise UserError.of("job", f"{job}, {state}", "a job that has ended", fix)
 
 
 def _nothing_in(path: str, job_or_path: str) -> UserError:
     whose = path if _is_path(job_or_path) else job_or_path
-    return UserError(str(Problem(whose, f"no committed checkpoint in {path}", "at least one")))
+    return UserError.of(whose, f"no committed checkpoint in {path}", "at least one")
 
 
 def _arguments(job_or_path: str, path: str, steps: int | None) -> list[str]:
@@ -397,7 +395,7 @@ def _arguments(job_or_path: str, path: str, steps: int | None) -> list[str]:
         return [path]
     if steps not in listed:
         choices = ", ".join(map(str, listed))
-        raise UserError(str(Problem("--steps", str(steps), f"one of {choices}")))
+        raise UserError.of("--steps", str(steps), f"one of {choices}")
     return [path, "--step", str(steps - 1)]
 
 
@@ -410,7 +408,7 @@ def _tier(job_or_path: str) -> str:
     from holdfast.orchestrator.runtime.checkpoint_store.options import storage_place
 
     if "://" not in job_or_path and not _is_directory(job_or_path):
-        raise UserError(str(Problem("JOB_OR_PATH", job_or_path, "a directory, a URL or a job")))
+        raise UserError.of("JOB_OR_PATH", job_or_path, "a directory, a URL or a job")
     return storage_place(job_or_path, Path.cwd())
 
 

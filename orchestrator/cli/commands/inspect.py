@@ -8,7 +8,7 @@ import typer
 
 from holdfast.orchestrator.core.transitions import TERMINAL
 
-from ...errors import Problem, UserError
+from ...errors import UserError
 from ...parts import part
 from ..options import JobArgument, JsonOption, Target, with_target
 from ..output import columns, count, date, print_json, state_text, stderr, stdout
@@ -53,8 +53,8 @@ def status(
 
     Examples: `holdfast status stdlib-bytes --watch`, `holdfast status stdlib-bytes --report`
     """
-    from ..render import status as render
-    from ..report import print_report
+    from .. import render
+    from .. import report as reports
 
     for option, wanted in (("--watch", watch), ("--report", report or stacks), ("--html", html)):
         if wanted and (job is None or (watch and as_json)):
@@ -72,7 +72,7 @@ def status(
     view = remote.view()
     if html is not None:
         if (write_report := part("ui report")) is None:
-            raise UserError(str(Problem("--html", html, "an installation of Holdfast that has it")))
+            raise UserError.of("--html", html, "an installation of Holdfast that has it")
         write_report(view, html, target.command("status", view.name, "--report"))
     if as_json:
         print_json(view)
@@ -82,9 +82,11 @@ def status(
         console.print(f"{view.name}: the report is in {html}", soft_wrap=True)
     elif report or stacks:
         can_read = target.can_read(view.checkpoint_path)
-        print_report(console, view, stacks=stacks, command=target.command, can_read=can_read)
+        console.print(
+            reports.report(view, stacks=stacks, command=target.command, can_read=can_read)
+        )
     else:
-        console.print(render(view))
+        console.print(render.status(view))
     for remark in remote.remarks(view):
         stderr().print(remark, style="yellow", soft_wrap=True)
 
@@ -159,7 +161,7 @@ def logs(
     if failed:
         if follow or wanted != LogSelector():
             got, expected = "--failed with another option", "it alone: it chooses the log"
-            raise UserError(str(Problem("--failed", got, expected)))
+            raise UserError.of("--failed", got, expected)
         wanted = _failure_selector(remote.view())
     try:
         remote.print_logs(wanted, follow=follow)
@@ -169,7 +171,7 @@ def logs(
         worker = "workers" if wanted.rank is None else f"rank {wanted.rank}"
         got = f"no line of {worker} in generation {wanted.generation}"
         fix = f"it printed none, or its log is gone; see `{target.command('logs', remote.name)}`"
-        raise UserError(str(Problem("--failed", got, "one", fix))) from None
+        raise UserError.of("--failed", got, "one", fix) from None
 
 
 def _failure_selector(view: JobView) -> LogSelector:
@@ -181,7 +183,7 @@ def _failure_selector(view: JobView) -> LogSelector:
     failures = ("user", "infrastructure", "hang")
     newest = next((i for i in reversed(view.incidents) if i.failure_class in failures), None)
     if newest is None:
-        raise UserError(str(Problem("--failed", view.name, "a job with a failure")))
+        raise UserError.of("--failed", view.name, "a job with a failure")
     generation, title = newest.generation_before, incident_title(newest)
     stderr().print(f"generation {generation}: {title}", style="yellow", soft_wrap=True)
     return LogSelector(newest.culprit_rank, generation)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.errors import UserError
 
 DEFAULT_PORT = 7077
 HTTP_PORT = 8080
@@ -220,7 +220,7 @@ def _unique_identity() -> str:
 def _is_json(log_format: str) -> bool:
     """Raises UserError."""
     if log_format not in ("json", "text"):
-        raise UserError(str(Problem("--log-format", log_format, "json or text")))
+        raise UserError.of("--log-format", log_format, "json or text")
     return log_format == "json"
 
 
@@ -228,7 +228,7 @@ def _address(listen: str) -> tuple[str, int]:
     """Raises UserError."""
     address, _, port = listen.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
-        raise UserError(str(Problem("--listen", listen, "a port, or an address and a port")))
+        raise UserError.of("--listen", listen, "a port, or an address and a port")
     return address.strip("[]"), int(port)
 
 
@@ -240,13 +240,12 @@ def _lists(option: str, text: str) -> dict[str, list[str]]:
     try:
         parsed = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        got = f"{text} ({error})"
-        raise UserError(str(Problem(option, got, expected))) from None
+        raise UserError.of(option, f"{text} ({error})", expected) from None
     lists = parsed.values() if isinstance(parsed, dict) else [None]
     if not all(
         isinstance(item, list) and all(isinstance(p, str) and p for p in item) for item in lists
     ):
-        raise UserError(str(Problem(option, text, expected)))
+        raise UserError.of(option, text, expected)
     return dict(parsed)
 
 
@@ -260,8 +259,7 @@ def _requests(text: str) -> dict[str, str]:
         for amount in requests.values():
             parse_quantity(amount)
     except (ValueError, AttributeError, RecursionError) as error:
-        got = f"{text} ({error})"
-        raise UserError(str(Problem("--worker-requests", got, expected))) from None
+        raise UserError.of("--worker-requests", f"{text} ({error})", expected) from None
     return {name: str(amount) for name, amount in requests.items()}
 
 
@@ -269,7 +267,7 @@ def _checkpoint_volume(text: str, root: str) -> dict[str, Any]:
     """Raises UserError."""
     if text and not root.startswith("/"):
         mounted = "an absolute directory, where --checkpoint-volume is mounted"
-        raise UserError(str(Problem("--checkpoint-root", root or "nothing", mounted)))
+        raise UserError.of("--checkpoint-root", root or "nothing", mounted)
     return _volume("--checkpoint-volume", text)
 
 
@@ -278,7 +276,7 @@ def _cache_volume(text: str, checkpoint_volume: str) -> dict[str, Any]:
     volume = _volume("--cache-volume", text)
     if volume and volume == _volume("--checkpoint-volume", checkpoint_volume):
         expected = "another volume than --checkpoint-volume: all jobs of a namespace write to it"
-        raise UserError(str(Problem("--cache-volume", text, expected, "use another claim")))
+        raise UserError.of("--cache-volume", text, expected, "use another claim")
     return volume
 
 
@@ -290,7 +288,7 @@ def _volume(option: str, text: str) -> dict[str, Any]:
     try:
         volume = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(str(Problem(option, f"{text} ({error})", expected))) from None
+        raise UserError.of(option, f"{text} ({error})", expected) from None
     if not isinstance(volume, dict):
-        raise UserError(str(Problem(option, text, expected)))
+        raise UserError.of(option, text, expected)
     return volume

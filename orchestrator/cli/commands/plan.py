@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.orchestrator import limits
-from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.errors import UserError
 
 from ..options import HomeOption, JsonOption
 from ..output import print_json, stdout
@@ -190,14 +190,14 @@ def plan(
 def _expect_one_of(file: Path | None, model: str | None) -> None:
     if (file is None) == (model is None):
         got = "a job and --model" if file else "neither a job nor --model"
-        raise UserError(str(Problem("JOB", got, "one of them", "holdfast spec plan job.yaml")))
+        raise UserError.of("JOB", got, "one of them", "holdfast spec plan job.yaml")
 
 
 def _refuse_with(what: str, given: dict[str, Any]) -> None:
     for option, value in given.items():
         if value is not None:
             got = f"it with {what}" if value is True else f"{value} with {what}"
-            raise UserError(str(Problem(option, got, "it without", "remove it")))
+            raise UserError.of(option, got, "it without", "remove it")
 
 
 # -- of a model ---------------------------------------------------------------------------------
@@ -214,10 +214,9 @@ def _model_plan(
 
     sequence, batch, method = of_step
     if method not in NAMES:
-        raise UserError(str(Problem("--method", method, "full, lora or qlora")))
+        raise UserError.of("--method", method, "full, lora or qlora")
     if not devices:
-        fix = "--devices 64xH100-80"
-        raise UserError(str(Problem("--devices", "nothing with --model", "devices", fix)))
+        raise UserError.of("--devices", "nothing with --model", "devices", "--devices 64xH100-80")
     architecture = _architecture(known, name)
     clusters = []
     for text in devices:
@@ -226,12 +225,12 @@ def _model_plan(
             expected = f"whole nodes of {device.per_node} {device.name}"
             low = count // device.per_node * device.per_node
             fix = f"{low} or {low + device.per_node} of them"
-            raise UserError(str(Problem("--devices", text, expected, fix)))
+            raise UserError.of("--devices", text, expected, fix)
         clusters.append(cluster_of(count, device, _hardware(known, device, network), host))
     tokens = sequence or min(8192, architecture.max_sequence_length or 8192)
     if 0 < architecture.learned_positions < tokens:
         most_tokens = f"at most {architecture.learned_positions}, its position embedding's rows"
-        raise UserError(str(Problem("--sequence", f"{tokens} with {name}", most_tokens)))
+        raise UserError.of("--sequence", f"{tokens} with {name}", most_tokens)
     most = max(cluster.devices for cluster in clusters)
     samples = batch or -(-max(TOKENS_PER_STEP // tokens, 1) // most) * most
     work = Workload(
@@ -258,9 +257,9 @@ def _architecture(known: Catalogue, name: str) -> Any:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         got = f"{name} ({error.strerror})"
-        raise UserError(str(Problem("--model", got, "a file that can be read"))) from None
+        raise UserError.of("--model", got, "a file that can be read") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(str(Problem("--model", f"{name} ({error})", "JSON"))) from None
+        raise UserError.of("--model", f"{name} ({error})", "JSON") from None
     return architecture_of(config, path.parent.name or path.stem)
 
 
@@ -290,9 +289,8 @@ def _job_plan(
     from ..job_checks import local_facts, with_local_gpus
 
     if devices and measure[1]:
-        fix = "leave --devices out"
         got = f"--devices {devices[0]} and --calibrate"
-        raise UserError(str(Problem("--calibrate", got, "the devices of this machine", fix)))
+        raise UserError.of("--calibrate", got, "the devices of this machine", "leave --devices out")
     job, gpus = load_job(file), ""
     memory = _memory("--device-memory", given[0])
     facts = local_facts(job.spec.workers_per_node)
@@ -320,7 +318,7 @@ def _job_plan(
     if job_plan is None:
         low, high = job.spec.nodes.min, job.spec.nodes.max
         expected = f"{low} to {high} nodes that hold at least one replica group"
-        raise UserError(str(Problem("--nodes", str(nodes or high), expected)))
+        raise UserError.of("--nodes", str(nodes or high), expected)
     return job_plan
 
 
@@ -334,7 +332,7 @@ def _memory(option: str, written: str | None) -> int | None:
     except ValueError as error:
         expected = str(error).removeprefix("expected ")
         fix = "a device's name belongs into --devices"
-        raise UserError(str(Problem(option, written, expected, fix))) from None
+        raise UserError.of(option, written, expected, fix) from None
 
 
 def _on_devices(
@@ -349,17 +347,17 @@ def _on_devices(
 
     if len(devices) > 1:
         got = f"{len(devices)} kinds with a job"
-        raise UserError(str(Problem("--devices", got, "one kind", "compare with --model")))
+        raise UserError.of("--devices", got, "one kind", "compare with --model")
     count, device = parse_devices(devices[0], known)
     if is_auto(job):
         job = with_gpus(job, 1)
     workers, each = job.spec.workers_per_node, job.spec.resources.num_gpus
     if not each:
         fix = "remove resources.gpu: 0, or --devices"
-        raise UserError(str(Problem("--devices", "a job on CPUs", "a job on GPUs", fix)))
+        raise UserError.of("--devices", "a job on CPUs", "a job on GPUs", fix)
     if count % (workers * each):
         expected = f"whole nodes of {workers} workers x {each} GPU{'s' * (each > 1)}"
-        raise UserError(str(Problem("--devices", devices[0], expected)))
+        raise UserError.of("--devices", devices[0], expected)
     gpu = Gpu(device.name, device.memory_bytes)
     facts = msgspec.structs.replace(
         facts, hostname="a node", address="10.0.0.1", gpus=(gpu,) * (workers * each),
@@ -377,7 +375,7 @@ def _job_text(made: Any) -> str:
         expected = "a model that the recipe has: RMSNorm, SwiGLU, no biases, a head of its own"
         if made.chosen is not None and made.method != "full":
             got, expected = f"--method {made.method}", "full, which the recipe trains"
-        raise UserError(str(Problem("--save", got, expected)))
+        raise UserError.of("--save", got, expected)
     return yaml_text(made.spec)
 
 
@@ -386,4 +384,4 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         got = f"{path} ({error.strerror})"
-        raise UserError(str(Problem("--save", got, "a file that can be written"))) from None
+        raise UserError.of("--save", got, "a file that can be written") from None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.errors import UserError
 
 from ..options import JsonOption
 from ..output import plural, print_json, stderr
@@ -73,11 +73,11 @@ def preflight(
     options = [name for name, value in asked.items() if value is not None]
     if len(options) != 1:
         got = " and ".join(options) or "none of them"
-        raise UserError(str(Problem("preflight", got, "one of FILE, --rules, --import CONFIG")))
+        raise UserError.of("preflight", got, "one of FILE, --rules, --import CONFIG")
     only_import = {"--script": script, "--nodes": nodes, "--workers": workers, "--save": save}
     for option, value in only_import.items():
         if value is not None and imported is None:
-            raise UserError(str(Problem(option, f"{value} without --import", "it with --import")))
+            raise UserError.of(option, f"{value} without --import", "it with --import")
     if rules:
         _list_rules(as_json)
     elif imported is not None:
@@ -141,7 +141,7 @@ def _findings(file: Path) -> tuple[list[Finding], dict[str, Any], str]:
         return findings, {"num_files": 1}, what and f"{what}: its code was not read"
     if not script.is_file():
         got = f"{job.spec.entrypoint.program.script} ({script} does not exist)"
-        raise UserError(str(Problem(job.spec.entrypoint.script_field, got, "a Python file")))
+        raise UserError.of(job.spec.entrypoint.script_field, got, "a Python file")
     resumes = bool(job.spec.entrypoint.resume_args)
     more, project = check_script(script, roots, resumes=resumes)
     count = 1 + len(project.modules) + len(project.unreadable)
@@ -177,8 +177,7 @@ def _import(
         try:
             save.write_text(new.text, encoding="utf-8")
         except OSError as error:
-            got = f"{save} ({error.strerror})"
-            raise UserError(str(Problem("--save", got, "a writable file"))) from None
+            raise UserError.of("--save", f"{save} ({error.strerror})", "a writable file") from None
     if as_json:
         dropped = [{"field": d.field, "value": d.value, "why": d.why} for d in new.dropped]
         print_json({"format": new.format, "job": new.document, "dropped": dropped})

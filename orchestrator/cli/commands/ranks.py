@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...errors import HoldfastError, Problem, UserError
+from ...errors import HoldfastError, UserError
 from ..options import JobArgument, JsonOption, Target, with_target
 from ..output import plural, print_json, size, stderr, stdout
 
@@ -140,7 +140,7 @@ def profile(
     file = out or Path(f"{job}-rank-{rank}.svg")
     form = SUFFIXES.get(file.suffix)
     if form is None:
-        raise UserError(str(Problem("--output", str(file), "a name that ends with .svg or .json")))
+        raise UserError.of("--output", str(file), "a name that ends with .svg or .json")
     live = target.find(job)
     expect_not_ended(live.view(), "profile")
     if not as_json:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+from holdfast.orchestrator.errors import HoldfastError, UserError
 
 from ..options import JobArgument, Target, provided, with_target
 from ..output import ignoring_closed_output, plural, print_json, stderr, stdout
@@ -136,12 +136,11 @@ def start(
         resume_args=resume_args,
     )  # fmt: skip
     if runtime_env is not None and not target.takes_runtime_env:
-        problem = Problem("--runtime-env", str(runtime_env), "it with --ray http://HEAD:8265")
-        raise UserError(str(problem))
+        raise UserError.of("--runtime-env", str(runtime_env), "it with --ray http://HEAD:8265")
     if target.takes_runtime_env and not returns and (lines or as_json):
         got = f"it with `{target.command('run')}`"
         expected = "it with `attach`, after `submit`: run shows what the Ray job prints"
-        raise UserError(str(Problem("--json" if as_json else "--logs", got, expected)))
+        raise UserError.of("--json" if as_json else "--logs", got, expected)
     if script is None and file is None:
         raise UserError("FILE: got nothing; expected a TrainingJob in YAML, or a script")
     if script is None:
@@ -173,10 +172,10 @@ def _shown(
 ) -> int:
     """Show a job until it ends, then print the report. The exit code."""
     from ..display import SilentDisplay, make_display
-    from ..report import print_report
+    from ..report import report
 
     if lines and as_json:
-        raise UserError(str(Problem("--logs", "--logs and --json", "only one of them")))
+        raise UserError.of("--logs", "--logs and --json", "only one of them")
     console = stderr() if as_json else stdout()
     display = SilentDisplay(console) if as_json else make_display(console, lines)
     done = run_job(display)
@@ -186,7 +185,7 @@ def _shown(
                 print_json(done.view)
             else:
                 can_read = target.can_read(done.view.checkpoint_path)
-                print_report(console, done.view, command=target.command, can_read=can_read)
+                console.print(report(done.view, command=target.command, can_read=can_read))
     return done.exit_code
 
 
@@ -238,7 +237,7 @@ def again(
         raise typer.Exit(_shown(target, as_json, lines, lambda shown: target.run_ended(job, shown)))
     if lines:
         expected = "it for a job that has ended; `holdfast logs -f` shows a running job's output"
-        raise UserError(str(Problem("--logs", f"it with {job}, which runs", expected)))
+        raise UserError.of("--logs", f"it with {job}, which runs", expected)
     directory = None
     if file is not None:
         directory = file if file.is_dir() else file.absolute().parent

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.orchestrator.errors import Problem, SpecError, UserError
+from holdfast.orchestrator.errors import SpecError, UserError
 
 from ..options import FileArgument, JsonOption, provided
 from ..output import plural, print_json, stdout
@@ -93,5 +93,4 @@ def schema(
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
-        got = f"{output} ({error.strerror})"
-        raise UserError(str(Problem("--output", got, "a writable file"))) from None
+        raise UserError.of("--output", f"{output} ({error.strerror})", "a writable file") from None

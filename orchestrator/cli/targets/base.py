@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..display import Display
@@ -51,6 +52,14 @@ def first_free(wanted: str, used: Container[str]) -> str:
     """`wanted`, or the first of `wanted-2`, `wanted-3` ... that is not in use."""
     numbered = (f"{wanted}-{number}" for number in itertools.count(2))
     return next(name for name in itertools.chain([wanted], numbered) if name not in used)
+
+
+def name_taken(name: str, where: str, fix: str) -> UserError:
+    """`where` the other job is; `fix`: what a user may do with that."""
+    return UserError.of(
+        "metadata.name", f"{name}, which exists in {where}", "a name that is free",
+        f"{fix}, or choose another metadata.name",
+    )  # fmt: skip
 
 
 class Target(Protocol):

@@ -145,7 +145,7 @@ class LocalTransport:
         job = self.job
         if job.spec.entrypoint.recipe is not None:
             got = f"job {self.name}, which runs a recipe"
-            raise UserError(str(Problem("job", got, "one that runs code of yours")))
+            raise UserError.of("job", got, "one that runs code of yours")
         work = files.resolve(Path(self._directory.spec_directory), job.spec.working_directory)
         if problems := list(entrypoint_checks.problems(job, work)):
             raise SpecError(problems)

@@ -17,7 +17,7 @@ import msgspec
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.core.transitions import TERMINAL
-from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.protocol.manifest import Manifest
 from holdfast.orchestrator.protocol.messages import Reply
 from holdfast.orchestrator.runtime.observe.view import JobView
@@ -154,14 +154,14 @@ class RemoteJob:
         if not self.transport.check_code():
             if directory is not None:
                 expected = "nothing: a job of this machine reads its files where they are"
-                raise UserError(str(Problem("FILE", str(directory), expected)))
+                raise UserError.of("FILE", str(directory), expected)
             return self.request("again")
         if self.transport.has_ended():
             state, expected = self.transport.recorded().state, "a job that has not ended"
             fix = (
                 f"remove it with `{self.transport.command('delete', self.name)}`, and run it again"
             )
-            raise UserError(str(Problem("job", state, expected, fix)))
+            raise UserError.of("job", state, expected, fix)
         code = job_code.edited(self.transport.job, directory or Path.cwd())
         self.transport.upload(code)
         reply = self.request("again", code=code.name)

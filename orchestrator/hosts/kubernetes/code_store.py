@@ -11,7 +11,7 @@ import asyncio
 import base64
 
 from holdfast.orchestrator import limits
-from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import CONFIG_MAPS, Conflict
@@ -79,8 +79,7 @@ class ClusterCodeStore:
                 if not self._owner.owns(other):
                     got = f"ConfigMap {self._owner.namespace}/{name}, which belongs to another job"
                     fix = "an earlier job of this name may be being deleted; try again in a moment"
-                    problem = Problem("code", got, "a name that is free", fix)
-                    raise UserError(str(problem)) from None
+                    raise UserError.of("code", got, "a name that is free", fix) from None
 
     async def delete_others(self, *kept: str) -> None:
         """Delete all archives but these. Raises ApiError."""

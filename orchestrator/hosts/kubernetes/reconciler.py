@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.orchestrator import tasks
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.api.v1alpha1.backends import Kubernetes
 from holdfast.orchestrator.api.v1alpha1.remarks import remarks
@@ -201,8 +202,7 @@ class JobReconciler:
                 await asyncio.sleep(pauses.next_s())
             await self._write_final_status()
         finally:
-            writing.cancel()
-            await asyncio.wait([writing])
+            await tasks.end([writing])
 
     def _retries(self) -> Backoff:
         return Backoff(self._context.timing.retry_min_s, self._context.timing.retry_max_s)
@@ -356,9 +356,7 @@ class JobReconciler:
         try:
             await asyncio.wait([running, syncing], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            running.cancel()  # a cancelled reconciler must end without delay
-            syncing.cancel()
-            await asyncio.wait([syncing, running])
+            await tasks.end([syncing, running])  # a cancelled reconciler must end without delay
         if not syncing.cancelled() and syncing.exception() is not None:
             raise syncing.exception() or AssertionError
         running.result()
@@ -525,9 +523,7 @@ class JobReconciler:
             now_s = self._clock.now_ns() / SECOND_NS
             wait_s = None if ttl_s is None else ended + float(ttl_s) - now_s
             if wait_s is None or wait_s > 0:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(wait_s):
-                        await self._changed.wait()
+                await tasks.within(wait_s, self._changed.wait())
                 continue
             owner = self.owner
             try:

@@ -17,6 +17,7 @@ from typing import Literal
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from holdfast.orchestrator import tasks
 from holdfast.orchestrator.kube.client import KubeClient
 from holdfast.orchestrator.kube.leader_election import LEASE_S, LeaderElection, LeaseName
 from holdfast.orchestrator.protocol.strangers import ConnectionLimit, listen, raise_descriptor_limit
@@ -126,9 +127,7 @@ class Operator:
         finally:
             if not managing.done() and not keeping.done():
                 await self.manager.leave()
-            for task in (managing, keeping):
-                task.cancel()
-            await asyncio.wait([managing, keeping])
+            await tasks.end([managing, keeping])
 
     # -- health and metrics --------------------------------------------------------------------
     def _not_ready(self) -> str:

@@ -7,13 +7,13 @@ user has edited is overwritten.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import datetime
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from holdfast.orchestrator import tasks
 from holdfast.orchestrator.api.v1alpha1 import API_VERSION, KIND
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.kube import names
@@ -100,9 +100,7 @@ class StatusWriter:
             wait_s = self._written_at + self._interval_s - asyncio.get_running_loop().time()
             # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the
             # event, and an operator that stands down would wait for this task without end.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, wait_s)):
-                    await self._urgent.wait()
+            await tasks.within(wait_s, self._urgent.wait())
             await asyncio.sleep(SETTLE_S)
             self._dirty.clear()
             self._urgent.clear()
@@ -166,7 +164,7 @@ class StatusWriter:
             "status": status,
         }
         written = await self._remember(
-            self._cluster.apply(JOBS, namespace, name, body, subresource="status")
+            self._cluster.patch(JOBS, namespace, name, body, subresource="status", apply=True)
         )
         self._last = written.get("status") or {}
 

@@ -191,12 +191,12 @@ async def with_secret(job: TrainingJob, owner: Owner, cluster: KubeClient) -> Tr
     secret = await cluster.find(SECRETS, owner.namespace, name)
     if secret is None:
         expected = f"a Secret of namespace {owner.namespace}"
-        raise UserError(str(Problem(field, f"{name}, which does not exist", expected)))
+        raise UserError.of(field, f"{name}, which does not exist", expected)
     env = {**_variables(secret), **job.spec.env}
     missing = [key for key in CREDENTIALS if not env.get(key)]
     if missing:
         got, expected = f"{name} without {' and '.join(missing)}", " and ".join(CREDENTIALS)
-        raise UserError(str(Problem(field, got, expected, "add them to the Secret")))
+        raise UserError.of(field, got, expected, "add them to the Secret")
     return job.model_copy(update={"spec": job.spec.model_copy(update={"env": env})})
 
 

@@ -4,7 +4,6 @@ its journal and end record in the cluster's store, and its logs."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -14,7 +13,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
-from holdfast.orchestrator import limits
+from holdfast.orchestrator import limits, tasks
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.backends.ray import drains, names, ray_nodes
 from holdfast.orchestrator.backends.ray.backend import RayBackend
@@ -200,13 +199,9 @@ class RayHost:
         changes, events = self.runtime.changes, self.runtime.events
         is_current = isinstance(seen, tuple) and seen[0] == self._id
         changes_seen, events_seen = seen[1:] if is_current else (-1, -1)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._timing.watch_s):
-                await changes.after(changes_seen)
+        await tasks.within(self._timing.watch_s, changes.after(changes_seen))
         await asyncio.sleep(WATCH_INTERVAL_S)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._timing.progress_s - WATCH_INTERVAL_S):
-                await events.after(events_seen)
+        await tasks.within(self._timing.progress_s - WATCH_INTERVAL_S, events.after(events_seen))
         seen = self._id, changes.count, events.count
         return {"seen": seen, "view": view_body(self.runtime.view())}
 
@@ -228,9 +223,7 @@ class RayHost:
         """Publish the view for commands over http://, which read files of this machine's logs."""
         seen = -1
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._timing.view_refresh_s):
-                    await self.runtime.changes.after(seen)
+            await tasks.within(self._timing.view_refresh_s, self.runtime.changes.after(seen))
             seen, view = self.runtime.changes.count, self.runtime.view()
             await asyncio.sleep(await asyncio.to_thread(self._view_file.write, view))
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from holdfast.orchestrator.api.v1alpha1 import KIND, parse_job, yaml_text
 from holdfast.orchestrator.api.v1alpha1.load import read_yaml
-from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.errors import UserError
 
 from . import accelerate, deepspeed, torchtitan
 from .draft import Draft
@@ -73,17 +73,16 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise UserError(f"{path}: {error}") from None
     except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise UserError(str(Problem("--import", f"{path} ({why})", FORMATS))) from None
+        raise UserError.of("--import", f"{path} ({why})", FORMATS) from None
     if not isinstance(document, Mapping):
-        got = f"{path} with {type(document).__name__}"
-        raise UserError(str(Problem("--import", got, FORMATS)))
+        raise UserError.of("--import", f"{path} with {type(document).__name__}", FORMATS)
     return document
 
 
 def _format(path: Path, document: Mapping[str, Any]) -> str:
     if document.get("kind") == KIND:
         fix = f"holdfast spec preflight {path}"
-        raise UserError(str(Problem("--import", f"{path}, a TrainingJob already", FORMATS, fix)))
+        raise UserError.of("--import", f"{path}, a TrainingJob already", FORMATS, fix)
     for name, marks in (
         ("accelerate", accelerate.MARKS),
         ("DeepSpeed", deepspeed.MARKS),
@@ -92,7 +91,7 @@ def _format(path: Path, document: Mapping[str, Any]) -> str:
         if any(mark in document for mark in marks):
             return name
     keys = ", ".join(map(str, list(document)[:5])) or "no keys"
-    raise UserError(str(Problem("--import", f"{path} with {keys}", FORMATS)))
+    raise UserError.of("--import", f"{path} with {keys}", FORMATS)
 
 
 def _comments(path: Path, kind: str, dropped: list[Dropped]) -> str:

@@ -5,13 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
-
-from holdfast.orchestrator.api.v1alpha1.resilience import Retention
-from holdfast.orchestrator.core.actions import Retained
-from holdfast.orchestrator.protocol.facts import ShardFile
-from holdfast.orchestrator.protocol.manifest import Manifest
-from holdfast.orchestrator.protocol.mesh import Mesh
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from .store import CheckpointStore
 
@@ -70,23 +64,14 @@ class ThreadedCheckpointStore:
         self._open_store, self._executor = open_store, executor
         self._opened: CheckpointStore | None = None
 
-    async def prepare(self) -> None:
-        await self._executor.call(lambda: self._store().prepare())
-
-    async def manifests(self) -> list[Manifest]:
-        return await self._executor.call(lambda: self._store().manifests())
-
-    async def damaged(self) -> list[str]:
-        return await self._executor.call(lambda: self._store().damaged())
-
-    async def adopt_written(self, generation: int, retention: Retention) -> list[Manifest]:
-        return await self._executor.call(lambda: self._store().adopt_written(generation, retention))
-
-    async def commit(self, step: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> int:
-        return await self._executor.call(lambda: self._store().commit(step, mesh, files))
-
-    async def clean(self, retained: Retained) -> list[str]:
-        return await self._executor.call(lambda: self._store().clean(retained))
+    async def call(
+        self,
+        method: Callable[Concatenate[CheckpointStore, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """Call a method of the store."""
+        return await self._executor.call(lambda: method(self._store(), *args, **kwargs))
 
     async def settle(self) -> None:
         await self._executor.settle()

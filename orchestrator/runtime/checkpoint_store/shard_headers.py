@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from holdfast.orchestrator import limits
-from holdfast.orchestrator.errors import HoldfastError
+from holdfast.orchestrator.errors import HoldfastError, few
 from holdfast.orchestrator.protocol.coverage import uncovered
 from holdfast.orchestrator.protocol.mesh import Mesh
 
@@ -85,8 +85,7 @@ def gaps(shards: Sequence[dict[str, HeldBox]], mesh: Mesh) -> str:
             missing[name] = f"{name} lacks {count} values"
     if not missing:
         return ""
-    more = len(missing) - MAX_NAMED
-    named = ", ".join(list(missing.values())[:MAX_NAMED]) + (f" and {more} more" * (more > 0))
+    named = few([*missing.values()], MAX_NAMED)
     text = f"the {len(shards)} shards ({mesh.describe()}) do not hold every value: {named}"
     ranks, parts = mesh.num_shards // mesh.pipeline, max(b[0].parts for b in boxes.values())
     if parts > ranks:

@@ -7,7 +7,8 @@ calls block; async_store.py makes them in threads.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.api.v1alpha1.resilience import Retention
 from holdfast.orchestrator.core.actions import Retained
-from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.protocol import coverage
 from holdfast.orchestrator.protocol.facts import CoverageSum, ShardFile, steps_done
 from holdfast.orchestrator.protocol.manifest import (
@@ -76,8 +77,7 @@ class CheckpointStore:
             raise UserError(str(missing_driver(path, error))) from None
         except ValueError as error:
             expected = "a directory or a URL that fsspec knows"
-            problem = Problem(CHECKPOINT_FIELD, f"{path} ({error})", expected)
-            raise UserError(str(problem)) from None
+            raise UserError.of(CHECKPOINT_FIELD, f"{path} ({error})", expected) from None
         except Exception as error:  # as in prepare
             raise HoldfastError(f"{path}: cannot be opened ({_why(error)})") from None
         self._local = isinstance(self.fs, LocalFileSystem) and not beneath
@@ -95,13 +95,12 @@ class CheckpointStore:
             self.fs.rm_file(probe)
         # fsspec drivers raise what their libraries raise; here every exception means the same.
         except Exception as error:
-            problem = Problem(
+            raise UserError.of(
                 CHECKPOINT_FIELD,
                 f"{self.path} ({_why(error)})",
                 "a directory or URL that can be written",
                 "choose another, or fix its permissions",
-            )
-            raise UserError(str(problem)) from None
+            ) from None
 
     def commit(self, step: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> int:
         """Write the manifest of a complete set of files, atomically; returns their bytes.
@@ -213,8 +212,15 @@ class CheckpointStore:
         Raises HoldfastError when the store does not answer.
         """
         self.fs.invalidate_cache()
+        with self._reading():
+            read = [self._manifest(path) for path in self._directories()]
+        manifests = [manifest for manifest in read if manifest is not None]
+        return sorted(manifests, key=lambda m: (m.step, m.generation))
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
         try:
-            return self._manifests()
+            yield
         except Exception as error:  # as in prepare
             raise HoldfastError(f"{self.path}: cannot be read ({_why(error)})") from None
 
@@ -224,10 +230,8 @@ class CheckpointStore:
         `retention` keeps, or a takeover would take longer the longer there was no controller.
         Raises HoldfastError when the store does not answer."""
         self.fs.invalidate_cache()
-        try:
+        with self._reading():
             return self._adopt_written(generation, retention)
-        except Exception as error:  # as in prepare
-            raise HoldfastError(f"{self.path}: cannot be read ({_why(error)})") from None
 
     def _adopt_written(self, generation: int, retention: Retention) -> list[Manifest]:
         taken: list[Manifest] = []
@@ -255,10 +259,8 @@ class CheckpointStore:
     def damaged(self) -> list[str]:
         """Names of directories whose manifest is there and damaged. Raises HoldfastError when the
         store does not answer."""
-        try:
+        with self._reading():
             return [_name(path) for path in self._directories() if self._is_damaged(path)]
-        except Exception as error:  # as in prepare
-            raise HoldfastError(f"{self.path}: cannot be read ({_why(error)})") from None
 
     def _is_damaged(self, directory: str) -> bool:
         exists = self.fs.isfile(f"{directory}/{MANIFEST_NAME}")
@@ -280,14 +282,6 @@ class CheckpointStore:
         except FileNotFoundError:
             return []
         return [path.rstrip("/") for path in paths if parse_directory_name(_name(path)) is not None]
-
-    def _manifests(self) -> list[Manifest]:
-        manifests = []
-        for path in self._directories():
-            manifest = self._manifest(path)
-            if manifest is not None:
-                manifests.append(manifest)
-        return sorted(manifests, key=lambda one: (one.step, one.generation))
 
     def _manifest(self, directory: str) -> Manifest | None:
         try:

@@ -258,7 +258,8 @@ class JobProjection:
         view.storage_skipped = kept.storage_skipped
         if kept.first_step_ns is not None:
             view.first_step_s = (kept.first_step_ns - state.submitted_ns) / SECOND_NS
-        beats = self._current_beats(state) if live and not state.terminal else {}
+        current = state.nodes if live and not state.terminal else ()
+        beats = {name: beat for name, beat in self._beats.items() if name in current}
         self._fill_progress(view, state, reports_of_all_ranks(state, beats))
         kept.tally.fill(view, state, no_steps=self._no_steps)
         if state.terminal:
@@ -337,9 +338,6 @@ class JobProjection:
         if not state.terminal:
             staged = min((beat.staged_step for beat in heartbeats), default=-1)
             view.memory_step = max([staged, *(key[0] for key, _ in in_memory(state)[:1])])
-
-    def _current_beats(self, state: JobState) -> dict[str, NodeBeat]:
-        return {name: beat for name, beat in self._beats.items() if name in state.nodes}
 
 
 def _host_memory(state: JobState) -> HostMemoryView | None:

@@ -112,7 +112,8 @@ def write_status(kubectl: Kubectl, view: JobView) -> None:
 
     async def act() -> None:
         async with await KubeClient.connect(kubeconfig=kubectl.kubeconfig) as cluster:
-            await cluster.apply(JOBS, owner.namespace, view.name, body, subresource="status")
+            key = (JOBS, owner.namespace, view.name)
+            await cluster.patch(*key, body, subresource="status", apply=True)
             for one in view.incidents[-1:]:
                 text = f"incident {one.number}: {one.title}; {one.decision}"
                 annotations = {names.INCIDENT: str(one.number)}

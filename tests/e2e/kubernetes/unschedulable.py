@@ -60,18 +60,15 @@ def wait_pods(kubectl: Kubectl, name: str, count: int) -> list[Document]:
     return pods(kubectl, name)
 
 
-def reason_of(document: Document | None, kind: str = "Ready") -> str:
+def reason_of(document: Document | None, kind: str = "Ready", field: str = "reason") -> str:
     for one in (document or {}).get("status", {}).get("conditions") or ():
         if one["type"] == kind:
-            return str(one["reason"])
+            return str(one[field])
     return ""
 
 
 def message_of(document: Document | None, kind: str = "Ready") -> str:
-    for one in (document or {}).get("status", {}).get("conditions") or ():
-        if one["type"] == kind:
-            return str(one["message"])
-    return ""
+    return reason_of(document, kind, "message")
 
 
 def gone(kubectl: Kubectl, name: str) -> None:

@@ -56,16 +56,12 @@ def terminate(job: Job) -> Incident:
     return view.incidents[0]
 
 
-def test_a_spare_replaces_a_drained_node(started: Any) -> None:
-    job = started(nodes={"min": 2, "max": 2, "spares": 1}, **FULLY_SHARDED)
-    job.until(lambda view: len(view.nodes) == 3)
-    incident = terminate(job)
-    assert incident.steps_lost == 0 and incident.restored_from == "memory"
-    assert incident.world_size_after == 4
-
-
-def test_a_job_without_spares_waits_for_the_replacement_and_loses_no_step(started: Any) -> None:
-    job = started(nodes={"min": 2, "max": 2}, **FULLY_SHARDED)
+@pytest.mark.parametrize("spares", [1, 0])
+def test_a_spare_or_a_replacement_takes_the_place_of_a_drained_node(
+    started: Any, spares: int
+) -> None:
+    job = started(nodes={"min": 2, "max": 2, "spares": spares}, **FULLY_SHARDED)
+    job.until(lambda view: len(view.nodes) == 2 + spares)
     incident = terminate(job)
     assert incident.steps_lost == 0 and incident.restored_from == "memory"
     assert incident.world_size_after == 4

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.orchestrator.backends.ray.kv import JobKeyValueStore
-from holdfast.orchestrator.core.events import SuspendRequested, Tick
-from holdfast.orchestrator.core.journal import JournalError, JournalLost, Record
+from holdfast.orchestrator.core.events import Tick
+from holdfast.orchestrator.core.journal import JournalError, JournalLost
 from holdfast.orchestrator.journal.chunk_journal import ChunkJournal, read
 from holdfast.orchestrator.journal.gcs_store import GcsStore
+from tests.unit.journal.test_gcs_store import record, write
 
 from . import cluster_rig
 
@@ -27,24 +28,15 @@ def keys() -> Iterator[JobKeyValueStore]:
     keys.clear()
 
 
-def record(number: int) -> Record:
-    return Record(number, SuspendRequested(by=f"person {number}"))
-
-
 def claimed(keys: JobKeyValueStore) -> ChunkJournal:
     return asyncio.run(ChunkJournal.open(GcsStore(keys, "job")))
-
-
-def write(journal: ChunkJournal, *numbers: int) -> None:
-    for number in numbers:
-        journal.append(*record(number))
-    asyncio.run(journal.commit())
 
 
 def test_committed_records_are_read_by_the_next_controller(keys: JobKeyValueStore) -> None:
     first = claimed(keys)
     assert first.records == [] and first.snapshot is None
-    write(first, 1, 2)
+    write(first, 1)
+    write(first, 2)
     write(first, 3)
     first.append(4, Tick())  # never committed
     assert claimed(keys).records == [record(1), record(2), record(3)]
@@ -65,7 +57,8 @@ def test_a_controller_cannot_commit_after_a_takeover(keys: JobKeyValueStore) -> 
 
 def test_a_snapshot_replaces_the_records_before_it(keys: JobKeyValueStore) -> None:
     journal = claimed(keys)
-    write(journal, 1, 2)
+    write(journal, 1)
+    write(journal, 2)
     asyncio.run(journal.compact(b"state after 2"))
     write(journal, 3)
     again = claimed(keys)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.backends.base import NoRoom
 from tests.contract.ray_target import RayContractTarget
-from tests.contract.targets import BOUND_S, Controller, run
+from tests.contract.targets import BOUND_S, Controller, release
 
 from . import cluster_rig
 from .jobs import Job, holdfast
@@ -47,11 +47,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RayContrac
     place = RayContractTarget(make_job("groups"), tmp_path)
     yield place
 
-    async def release(controller: Controller) -> None:
-        await controller.backend.close(release=True)
-
     try:
-        run(release, place)
+        asyncio.run(release(place))
         assert place.leftovers() == []
     finally:
         place.close()
@@ -59,8 +56,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RayContrac
             cluster.add_node()
 
 
-def scene(place: RayContractTarget, scenario: Callable[[Controller], Awaitable[None]]) -> None:
-    run(scenario, place)
+@pytest.fixture
+def controller(place: RayContractTarget) -> Controller:
+    return Controller(place)
 
 
 async def have(controller: Controller, count: int, avoid: tuple[str, ...] = ()) -> list[str]:
@@ -90,100 +88,82 @@ def ray_node(place: RayContractTarget, node: str) -> str:
     return str(ray.get(actor.facts.remote(), timeout=90)["ray_node"])
 
 
-def test_a_job_that_waits_for_many_nodes_still_commits_and_detects_a_lost_node(
-    place: RayContractTarget,
+async def test_a_job_that_waits_for_many_nodes_still_commits_and_detects_a_lost_node(
+    place: RayContractTarget, controller: Controller
 ) -> None:
     from holdfast.orchestrator.core.events import SuspendRequested
     from holdfast.orchestrator.journal.chunk_journal import ChunkJournal
     from holdfast.orchestrator.journal.gcs_store import GcsStore
 
-    async def scenario(controller: Controller) -> None:
-        journal = await ChunkJournal.open(GcsStore(place.keys, place.job.name))
-        nodes = await have(controller, cluster_rig.NODES)
-        await lack(controller, MISSING)
-        assert (
-            len(cluster_rig.group_names(place.job.name)) == cluster_rig.NODES - 1 + MISSING
-        )  # the gang has two bundles
-        async with asyncio.timeout(BOUND_S):
-            journal.append(1, SuspendRequested(by="a user"))
-            await journal.commit()
-            controller.kill(nodes[-1])
-            await controller.ended(nodes[-1])
-
-    scene(place, scenario)
+    journal = await ChunkJournal.open(GcsStore(place.keys, place.job.name))
+    nodes = await have(controller, cluster_rig.NODES)
+    await lack(controller, MISSING)
+    assert (
+        len(cluster_rig.group_names(place.job.name)) == cluster_rig.NODES - 1 + MISSING
+    )  # the gang has two bundles
+    async with asyncio.timeout(BOUND_S):
+        journal.append(1, SuspendRequested(by="a user"))
+        await journal.commit()
+        controller.kill(nodes[-1])
+        await controller.ended(nodes[-1])
 
 
-def test_nodes_that_are_requested_together_are_on_different_ray_nodes(
+async def test_nodes_that_are_requested_together_are_on_different_ray_nodes(
+    place: RayContractTarget, controller: Controller
+) -> None:
+    nodes = await have(controller, 3)
+    assert len({ray_node(place, node) for node in nodes}) == 3
+
+
+async def test_an_avoided_ray_node_is_not_used_again_though_the_gang_has_a_bundle_there(
     place: RayContractTarget,
 ) -> None:
-    async def scenario(controller: Controller) -> None:
-        nodes = await have(controller, 3)
-        assert len({ray_node(place, node) for node in nodes}) == 3
-
-    scene(place, scenario)
-
-
-def test_an_avoided_ray_node_is_not_used_again_though_the_gang_has_a_bundle_there(
-    place: RayContractTarget,
-) -> None:
-    async def first(controller: Controller) -> None:
-        bad, _good = await have(controller, 2)
+    async with Controller(place) as first:
+        bad, _good = await have(first, 2)
         blamed = ray_node(place, bad)
-        while not controller.backend._registry.ray_nodes.get(bad):  # type: ignore[attr-defined]
+        while not first.backend._registry.ray_nodes.get(bad):  # type: ignore[attr-defined]
             await asyncio.sleep(0.01)
-        await controller.backend.release_node(bad)
-        await controller.ended(bad)
-        (new,) = await have(controller, 1, (bad,))
-        assert ray_node(place, new) != blamed
-        noted.append((bad, blamed, new))
-
-    async def second(controller: Controller) -> None:
-        """A new controller avoids it, too."""
-        bad, blamed, old = noted[0]
-        await controller.backend.release_node(old)
-        await controller.ended(old)
-        (new,) = await have(controller, 1, (bad,))
+        await first.backend.release_node(bad)
+        await first.ended(bad)
+        (old,) = await have(first, 1, (bad,))
+        assert ray_node(place, old) != blamed
+    async with Controller(place) as second:  # avoids it, too
+        await second.backend.release_node(old)
+        await second.ended(old)
+        (new,) = await have(second, 1, (bad,))
         assert ray_node(place, new) != blamed
 
-    noted: list[tuple[str, str, str]] = []
-    scene(place, first)
-    scene(place, second)
 
-
-def test_a_lost_node_of_the_gang_is_replaced_where_ray_moves_its_bundle(
-    place: RayContractTarget,
+async def test_a_lost_node_of_the_gang_is_replaced_where_ray_moves_its_bundle(
+    place: RayContractTarget, controller: Controller
 ) -> None:
-    async def scenario(controller: Controller) -> None:
-        stays, lost = await have(controller, 2)
-        before = {ray_node(place, stays), ray_node(place, lost)}
-        cluster_rig.shared().kill_node(ray_node(place, lost))
-        while lost in await controller.backend.list_nodes():
-            await asyncio.sleep(0.01)  # the core lists nodes when an agent's connection has closed
-        (new,) = await have(controller, 1)
-        assert ray_node(place, new) not in before
-        assert len(cluster_rig.group_names(place.job.name)) == 1, "the gang has all nodes"
-
-    scene(place, scenario)
+    stays, lost = await have(controller, 2)
+    before = {ray_node(place, stays), ray_node(place, lost)}
+    cluster_rig.shared().kill_node(ray_node(place, lost))
+    while lost in await controller.backend.list_nodes():
+        await asyncio.sleep(0.01)  # the core lists nodes when an agent's connection has closed
+    (new,) = await have(controller, 1)
+    assert ray_node(place, new) not in before
+    assert len(cluster_rig.group_names(place.job.name)) == 1, "the gang has all nodes"
 
 
-def test_nodes_that_are_no_longer_wanted_are_no_longer_requested(place: RayContractTarget) -> None:
-    async def scenario(controller: Controller) -> None:
-        def requested() -> int:
-            return len(cluster_rig.group_names(place.job.name)) - (
-                cluster_rig.NODES - 1
-            )  # two share the gang
+async def test_nodes_that_are_no_longer_wanted_are_no_longer_requested(
+    place: RayContractTarget, controller: Controller
+) -> None:
+    def requested() -> int:
+        return len(cluster_rig.group_names(place.job.name)) - (
+            cluster_rig.NODES - 1
+        )  # two share the gang
 
-        await have(controller, cluster_rig.NODES)
-        await lack(controller, 3)
-        assert requested() == 3
-        await controller.backend.trim(lambda: 1)  # type: ignore[attr-defined]
-        assert requested() == 1
-        await controller.backend.trim(lambda: 0)  # type: ignore[attr-defined]
-        assert requested() == 0
-        await lack(controller, 2)
-        assert requested() == 2
-
-    scene(place, scenario)
+    await have(controller, cluster_rig.NODES)
+    await lack(controller, 3)
+    assert requested() == 3
+    await controller.backend.trim(lambda: 1)  # type: ignore[attr-defined]
+    assert requested() == 1
+    await controller.backend.trim(lambda: 0)  # type: ignore[attr-defined]
+    assert requested() == 0
+    await lack(controller, 2)
+    assert requested() == 2
 
 
 def test_a_suspended_job_requests_no_nodes_and_a_resumed_one_does(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.contract.ray_target import RayContractTarget
-from tests.contract.targets import Controller, make_job, run
+from tests.contract.targets import Controller, make_job
 
 from ..local.local_rig import spec
 from . import cluster_rig
@@ -103,7 +103,7 @@ def test_a_spec_is_found_anywhere_in_the_users_working_dir(tmp_path: Path) -> No
     assert gone.returncode == 0, gone.stderr
 
 
-def test_a_node_ends_when_its_ray_node_cannot_build_the_runtime_env(
+async def test_a_node_ends_when_its_ray_node_cannot_build_the_runtime_env(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The controller's Ray node could build it, so only the agent's actor fails."""
@@ -117,17 +117,15 @@ def test_a_node_ends_when_its_ray_node_cannot_build_the_runtime_env(
     monkeypatch.setattr(actors, "_agent_class", lambda: agents)
     place = RayContractTarget(make_job(), tmp_path)
 
-    async def scenario(controller: Controller) -> None:
-        (node,) = await controller.request(1)
-        await controller.ended(node)
-        detail = controller.gone[node].detail
-        assert detail.startswith("its Ray node could not build the job's runtime env: ")
-        assert package in detail and "Traceback" not in detail and "\n" not in detail
-        assert await controller.backend.list_nodes() == ()
-        await controller.backend.close(release=True)
-
     try:
-        run(scenario, place)
+        async with Controller(place) as controller:
+            (node,) = await controller.request(1)
+            await controller.ended(node)
+            detail = controller.gone[node].detail
+            assert detail.startswith("its Ray node could not build the job's runtime env: ")
+            assert package in detail and "Traceback" not in detail and "\n" not in detail
+            assert await controller.backend.list_nodes() == ()
+            await controller.backend.close(release=True)
         assert place.leftovers() == []
     finally:
         place.close()

@@ -145,17 +145,25 @@ def test_a_factor_that_cannot_be_is_reported(
     assert "is not between 0.01 and 1000" in result.err
 
 
+@pytest.mark.parametrize(
+    ("code", "printed", "parts"),
+    [
+        (1, "warning\nout of memory: 20 GiB\n",
+         ("--calibrate: got out of memory: 20 GiB", "microBatch")),
+        (-9, "", ("signal 9", "out of memory")),
+    ],
+)  # fmt: skip
 def test_a_measurement_that_fails_is_one_message_and_exit_code_two(
-    write: Write, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    code: int, printed: str, parts: tuple[str, ...], write: Write, holdfast: Holdfast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(command, 1, "", "warning\nout of memory: 20 GiB\n")
+        return subprocess.CompletedProcess(command, code, "", printed)
 
     monkeypatch.setattr(calibration.subprocess, "run", run)  # type: ignore[attr-defined]
     result = holdfast("spec plan", write(JOB), "--calibrate")
     assert (result.code, result.out) == (2, "")
-    assert "--calibrate: got out of memory: 20 GiB" in result.err
-    assert "microBatch" in result.err
+    assert all(part in result.err for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -201,15 +209,3 @@ def test_measurements_that_cannot_be_kept_are_a_message(
 def test_this_machine_has_a_processor_with_a_name() -> None:
     here = processor()
     assert here.name and set(here.flags) <= set(INSTRUCTIONS)
-
-
-def test_a_measuring_process_that_is_killed_is_explained(
-    write: Write, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(command, -9, "", "")
-
-    monkeypatch.setattr(calibration.subprocess, "run", run)  # type: ignore[attr-defined]
-    result = holdfast("spec plan", write(JOB), "--calibrate")
-    assert result.code == 2
-    assert "signal 9" in result.err and "out of memory" in result.err

@@ -16,7 +16,7 @@ from rich.console import Console
 from holdfast.orchestrator.cli import output
 from holdfast.orchestrator.cli.display import LineDisplay, LiveDisplay, make_display
 from holdfast.orchestrator.cli.render import checkpoints, outcome, status, throughput
-from holdfast.orchestrator.cli.report import main_thread, print_report, report
+from holdfast.orchestrator.cli.report import main_thread, report
 from holdfast.orchestrator.runtime.observe.view import CheckpointView, JobView, NodeView
 
 from .fixtures import NS, T0, make_incident, make_view
@@ -142,7 +142,7 @@ def test_a_table_leaves_columns_out_and_wraps_texts_but_cuts_nothing() -> None:
 
 def report_lines(view: JobView) -> Iterator[str]:
     to = console()
-    print_report(to, view)
+    to.print(report(view))
     yield from (line.strip() for line in text_of(to).splitlines())
 
 
@@ -150,7 +150,7 @@ def test_the_report_names_no_command_for_checkpoints_that_cannot_be_read_from_he
     view = make_view(state="succeeded", finished_ns=T0 + 71 * NS)
     assert "export it with: holdfast checkpoint export demo DIRECTORY" in list(report_lines(view))
     to = console()
-    print_report(to, view, can_read=False)
+    to.print(report(view, can_read=False))
     assert "export it where that path is mounted: holdfast checkpoint export PATH" in text_of(to)
 
 
@@ -218,7 +218,7 @@ def test_only_the_innermost_frames_of_the_culprits_main_thread_are_shown() -> No
     assert "wait (threading.py:331)" not in lines
     assert main_thread(FAULTHANDLER) == ['  File "train.py", line 7 in step']
     to = console()
-    print_report(to, view, stacks=True)
+    to.print(report(view, stacks=True))
     for part in ("frame_19", "holdfast-pulse", "stack of rank 3:\n", "File y"):
         assert part in text_of(to)
 

@@ -42,9 +42,7 @@ def lost(watch: Watch) -> dict[str, str]:
 
 
 def trained() -> Watch:
-    watch = Watch()
-    watch.train(8)
-    return watch
+    return Watch().train(8)
 
 
 def test_no_node_is_lost_when_all_heartbeats_stop_for_a_while() -> None:

@@ -36,6 +36,16 @@ def sharded(**nodes: int) -> dict[str, Any]:
     return spec({"min": 2, "max": 2, **nodes}, 2, 4)
 
 
+def stopped_without_room(job_spec: dict[str, Any]) -> Transcript:
+    """A node leaves, there is no other one, and all workers have stopped after 31 steps."""
+    job = Transcript(job_spec).started()
+    leave(job)
+    job.fail(job.one(RequestNodes))
+    job.wait(GRACE_S / 3 + 0.1)
+    job.all_stopped(30)
+    return job
+
+
 def test_a_spare_takes_over_at_once_and_no_step_is_lost() -> None:
     job = Transcript(sharded(spares=1)).started("a", "b", "c")
     leave(job)
@@ -139,11 +149,7 @@ def test_when_all_nodes_leave_their_state_is_in_storage_before_their_release() -
 
 
 def test_shards_written_before_the_leaving_node_is_lost_count() -> None:
-    job = Transcript(sharded()).started()
-    leave(job)
-    job.fail(job.one(RequestNodes))
-    job.wait(GRACE_S / 3 + 0.1)
-    job.all_stopped(30)
+    job = stopped_without_room(sharded())
     job.persisted(30, 2)
     job.persisted(30, 3)
     job.lose("b")
@@ -156,20 +162,12 @@ def test_shards_written_before_the_leaving_node_is_lost_count() -> None:
 
 
 def test_nothing_is_written_when_the_nodes_that_stay_have_all_of_the_state() -> None:
-    job = Transcript(spec({"min": 2, "max": 2}, 2, 2)).started()
-    leave(job)
-    job.fail(job.one(RequestNodes))
-    job.wait(GRACE_S / 3 + 0.1)
-    job.all_stopped(30)
+    job = stopped_without_room(spec({"min": 2, "max": 2}, 2, 2))
     assert not job.of(PersistStep)
 
 
 def test_a_replacement_that_joins_cancels_the_drain() -> None:
-    job = Transcript(sharded()).started()
-    leave(job)
-    job.fail(job.one(RequestNodes))
-    job.wait(GRACE_S / 3 + 0.1)
-    job.all_stopped(30)
+    job = stopped_without_room(sharded())
     job.join("c")
     assert job.state.drain is None
     restore = job.of(LaunchGroup)[0].membership.restore
@@ -177,11 +175,7 @@ def test_a_replacement_that_joins_cancels_the_drain() -> None:
 
 
 def test_a_suspend_replaces_the_drain_of_a_state_at_risk() -> None:
-    job = Transcript(sharded()).started()
-    leave(job)
-    job.fail(job.one(RequestNodes))
-    job.wait(GRACE_S / 3 + 0.1)
-    job.all_stopped(30)
+    job = stopped_without_room(sharded())
     job.apply(SuspendRequested(by="test"))
     assert job.state.drain is not None and job.state.drain.kind == "suspend"
     for shard in range(4):
@@ -259,11 +253,7 @@ def test_a_resize_does_not_bring_a_leaving_node_back() -> None:
 
 
 def test_a_state_at_risk_that_is_lost_is_not_awaited() -> None:
-    job = Transcript(sharded()).started()
-    leave(job)
-    job.fail(job.one(RequestNodes))
-    job.wait(GRACE_S / 3 + 0.1)
-    job.all_stopped(30)
+    job = stopped_without_room(sharded())
     assert job.state.drain is not None
     text = "writing the state after 31 steps to storage: a node that holds a part of it leaves"
     assert (job.now_ns, text) in job.state.notes
@@ -273,11 +263,7 @@ def test_a_state_at_risk_that_is_lost_is_not_awaited() -> None:
 
 
 def test_a_new_controller_continues_to_write_a_state_at_risk_without_a_time_limit() -> None:
-    job = Transcript(sharded()).started()
-    leave(job)
-    job.fail(job.one(RequestNodes))
-    job.wait(GRACE_S / 3 + 0.1)
-    job.all_stopped(30)
+    job = stopped_without_room(sharded())
     job.controller = job.replayed()
     job.apply(ControllerStarted(incarnation=2))
     assert "persist" not in job.state.timers and "drain" in job.state.timers

@@ -37,8 +37,7 @@ def test_the_first_step_of_all_ranks_is_reported_at_once() -> None:
 
 
 def test_later_steps_are_reported_about_once_a_second() -> None:
-    watch = Watch()
-    watch.train(10)
+    watch = Watch().train(10)
     assert watch.steps == [0, 2, 4, 6, 8]
 
 
@@ -50,8 +49,7 @@ def test_a_step_is_reported_once_rank_0_has_said_that_it_keeps_its_process() -> 
 
 
 def test_an_unreported_step_is_reported_when_a_worker_exits() -> None:
-    watch = Watch()
-    watch.train(4)
+    watch = Watch().train(4)
     watch.give(FromNode("a", WorkerExited(generation=1, exit=Exit(rank=0, signal=9))))
     assert watch.steps == [0, 2, 3]
 
@@ -70,8 +68,7 @@ def test_a_step_is_reported_that_no_rank_is_at() -> None:
 
 
 def test_a_silent_node_is_lost_after_the_timeout_and_not_before() -> None:
-    watch = Watch()
-    watch.train(3)
+    watch = Watch().train(3)
     began = watch.job.now_ns
     for _ in range(5):
         watch.job.now_ns += SECOND // 2
@@ -155,8 +152,7 @@ def test_a_step_is_reported_before_the_next_generation_begins() -> None:
 
 
 def test_a_heartbeat_that_overtook_another_counts() -> None:
-    watch = Watch()
-    watch.train(4)
+    watch = Watch().train(4)
     late = WorkerBeat(rank=0, phase="train", step=1, ticks=4)
     watch.give(FromNode("a", Heartbeat(generation=1, workers=(late,))))
     assert watch.monitor._current.ranks[0].beat.step == 3
@@ -200,8 +196,7 @@ def test_a_step_reports_the_largest_numbers_and_the_loss_of_a_rank_at_the_step()
 
 
 def test_a_new_controller_knows_the_progress_from_its_state() -> None:
-    watch = Watch()
-    watch.train(12)
+    watch = Watch().train(12)
     watch.job.step(11)
     monitor = ProgressMonitor(watch.job.state.job, watch.job.replayed())
     monitor.observe(watch.job.now_ns, Tick())
@@ -212,8 +207,7 @@ def test_a_new_controller_knows_the_progress_from_its_state() -> None:
 
 
 def test_a_new_controller_drops_the_heartbeats_before_it() -> None:
-    watch = Watch()
-    watch.train(12)
+    watch = Watch().train(12)
     started = ControllerStarted(incarnation=2)
     watch.job.apply(started)
     watch.monitor.observe(watch.job.now_ns, started)
@@ -222,8 +216,7 @@ def test_a_new_controller_drops_the_heartbeats_before_it() -> None:
 
 
 def test_a_job_that_has_ended_has_no_deadline_and_no_loss() -> None:
-    watch = Watch()
-    watch.train(3)
+    watch = Watch().train(3)
     watch.job.apply(CancelRequested())
     watch.job.all_stopped(None)
     assert watch.job.state.terminal
@@ -240,8 +233,7 @@ def test_a_monitor_before_the_submission_has_nothing_to_watch() -> None:
 
 
 def test_a_reported_step_is_not_reported_again() -> None:
-    watch = Watch()
-    watch.train(2)
+    watch = Watch().train(2)
     assert watch.steps == [0]
     watch.give(StepCompleted(generation=1, step=1))
     watch.give(NodeLost(node="x", cause="gone"))
@@ -266,8 +258,7 @@ def test_before_the_first_launch_heartbeats_show_no_progress() -> None:
 
 
 def test_a_node_that_joins_and_sends_no_heartbeat_is_lost() -> None:
-    watch = Watch(nodes={"min": 1, "max": 2, "spares": 1})
-    watch.train(2)
+    watch = Watch(nodes={"min": 1, "max": 2, "spares": 1}).train(2)
     watch.job.join("c")
     watch.give(FromNode("c", NodeJoined(facts=facts("c"))))
     watch.train(8, first=2)
@@ -275,15 +266,13 @@ def test_a_node_that_joins_and_sends_no_heartbeat_is_lost() -> None:
 
 
 def test_a_heartbeat_of_an_unknown_node_is_ignored() -> None:
-    watch = Watch()
-    watch.train(2)
+    watch = Watch().train(2)
     assert watch.give(FromNode("x", Heartbeat(generation=1, cpu_pressure=0.9))) == []
     assert watch.monitor._contended == {}
 
 
 def test_heartbeats_of_the_generation_before_are_no_progress_of_this_one() -> None:
-    watch = Watch()
-    watch.train(3)
+    watch = Watch().train(3)
     watch.job.exits(0, signal=9)
     watch.job.all_stopped(2)
     watch.beat(50)
@@ -314,8 +303,7 @@ def test_a_new_controller_learns_no_limit_from_steps_without_a_time() -> None:
 
 
 def test_a_report_has_the_usual_step_time() -> None:
-    watch = Watch()
-    watch.train(11)
+    watch = Watch().train(11)
     watch.job.now_ns += 2 * SECOND
     watch.beat(11, step_s=9.0)
     assert watch.of(StepCompleted)[-1].step_s == 0.5
@@ -333,8 +321,7 @@ def test_a_report_has_the_usual_step_time() -> None:
 def test_a_machine_is_contended_before_it_is_starved(
     pressure: float, contended: bool, starved: bool
 ) -> None:
-    watch = Watch()
-    watch.train(10)
+    watch = Watch().train(10)
     watch.give(FromNode("a", Heartbeat(generation=1, cpu_pressure=pressure)))
     assert list(watch.monitor._contended) == (["a"] if contended else [])
     assert watch.monitor._facts is not None and watch.monitor._facts.starved == starved
@@ -361,8 +348,7 @@ def test_a_machine_counts_as_contended_for_ten_seconds(after_s: float, named: li
 
 
 def test_a_message_that_waits_moves_the_deadline_of_a_small_job() -> None:
-    watch = Watch()
-    watch.train(3)
+    watch = Watch().train(3)
     due_ns = watch.monitor.next_deadline_ns()
     assert due_ns == watch.job.now_ns + 3 * SECOND
     watch.job.now_ns += SECOND
@@ -391,8 +377,7 @@ def test_a_big_job_computes_its_deadline_once_a_check() -> None:
 
 
 def test_a_job_is_big_from_256_ranks_on() -> None:
-    watch = Watch()
-    watch.train(1)
+    watch = Watch().train(1)
     nodes = watch.job.state.nodes
     while 2 * len(nodes) < BIG_JOB_RANKS:
         assert watch.monitor._pause_ns() == 0

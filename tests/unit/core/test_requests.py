@@ -159,20 +159,14 @@ def test_a_failed_job_ends_although_storage_does_not_answer() -> None:
     assert "the state after 8 steps was not written" in job.state.reason.text
 
 
-def test_steps_finished_during_the_stop_count() -> None:
+@pytest.mark.parametrize(("wanted", "reported"), [(CancelRequested(), 9), (SuspendRequested(), 8)])
+def test_steps_finished_during_the_stop_count_also_where_ranks_did_not_report_them(
+    wanted: CancelRequested | SuspendRequested, reported: int
+) -> None:
     job = Transcript().started(step=5)
-    job.apply(CancelRequested())
+    job.apply(wanted)
     for node, ranks in (("a", (0, 1)), ("b", (2, 3))):
-        exits = tuple(Exit(rank=rank, signal=9, by_us=True, step=9) for rank in ranks)
-        job.stopped(node, 9, exits=exits)
-    assert job.state.step == 9 == job.state.incidents[-1].step_before
-
-
-def test_a_staged_step_counts_although_its_ranks_did_not_report_it() -> None:
-    job = Transcript().started(step=5)
-    job.apply(SuspendRequested())
-    for node, ranks in (("a", (0, 1)), ("b", (2, 3))):
-        exits = tuple(Exit(rank=rank, signal=9, by_us=True, step=8) for rank in ranks)
+        exits = tuple(Exit(rank=rank, signal=9, by_us=True, step=reported) for rank in ranks)
         job.stopped(node, 9, exits=exits)
     assert job.state.step == 9 == job.state.incidents[-1].step_before
 

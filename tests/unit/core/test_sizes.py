@@ -182,8 +182,9 @@ def test_after_a_requested_size_fails_the_job_gets_its_old_size_back() -> None:
     assert "expected 4 workers: RuntimeError: world size changed" in job.state.notes[-1][1]
 
 
-def test_an_error_at_a_size_that_worked_is_the_users() -> None:
-    job = started()
+@pytest.mark.parametrize("step", [3, None])
+def test_an_error_at_a_size_that_worked_or_before_any_has_is_the_users(step: int | None) -> None:
+    job = started(step=step)
     fails(job)
     fails(job)
     assert job.one(FinishJob).reason.code == "user-error"
@@ -266,13 +267,6 @@ def test_without_any_sign_of_training_an_error_is_early_for_two_minutes() -> Non
     job.exits(0, **ERROR)
     job.all_stopped()
     assert not job.state.sizes.failed and job.state.ledger.restarts["user"] == 1
-
-
-def test_a_job_that_never_worked_fails_as_before() -> None:
-    job = started(step=None)
-    fails(job)
-    fails(job)
-    assert job.one(FinishJob).reason.code == "user-error"
 
 
 def test_a_running_job_follows_a_changed_list_of_sizes() -> None:

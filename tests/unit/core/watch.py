@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.core.actions import LaunchGroup
@@ -62,10 +62,11 @@ class Watch:
                 )
         return found
 
-    def train(self, steps: int, first: int = 0) -> None:
+    def train(self, steps: int, first: int = 0) -> Self:
         for step in range(first, first + steps):
             self.job.now_ns += SECOND // 2
             self.beat(step)
+        return self
 
     def inspect(self, **activities: Any) -> None:
         """The answers of all ranks; those without a name here wait for their peers."""

@@ -234,14 +234,23 @@ def test_a_ring_within_a_node_has_the_bandwidth_of_its_link() -> None:
     assert found == pytest.approx(46e9 / 350e9 + 7 * 3e-6)
 
 
-def test_a_ring_over_nodes_uses_a_port_for_each_of_its_ranks_on_a_node() -> None:
-    on = hardware()
-    whole = transfer(_ring(("shard",), 16), layout(Mesh(shard=16)), on)
-    # 8 ports of 46 GB/s are 368, so NVLink's 350 limit; 14 steps within nodes and one between.
-    assert whole == pytest.approx(46e9 / 350e9 + 14 * 3e-6 + 8e-6)
-    # Behind a tensor axis of 8 each ring has one rank on a node, and one port.
-    alone = transfer(_ring(("shard",), 4), layout(Mesh(shard=4, tensor=8)), on)
-    assert alone == pytest.approx(46e9 / 46e9 + 3 * 8e-6)
+@pytest.mark.parametrize(
+    ("network", "whole", "alone"),
+    [
+        # 8 ports of 46 GB/s are 368, so NVLink's 350 limit; 14 steps within nodes and one between.
+        # Behind a tensor axis of 8 each ring has one rank on a node, and one port.
+        ("", 46e9 / 350e9 + 14 * 3e-6 + 8e-6, 46e9 / 46e9 + 3 * 8e-6),
+        # One port, which the 8 rings of a node share.
+        ("ethernet-100", 46e9 / 10e9 + 14 * 3e-6 + 25e-6, 8 * 46e9 / 10e9 + 3 * 25e-6),
+    ],
+)
+def test_a_ring_over_nodes_uses_a_port_for_each_of_its_ranks_on_a_node(
+    network: str, whole: float, alone: float
+) -> None:
+    on = hardware(network=network) if network else hardware()
+    assert transfer(_ring(("shard",), 16), layout(Mesh(shard=16)), on) == pytest.approx(whole)
+    behind = layout(Mesh(shard=4, tensor=8))
+    assert transfer(_ring(("shard",), 4), behind, on) == pytest.approx(alone)
 
 
 @pytest.mark.parametrize(
@@ -255,14 +264,6 @@ def test_a_tensor_axis_that_does_not_divide_a_node_waits_for_the_network(
     assert crosses_nodes(row, on_nodes) is crosses
     within = transfer(row, layout(Mesh(tensor=tensor, replicate=6)), hardware())
     assert (transfer(row, on_nodes, hardware()) > within) is crosses
-
-
-def test_a_shared_port_is_divided_by_the_rings_of_a_node() -> None:
-    on = hardware(network="ethernet-100")
-    whole = transfer(_ring(("shard",), 16), layout(Mesh(shard=16)), on)
-    assert whole == pytest.approx(46e9 / 10e9 + 14 * 3e-6 + 25e-6)
-    alone = transfer(_ring(("shard",), 4), layout(Mesh(shard=4, tensor=8)), on)
-    assert alone == pytest.approx(8 * 46e9 / 10e9 + 3 * 25e-6)
 
 
 def test_a_send_has_the_latency_of_one_step_and_an_all_reduce_of_two_rings() -> None:

@@ -35,20 +35,15 @@ def test_one_rank_sends_nothing() -> None:
     assert traffic_rows(make_job(recipe={}), Mesh()) == []
 
 
-def test_fsdp_in_bfloat16_sends_eight_bytes_per_parameter() -> None:
-    job = make_job(recipe={}, resources={"gpu": 1})
+@pytest.mark.parametrize(("gathered_again", "bytes_each"), [(True, 8), (False, 6)])
+def test_fsdp_in_bfloat16_sends_parameters_twice_or_once_if_they_stay_gathered(
+    gathered_again: bool, bytes_each: int
+) -> None:
+    fsdp = {"reshardAfterForward": gathered_again}
+    job = make_job(recipe={}, resources={"gpu": 1}, parallelism={"fsdp": fsdp})
     work, _layout = planned(job, Mesh(shard=4))
-    rows = traffic_rows(job, Mesh(shard=4))
-    assert sum(row.num_bytes for row in rows) == pytest.approx(8 * work.counts.total * 3 / 4)
-
-
-def test_parameters_that_stay_gathered_are_sent_once() -> None:
-    job = make_job(
-        recipe={}, resources={"gpu": 1}, parallelism={"fsdp": {"reshardAfterForward": False}}
-    )
-    work, _layout = planned(job, Mesh(shard=4))
-    rows = traffic_rows(job, Mesh(shard=4))
-    assert sum(row.num_bytes for row in rows) == pytest.approx(6 * work.counts.total * 3 / 4)
+    total = sum(row.num_bytes for row in traffic_rows(job, Mesh(shard=4)))
+    assert total == pytest.approx(bytes_each * work.counts.total * 3 / 4)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(replicate=2, shard=2), Mesh(replicate=2, context=2)])

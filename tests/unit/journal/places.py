@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -67,16 +66,8 @@ async def write(journal: ChunkJournal, *numbers: int) -> None:
     await journal.commit()
 
 
-def play(kind: str, directory: Path, scenario: Callable[[Place], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with _place(kind, directory) as place:
-            await scenario(place)
-
-    asyncio.run(main())
-
-
 @asynccontextmanager
-async def _place(kind: str, directory: Path) -> AsyncIterator[Place]:
+async def opened_place(kind: str, directory: Path) -> AsyncIterator[Place]:
     place = directory / "journal"
     if kind == "files":
         yield Place(kind, place, lambda: FileStore(place), None)

@@ -13,7 +13,6 @@ from holdfast.orchestrator.protocol.environment import (
     INCIDENTS,
     chosen_cache,
     explain_environment,
-    worker_environment,
 )
 from holdfast.orchestrator.protocol.facts import (
     Gpu,
@@ -55,6 +54,10 @@ MEMBERSHIP = Membership(
     restart_count=2,
 )
 SEAT = WorkerSeat(rank=3, local_rank=1, shard=1, persists=False)
+
+
+def worker_environment(*arguments: Any, **more: Any) -> dict[str, str]:
+    return {one.name: one.value for one in explain_environment(*arguments, **more)}
 
 
 def environment(job: TrainingJob, facts: NodeFacts | None = None) -> dict[str, str]:

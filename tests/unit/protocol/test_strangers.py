@@ -119,55 +119,50 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_port_goes_on_after_it_had_no_descriptor(stack: ExitStack) -> None:
+@pytest.mark.timeout(60)
+async def test_a_port_goes_on_after_it_had_no_descriptor(stack: ExitStack) -> None:
     """The port ends its oldest stranger to make room."""
+    loop = asyncio.get_running_loop()
+    greeted: asyncio.Queue[bytes] = asyncio.Queue()
 
-    async def scene() -> None:
-        loop = asyncio.get_running_loop()
-        greeted: asyncio.Queue[bytes] = asyncio.Queue()
+    async def begin(sock: socket.socket) -> None:
+        stack.enter_context(sock)
+        await greeted.put(await loop.sock_recv(sock, 10))
 
-        async def begin(sock: socket.socket) -> None:
-            stack.enter_context(sock)
-            await greeted.put(await loop.sock_recv(sock, 10))
-
-        listener = listen("127.0.0.1")
-        limit = ConnectionLimit()
-        serving = loop.create_task(limit.serve(listener, begin))
-        stranger, peer = (stack.enter_context(socket.socket()) for _ in range(2))
-        for client in (stranger, peer):
-            client.setblocking(False)
-        await loop.sock_connect(stranger, listener.getsockname())
-        while not len(limit):
-            await asyncio.sleep(0)
-        with no_descriptor_left():
-            await loop.sock_connect(peer, listener.getsockname())
-            assert await loop.sock_recv(stranger, 10) == b""
-        peer.send(b"hello")
-        assert [await greeted.get() for _ in range(2)] == [b"", b"hello"]
-        serving.cancel()
-
-    asyncio.run(asyncio.wait_for(scene(), 60))
+    listener = listen("127.0.0.1")
+    limit = ConnectionLimit()
+    serving = loop.create_task(limit.serve(listener, begin))
+    stranger, peer = (stack.enter_context(socket.socket()) for _ in range(2))
+    for client in (stranger, peer):
+        client.setblocking(False)
+    await loop.sock_connect(stranger, listener.getsockname())
+    while not len(limit):
+        await asyncio.sleep(0)
+    with no_descriptor_left():
+        await loop.sock_connect(peer, listener.getsockname())
+        assert await loop.sock_recv(stranger, 10) == b""
+    peer.send(b"hello")
+    assert [await greeted.get() for _ in range(2)] == [b"", b"hello"]
+    serving.cancel()
 
 
-def test_a_crowd_is_accepted_in_fewer_turns_than_it_has_connections(stack: ExitStack) -> None:
-    async def scene() -> None:
-        listener, begun = listen("127.0.0.1"), list[socket.socket]()
-        for _ in range(64):
-            stack.enter_context(socket.create_connection(listener.getsockname()))
+@pytest.mark.timeout(60)
+async def test_a_crowd_is_accepted_in_fewer_turns_than_it_has_connections(stack: ExitStack) -> None:
+    listener, begun = listen("127.0.0.1"), list[socket.socket]()
+    for _ in range(64):
+        stack.enter_context(socket.create_connection(listener.getsockname()))
 
-        async def begin(sock: socket.socket) -> None:
-            begun.append(stack.enter_context(sock))
+    async def begin(sock: socket.socket) -> None:
+        begun.append(stack.enter_context(sock))
 
-        serving = asyncio.create_task(ConnectionLimit(10.0, 128).serve(listener, begin))
-        turns = 0
-        while len(begun) < 64:
-            await asyncio.sleep(0)
-            turns += 1
-        serving.cancel()
-        await asyncio.wait([serving])
-        assert turns < 32
-
-    asyncio.run(asyncio.wait_for(scene(), 60))
+    serving = asyncio.create_task(ConnectionLimit(10.0, 128).serve(listener, begin))
+    turns = 0
+    while len(begun) < 64:
+        await asyncio.sleep(0)
+        turns += 1
+    serving.cancel()
+    await asyncio.wait([serving])
+    assert turns < 32
 
 
 def test_a_process_gets_the_descriptors_that_the_system_allows() -> None:

@@ -14,7 +14,7 @@ from holdfast import __version__
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.protocol import tls
-from holdfast.orchestrator.runtime.agent_server import AgentConnection, AgentServer, ReplyStream
+from holdfast.orchestrator.runtime.agent_server import AgentConnection, AgentServer, Connection
 
 from . import certificates
 from .harness import BOUND_S, Frames, node_facts
@@ -64,8 +64,8 @@ class Job:
     def token(self) -> str:
         return f"token of {self.name}"
 
-    async def answer(self, stream: ReplyStream, request: wire.Request) -> None:
-        stream.reply(wire.Reply(ok=True, detail=f"{request.verb} of {self.name}"))
+    async def answer(self, client: Connection, request: wire.Request) -> None:
+        client.send(wire.Reply(ok=True, detail=f"{request.verb} of {self.name}"))
 
     def register(self, endpoint: AgentServer) -> None:
         context, name = None, ""

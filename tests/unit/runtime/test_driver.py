@@ -107,46 +107,40 @@ def test_no_action_is_carried_out_when_the_journal_fails(tmp_path: Path) -> None
     assert harness.actions == []
 
 
-def test_a_durable_request_returns_when_it_is_in_the_journal(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        harness = DriverHarness(tmp_path / "journal")
-        harness.driver.submit(SUBMITTED)
-        running = asyncio.create_task(harness.run())
+@pytest.mark.timeout(20)
+async def test_a_durable_request_returns_when_it_is_in_the_journal(tmp_path: Path) -> None:
+    harness = DriverHarness(tmp_path / "journal")
+    harness.driver.submit(SUBMITTED)
+    running = asyncio.create_task(harness.run())
+    await harness.driver.submit_durable(ResizeRequested(nodes=1))
+    assert harness.events()[-1] == ResizeRequested(nodes=1) and harness.syncs > 0
+    harness.driver.stop()
+    await running
+
+
+@pytest.mark.timeout(20)
+async def test_a_request_after_the_end_of_the_loop_is_cancelled(tmp_path: Path) -> None:
+    harness = DriverHarness(tmp_path / "journal")
+    harness.driver.submit(SUBMITTED)
+    running = asyncio.create_task(harness.run())
+    harness.driver.stop()
+    await running
+    with pytest.raises(asyncio.CancelledError):
         await harness.driver.submit_durable(ResizeRequested(nodes=1))
-        assert harness.events()[-1] == ResizeRequested(nodes=1) and harness.syncs > 0
-        harness.driver.stop()
-        await running
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
-def test_a_request_after_the_end_of_the_loop_is_cancelled(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        harness = DriverHarness(tmp_path / "journal")
-        harness.driver.submit(SUBMITTED)
-        running = asyncio.create_task(harness.run())
-        harness.driver.stop()
-        await running
-        with pytest.raises(asyncio.CancelledError):
-            await harness.driver.submit_durable(ResizeRequested(nodes=1))
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
-
-
-def test_timers_of_the_core_fire_as_ticks_in_the_journal(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        harness = DriverHarness(tmp_path / "journal")
-        harness.driver.submit(SUBMITTED)
-        await harness.turn()
-        state = harness.driver.state
-        state.timers["request"] = state.now_ns + 1_000_000
-        running = asyncio.create_task(harness.run())
-        while Tick() not in harness.events():
-            await asyncio.sleep(0.001)
-        harness.driver.stop()
-        await running
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+@pytest.mark.timeout(20)
+async def test_timers_of_the_core_fire_as_ticks_in_the_journal(tmp_path: Path) -> None:
+    harness = DriverHarness(tmp_path / "journal")
+    harness.driver.submit(SUBMITTED)
+    await harness.turn()
+    state = harness.driver.state
+    state.timers["request"] = state.now_ns + 1_000_000
+    running = asyncio.create_task(harness.run())
+    while Tick() not in harness.events():
+        await asyncio.sleep(0.001)
+    harness.driver.stop()
+    await running
 
 
 def test_time_continues_after_the_last_record(tmp_path: Path) -> None:
@@ -159,28 +153,26 @@ def test_time_continues_after_the_last_record(tmp_path: Path) -> None:
     assert far <= times[1] < far + 60_000_000_000
 
 
-def test_records_that_wait_for_room_are_written_without_a_further_event(tmp_path: Path) -> None:
+async def test_records_that_wait_for_room_are_written_without_a_further_event(
+    tmp_path: Path,
+) -> None:
     """The driver tries again by itself, and reports the problem once and its end once."""
+    harness = DriverHarness(tmp_path / "journal")
+    reports: list[str] = []
+    driver = Driver(
+        harness.driver.loop, harness.journal, Clock(), on_journal_problem=reports.append
+    )
+    attempts = 0
 
-    async def scenario() -> None:
-        harness = DriverHarness(tmp_path / "journal")
-        reports: list[str] = []
-        driver = Driver(
-            harness.driver.loop, harness.journal, Clock(), on_journal_problem=reports.append
-        )
-        attempts = 0
+    async def commit(*, durable: bool = True) -> None:
+        nonlocal attempts
+        assert durable
+        attempts += 1
+        harness.journal.problem = "no room" if attempts < 3 else ""
+        if attempts == 3:
+            driver.stop()
 
-        async def commit(*, durable: bool = True) -> None:
-            nonlocal attempts
-            assert durable
-            attempts += 1
-            harness.journal.problem = "no room" if attempts < 3 else ""
-            if attempts == 3:
-                driver.stop()
-
-        harness.journal.commit = commit  # type: ignore[method-assign]
-        driver.submit(SUBMITTED)
-        await driver.run(harness.carry_out)
-        assert attempts == 3 and reports == ["no room", ""]
-
-    asyncio.run(scenario())
+    harness.journal.commit = commit  # type: ignore[method-assign]
+    driver.submit(SUBMITTED)
+    await driver.run(harness.carry_out)
+    assert attempts == 3 and reports == ["no room", ""]

@@ -19,7 +19,6 @@ from holdfast.orchestrator.protocol.messages import (
     Persist,
     PersistFailed,
     ShardPersisted,
-    StepCopied,
 )
 from holdfast.workers import worker_protocol
 
@@ -380,8 +379,14 @@ class CheckpointTiers:
         return self._carry_out(group, self.buffers.unpin(number))
 
     # -- helpers ------------------------------------------------------------------------------
-    def _find(self, *version_and_shard: int) -> StagingBuffer | PeerCopy | None:
-        return self.buffers.find(*version_and_shard) or self.copies.find(*version_and_shard)
+    def _find(self, *wanted: int) -> StagingBuffer | PeerCopy | None:
+        """`wanted`: step, generation and shard."""
+        buffers: list[StagingBuffer | PeerCopy] = [*self.buffers.buffers.values()]
+        for buffer in (*buffers, *self.copies.copies.values()):
+            held = buffer.content
+            if held and (held.step, held.generation, held.shard) == wanted:
+                return buffer
+        return None
 
     def _requested(self, seat: WorkerSeat, step: int) -> bool:
         """True if a Persist waits for this step or for an earlier one."""
@@ -457,11 +462,7 @@ class CheckpointTiers:
     def _pushed(
         self, group: Generation, slot: int, staged: StagedShard, done: inputs.PushDone
     ) -> list[Command]:
-        report: StepCopied | None
-        if done.detail:
-            report = self.rounds.failed(group, self.buffers, staged, done.detail)
-        else:
-            report = self.rounds.pushed(group, self.buffers, slot, staged, done.seconds)
+        report = self.rounds.pushed(group, self.buffers, slot, staged, done)
         sent = [commands.Send(report)] if report is not None else []
         return [*sent, *self._follow_round(group), *self._carry_out(group, self.buffers.settle())]
 

@@ -15,6 +15,7 @@ from holdfast.orchestrator.protocol.messages import CopyStep, StepCopied
 
 from .buffer_states import Version, version
 from .generation import Generation
+from .inputs import PushDone
 from .staging_buffers import StagingBuffers
 
 
@@ -109,23 +110,18 @@ class CopyRounds:
         buffers: StagingBuffers,
         slot: int,
         staged: StagedShard,
-        took_s: float,
+        done: PushDone,
     ) -> StepCopied | None:
-        """A push is complete; the report if it was the last one of the round."""
+        """A push has ended; the report if it failed or was the last one of the round."""
         current = self.current
         if current is None or version(staged) != (group.generation, current.step):
             return None
-        current.waiting.discard(slot)
-        current.seconds = max(current.seconds, took_s)
-        return self._end(group, buffers, "") if not current.waiting else None
-
-    def failed(
-        self, group: Generation, buffers: StagingBuffers, staged: StagedShard, detail: str
-    ) -> StepCopied | None:
-        current = self.current
-        if current is None or version(staged) != (group.generation, current.step):
-            return None
-        return self._end(group, buffers, detail)
+        if not done.detail:
+            current.waiting.discard(slot)
+            current.seconds = max(current.seconds, done.seconds)
+            if current.waiting:
+                return None
+        return self._end(group, buffers, done.detail)
 
     def _end(
         self, group: Generation, buffers: StagingBuffers, detail: str, *, missed: bool = False

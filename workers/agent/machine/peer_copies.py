@@ -73,13 +73,6 @@ class PeerCopies:
     def inventory(self) -> tuple[StagedShard, ...]:
         return tuple(c.content for c in self.copies.values() if c.content is not None)
 
-    def find(self, step: int, generation: int, shard: int) -> PeerCopy | None:
-        for copy in self.copies.values():
-            held = copy.content
-            if held and (held.step, held.generation, held.shard) == (step, generation, shard):
-                return copy
-        return None
-
     def _discard_old(self) -> list[int]:
         """Keep two versions of each shard, and one idle buffer per shard at most."""
         by_shard: dict[tuple[int, int], list[PeerCopy]] = {}

@@ -195,13 +195,6 @@ class StagingBuffers:
         contents = {b.content for b in self.buffers.values() if b.content is not None}
         return tuple(sorted(contents, key=lambda s: (s.generation, s.step, s.shard)))
 
-    def find(self, step: int, generation: int, shard: int) -> StagingBuffer | None:
-        for buffer in self.buffers.values():
-            held = buffer.content
-            if held and (held.step, held.generation, held.shard) == (step, generation, shard):
-                return buffer
-        return None
-
     def first_staged(self, wanted: int) -> tuple[int | None, bool]:
         """(first step >= `wanted` that a worker of this generation has staged, whether that is
         certain: earlier ones may be forgotten)."""

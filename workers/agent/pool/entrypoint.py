@@ -77,14 +77,12 @@ def _interpreter(program: Program, descriptors: Descriptors) -> Interpreter | No
         return interpreters.named(program.python, Path.cwd())
     if not program.runner:
         return None
-    if program.runner[0].endswith("uv") and program.script and _has_requirements(program.script):
-        words = (*program.runner, program.script, *program.args)
-        _become(words, descriptors, "spec.entrypoint.command")
+    if program.runner[0].endswith("uv") and program.script:
+        script = files.resolve(Path.cwd(), program.script)
+        if _INLINE_REQUIREMENTS.search(script.read_bytes()):
+            words = (*program.runner, program.script, *program.args)
+            _become(words, descriptors, "spec.entrypoint.command")
     return interpreters.of_runner(program.runner)
-
-
-def _has_requirements(script: str) -> bool:
-    return bool(_INLINE_REQUIREMENTS.search(files.resolve(Path.cwd(), script).read_bytes()))
 
 
 def _variables(program: Program) -> dict[str, str]:
@@ -134,4 +132,4 @@ def _become(words: tuple[str, ...], descriptors: Descriptors, field: str) -> NoR
         why = error.strerror
         fix = "a script needs a first line such as #!/bin/bash" if error.errno == 8 else ""
         got = f"{words[0]} ({why} on this node)"
-        raise UserError(str(Problem(field, got, "a program of every node", fix))) from None
+        raise UserError.of(field, got, "a program of every node", fix) from None

@@ -67,20 +67,14 @@ class _Watch:
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _AdaptingLoader(spec.loader, self._adapt)  # type: ignore[assignment]
+            execute = spec.loader.exec_module
+
+            def execute_and_adapt(module: ModuleType) -> None:
+                execute(module)
+                self._adapt(module)
+
+            spec.loader.exec_module = execute_and_adapt  # type: ignore[method-assign]
         return spec
-
-
-class _AdaptingLoader:
-    def __init__(self, inner: Any, adapt: Callable[[ModuleType], None]) -> None:
-        self._inner, self._adapt = inner, adapt
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._inner.exec_module(module)
-        self._adapt(module)
 
 
 def _audit_torch_save(module: ModuleType) -> None:

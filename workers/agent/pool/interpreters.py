@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol import files
 
 _MARK = "holdfast-interpreter:"
@@ -51,14 +51,14 @@ def named(written: str, directory: Path) -> Interpreter:
     if not os.access(path, os.X_OK):
         raise _missing(written, f"{path} is not executable")
     here = path.absolute() == Path(sys.executable).absolute()
-    environment = of_prefix(prefix.absolute())
-    return Interpreter(str(path.absolute()), environment, here or _is_our_prefix(prefix))
+    ours = (prefix / "pyvenv.cfg").is_file() and prefix.resolve() == Path(sys.prefix).resolve()
+    return Interpreter(str(path.absolute()), of_prefix(prefix.absolute()), here or ours)
 
 
 def _missing(written: str, why: str) -> UserError:
     expected = "a Python, or the directory of an environment, of every node"
     fix = "relative paths begin in spec.workingDirectory"
-    return UserError(str(Problem("spec.entrypoint.python", f"{written} ({why})", expected, fix)))
+    return UserError.of("spec.entrypoint.python", f"{written} ({why})", expected, fix)
 
 
 def of_prefix(prefix: Path) -> dict[str, str]:
@@ -73,11 +73,6 @@ def of_prefix(prefix: Path) -> dict[str, str]:
     path = os.environ.get("PATH", os.defpath)
     environment["PATH"] = f"{prefix / 'bin'}{os.pathsep}{path}"
     return environment
-
-
-def _is_our_prefix(prefix: Path) -> bool:
-    """True if the prefix is the virtual environment of this process."""
-    return (prefix / "pyvenv.cfg").is_file() and prefix.resolve() == Path(sys.prefix).resolve()
 
 
 def of_runner(runner: Sequence[str]) -> Interpreter:
@@ -107,4 +102,4 @@ def of_runner(runner: Sequence[str]) -> Interpreter:
 
 
 def _command_error(got: str, expected: str, fix: str) -> UserError:
-    return UserError(str(Problem("spec.entrypoint.command", got, expected, fix)))
+    return UserError.of("spec.entrypoint.command", got, expected, fix)

@@ -62,12 +62,7 @@ def _attempt(act: Callable[[], object]) -> None:
 def _end_threads() -> None:
     # It first calls what threading._register_atexit was given: there concurrent.futures ends the
     # idle threads of its pools. Private, but the interpreter calls it by this name.
-    shutdown = getattr(threading, "_shutdown", None)
-    if shutdown is not None:
-        shutdown()
-    else:
-        for thread in _threads():
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]
 
 
 def _threads() -> list[threading.Thread]:

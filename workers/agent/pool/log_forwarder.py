@@ -9,10 +9,13 @@ this thread waits, and then the workers that print.
 
 from __future__ import annotations
 
+import io
 import os
 import selectors
 import threading
 from typing import NamedTuple
+
+from holdfast.orchestrator.protocol import files
 
 TO_OUTPUT = "-"
 """Value of Welcome.log_directory: no files."""
@@ -35,7 +38,7 @@ class LogForwarder:
     """Copies from pipes to a descriptor, line by line."""
 
     def __init__(self, target: int = 1) -> None:
-        self._target = target
+        self._target = io.FileIO(target, "w", closefd=False)
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
@@ -93,16 +96,10 @@ class LogForwarder:
             lines.append(rest)
             rest = b""
         if lines:
-            _write_all(self._target, b"".join(pipe.prefix + line + b"\n" for line in lines))
+            files.write_all(self._target, b"".join(pipe.prefix + line + b"\n" for line in lines))
         if part:
             self._partial_lines[fd] = rest
         else:
             self._selector.unregister(fd)
             os.close(fd)
             del self._partial_lines[fd]
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]

@@ -7,28 +7,28 @@ session attaches itself, which has a pulse of its own.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import select
 import socket
 import sys
 import threading
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 INHERITED = "HOLDFAST_INHERITED"
 """The same as in worker_transport, which imports the whole spec and therefore takes longer."""
 
 
-def start(wire_fd: int, asked_fd: int) -> None:
-    """Start the thread. If Holdfast cannot be imported, print it: the script runs all the same."""
+def start(wire_fd: int, asked_fd: int, load: Callable[[str], Any]) -> None:
+    """Start the thread. If Holdfast cannot be imported, print it: the script runs all the same.
+    `load`: other_python's, which loads a file without its package: session's imports torch."""
     try:
         import msgspec
 
         from holdfast.orchestrator import limits
         from holdfast.workers import packets, worker_protocol
 
-        inspection = _inspection()
+        inspection = load("../../session/inspection")
     except Exception as error:
         print(f"holdfast: no pulse in this Python ({type(error).__name__}: {error})",
               file=sys.stderr)  # fmt: skip
@@ -56,13 +56,3 @@ def start(wire_fd: int, asked_fd: int) -> None:
                 return  # the agent has ended, or the script reports the lack of memory
 
     threading.Thread(target=run, name="holdfast-pulse", daemon=True).start()
-
-
-def _inspection() -> Any:
-    """session/inspection.py without its package, which imports torch."""
-    path = Path(__file__).parents[2] / "session" / "inspection.py"
-    spec = importlib.util.spec_from_file_location("_holdfast_inspection", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

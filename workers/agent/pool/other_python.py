@@ -31,7 +31,7 @@ def main(order: dict[str, Any]) -> int:
     faulthandler.enable()
     faulthandler.register(order["signal"], file=order["stack"], all_threads=False)
     if importlib.util.find_spec("holdfast") is not None:
-        _load("other_pulse").start(order["wire"], order["asked"])
+        _load("other_pulse").start(order["wire"], order["asked"], _load)
         if order.get("audit"):
             _load("framework_hooks").install()
             _audit(order["wire"])
@@ -73,9 +73,9 @@ def _audit(wire: int) -> None:
 
 
 def _load(name: str) -> Any:
-    """A module beside this file, under a name that no module of the user has."""
+    """A module by its path from here, under a name that no module of the user has."""
     path = _HERE / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"_holdfast_{name}", path)
+    spec = importlib.util.spec_from_file_location(f"_holdfast_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
-from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol import training_packages
 
 from ..process import process_env
@@ -41,7 +41,8 @@ def installed_since(before: frozenset[str]) -> tuple[str, ...]:
     places = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
     names, size = [], 0
     for name, module in list(sys.modules.items()):
-        if name in before or not _origin(module).startswith(places):
+        origin = getattr(getattr(module, "__spec__", None), "origin", None)
+        if name in before or not (origin or "").startswith(places):
             continue
         size += len(name)
         if size > MAX_NAMES_BYTES:
@@ -62,13 +63,7 @@ def expect_imported(job: TrainingJob) -> None:
             got = f"{name} ({type(error).__name__}: {error})"
             expected = "a module that can be imported on every node"
             fix = "install it there, or remove it from the list"
-            problem = Problem(f"spec.preload.{position}", got, expected, fix)
-            raise UserError(str(problem)) from None
-
-
-def _origin(module: object) -> str:
-    """Module's file; "" if it has none."""
-    return getattr(getattr(module, "__spec__", None), "origin", None) or ""
+            raise UserError.of(f"spec.preload.{position}", got, expected, fix) from None
 
 
 def cannot_fork() -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.environment import RESUME_FROM, RESUME_SINCE
+from holdfast.orchestrator.tasks import TaskSet
 
 from ..machine import commands, inputs
 from ..pool.file_audit import OWN_CHECKPOINTS
@@ -49,7 +50,7 @@ class GuardedStarts:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-guard")
         self._held: dict[int, list[commands.Fork]] = {}
         """Generation -> starts that wait."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def begin(self, fork: commands.Fork, job: TrainingJob, welcome: m.Welcome) -> None:
         """Start a worker, now or when nothing has to be waited for any more. The first one of a
@@ -60,9 +61,7 @@ class GuardedStarts:
         held = self._held.setdefault(fork.membership.generation, [])
         held.append(fork)
         if len(held) == 1:
-            task = asyncio.get_running_loop().create_task(self._prepare(fork, job, welcome))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._prepare(fork, job, welcome))
 
     def dropped(self, generation: int, rank: int) -> bool:
         """A kill of a worker that was not started yet: it will not be."""

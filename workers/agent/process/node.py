@@ -16,12 +16,12 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, get_args
+from typing import Literal, NoReturn, TypeVar, get_args
 
 from msgspec.structs import replace
 
@@ -29,9 +29,10 @@ from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.protocol import hardware, strangers
 from holdfast.orchestrator.protocol import messages as m
-from holdfast.orchestrator.protocol.environment import PROGRESS_URL, worker_environment
+from holdfast.orchestrator.protocol.environment import PROGRESS_URL, explain_environment
 from holdfast.orchestrator.protocol.facts import NodeFacts, StagedShard, state_after
 from holdfast.orchestrator.protocol.messages import Endpoint
+from holdfast.orchestrator.tasks import TaskSet
 from holdfast.workers import worker_protocol
 from holdfast.workers.checkpoint.layout import DamagedCheckpoint
 from holdfast.workers.worker_protocol import BufferRequest
@@ -161,7 +162,7 @@ class AgentProcess:
         self._busy = False
         self._timer: asyncio.TimerHandle | None = None
         self._stopped_ranks: tuple[int, ...] = ()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet(self._failed)
         self._meter = ActivityMeter()
         self._log_forwarder: LogForwarder | None = None
         self._code = UploadedCode(self._link.send)
@@ -175,8 +176,8 @@ class AgentProcess:
     async def run(self) -> commands.EndNode:
         """Run until the machine ends the node; returns the reason and exit code."""
         self._loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
-        self._spawn(self._link.run())
-        self._spawn(self._keep_house())
+        self._tasks.start(self._link.run())
+        self._tasks.start(self._keep_house())
         try:
             return await self.ended
         finally:
@@ -224,7 +225,7 @@ class AgentProcess:
         if isinstance(message, m.CodePart):
             self._code.received(message)
         elif isinstance(message, m.Question):
-            self._spawn(answer(message, self._workers, self._link.send))
+            self._tasks.start(answer(message, self._workers, self._link.send))
         else:
             self._give(inputs.Received(message))
         if isinstance(message, m.Welcome):
@@ -300,11 +301,11 @@ class AgentProcess:
             case commands.SealBuffer():
                 self._seal(command)
             case commands.WriteStorage():
-                self._spawn(self._write(command, self._memory.copy_of_fd(command.buffer)))
+                self._tasks.start(self._write(command, self._memory.copy_of_fd(command.buffer)))
             case commands.PushToBuddy():
-                self._spawn(self._push(command, self._memory.copy_of_fd(command.buffer)))
+                self._tasks.start(self._push(command, self._memory.copy_of_fd(command.buffer)))
             case commands.FetchFromPeer():
-                self._spawn(self._fetch(command))
+                self._tasks.start(self._fetch(command))
             case _:
                 self._command_workers(command)
 
@@ -322,7 +323,7 @@ class AgentProcess:
             case commands.Halt():
                 self._workers.halt(command.generation, command.ranks)
             case commands.TakeStacks():
-                self._spawn(self._take_stacks(command))
+                self._tasks.start(self._take_stacks(command))
             case commands.ToRank():
                 fd = None if command.buffer is None else self._memory.fd(command.buffer)
                 self._workers.send(command.generation, command.rank, command.message, fd)
@@ -380,7 +381,7 @@ class AgentProcess:
         if welcome.log_directory != TO_OUTPUT:
             generation = fork.membership.generation + fork.membership.ahead
             logs = self._log_directory(welcome.log_directory, generation)
-        environment = worker_environment(
+        settings = explain_environment(
             job,
             fork.membership,
             fork.seat,
@@ -389,6 +390,7 @@ class AgentProcess:
             log_directory=logs,
             job_id=welcome.job_id,
         )
+        environment = {variable.name: variable.value for variable in settings}
         environment |= setting.environment
         if self._progress is not None and PROGRESS_URL not in environment:
             seat = (fork.membership.generation, fork.seat.rank)
@@ -436,7 +438,7 @@ class AgentProcess:
     def _make_buffer(self, make: commands.MakeBuffer) -> None:
         self._memory.make(make.buffer, make.num_bytes)
         fd = self._memory.copy_of_fd(make.buffer)
-        self._spawn(self._touch(fd, make.num_bytes))
+        self._tasks.start(self._touch(fd, make.num_bytes))
 
     def _seal(self, command: commands.SealBuffer) -> None:
         try:
@@ -541,15 +543,9 @@ class AgentProcess:
         fd = self._memory.copy_of_fd(buffer)
         return peer_transfer.TransferBuffer(fd, staged.num_bytes, staged.num_shards, done)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None and not self.ended.done():
-            self.ended.set_exception(task.exception() or AssertionError())
+    def _failed(self, error: BaseException) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error)
 
 
 def run_node(options: NodeOptions) -> NoReturn:

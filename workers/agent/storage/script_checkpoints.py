@@ -223,12 +223,9 @@ def _accelerate(directory: Path, names: set[str], siblings: Collection[Path], sh
 # -- DeepSpeed --------------------------------------------------------------------------------
 def tags_in(directory: Path) -> list[Path]:
     """The tags below a directory with `latest`, the newest first."""
-    tags = [folder for folder in directory.iterdir() if folder.is_dir() and _is_tag(folder)]
+    folders = [folder for folder in directory.iterdir() if folder.is_dir()]
+    tags = [f for f in folders if any(name.endswith("_states.pt") for name in names_in(f))]
     return sorted(tags, key=lambda one: one.stat().st_mtime_ns, reverse=True)
-
-
-def _is_tag(directory: Path) -> bool:
-    return any(name.endswith("_states.pt") for name in names_in(directory))
 
 
 def tag_of_latest(directory: Path) -> Path | None:

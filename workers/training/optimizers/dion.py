@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from holdfast.workers.checkpoint.state import box_of
-from holdfast.workers.checkpoint.tensors import empty_on_mesh
+from holdfast.workers.checkpoint.tensors import box_of, empty_on_mesh
 
 _JITTER = 1e-7
 """Share of the mean square that is added to a Gram matrix: a direction without update stays 0."""

@@ -9,7 +9,6 @@ Source of the exchange: Ahn et al., "Dion: distributed orthonormalized updates",
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+
+from holdfast.workers.checkpoint.tensors import num_parts
 
 
 class WholeMuon(torch.optim.Muon):
@@ -92,13 +93,6 @@ def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
                 kind = (tuple(whole.shape), (id(whole.device_mesh), whole.placements))
             alike.setdefault(kind, []).append(parameter)
     for members in alike.values():
-        whole = getattr(members[0], "whole", None)
-        size = 1 if whole is None else num_parts(whole)
+        size = num_parts(getattr(members[0], "whole", members[0]))
         for at in range(0, len(members), size):
             yield members[at : at + size]
-
-
-def num_parts(whole: DTensor) -> int:
-    """Number of parts into which it is divided."""
-    mesh = whole.device_mesh
-    return math.prod(mesh.size(n) for n, p in enumerate(whole.placements) if not p.is_replicate())

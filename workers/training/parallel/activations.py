@@ -42,11 +42,9 @@ def checkpoint_blocks(
     options: dict[str, Any] = {}
     if settings.selective:
         kept = {
-            overload
+            getattr(_aten, operation).default
             for name in settings.selective.keep
             for operation in _OPERATIONS[name]
-            if hasattr(_aten, operation)
-            for overload in [getattr(_aten, operation).default]
         }
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy(kept))
     interval = settings.blocks.every_nth_block

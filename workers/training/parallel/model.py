@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from holdfast.orchestrator.api.v1alpha1 import Parallelism
-from holdfast.workers.checkpoint.state import empty_like, plain_name
+from holdfast.workers.checkpoint.param_names import plain_name
+from holdfast.workers.checkpoint.tensors import empty_like
 from holdfast.workers.session import Session
-from holdfast.workers.session.loss import CudaScalars, ScalarReader
+from holdfast.workers.session.loss import CudaScalars
 from holdfast.workers.training.data import MicroBatch, divide_batches
 
 from . import float8, sharding
@@ -51,7 +52,7 @@ class Parallel:
         self.refuse_non_finite = True
         """False in the warm-up, whose fake collectives leave their outputs uninitialised."""
         on_gpu = session.device.type == "cuda"
-        self.scalars: ScalarReader | None = CudaScalars() if on_gpu else None
+        self.scalars = CudaScalars() if on_gpu else None
         """Reads the loss and the norm of a step."""
         self.arguments: Callable[[MicroBatch], dict[str, Any]] = lambda batch: {}
         """Arguments of the model beside the inputs."""

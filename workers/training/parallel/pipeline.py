@@ -24,7 +24,6 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.orchestrator.api.v1alpha1 import Parallelism
-from holdfast.orchestrator.errors import UserError
 from holdfast.workers.session import Session
 from holdfast.workers.training.data import MicroBatch, divide_batches
 from holdfast.workers.training.models.transformer import Transformer
@@ -83,11 +82,10 @@ class Pipeline:
     """The stages of one rank."""
 
     def __init__(self, model: Transformer, session: Session, parallelism: Parallelism) -> None:
-        """Takes from `model` what other ranks have. Call it before the model is wrapped. Raises
-        UserError if this version of torch lacks the schedule."""
+        """Takes from `model` what other ranks have. Call it before the model is wrapped."""
         self._model, self._session = model, session
         self.arguments: Arguments = lambda batch: {}
-        self._schedule_class = _schedule_class(parallelism.pipeline_schedule)
+        self._schedule_class: Any = getattr(pipelining, _SCHEDULES[parallelism.pipeline_schedule])
         self._folded = parallelism.pipeline_schedule == "zbvZeroBubble"
         self._single = parallelism.stages_per_rank == 1
         self._num_stages = parallelism.num_stages
@@ -255,17 +253,6 @@ class Pipeline:
 def _wait(sending: list[tuple[Any, Tensor]]) -> None:
     while sending:
         sending.pop()[0].wait()
-
-
-def _schedule_class(name: str) -> Any:
-    schedule = getattr(pipelining, _SCHEDULES[name], None)
-    if schedule is None:
-        names = [name for name, kind in _SCHEDULES.items() if hasattr(pipelining, kind)]
-        raise UserError(
-            f"spec.parallelism.pipeline.schedule: got {name}, which torch {torch.__version__} "
-            f"lacks; expected one of {', '.join(names)}; use one of these or another torch"
-        )
-    return schedule
 
 
 def _padded(batch: MicroBatch, num_samples: int) -> MicroBatch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -77,11 +76,10 @@ def replicate(model: nn.Module, device: torch.device, parallelism: Parallelism) 
     options: dict[str, Any] = {
         "bucket_cap_mb": settings.bucket_mib,
         "static_graph": settings.static_graph,
+        "init_sync": False,
         "find_unused_parameters": not settings.static_graph,  # all are used
         "gradient_as_bucket_view": settings.gradient_as_bucket_view,
     }
-    if "init_sync" in inspect.signature(DistributedDataParallel.__init__).parameters:
-        options["init_sync"] = False
     if device.type == "cuda":
         options["device_ids"] = [device.index]
     module = DistributedDataParallel(model, **options)

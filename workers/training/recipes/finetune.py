@@ -18,7 +18,7 @@ from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.api.v1alpha1.recipe import Finetune
 from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol import files
-from holdfast.workers.checkpoint.state import plain_name
+from holdfast.workers.checkpoint.param_names import plain_name
 from holdfast.workers.training import loop, pretrained
 from holdfast.workers.training.data import MicroBatch
 from holdfast.workers.training.documents import CONFIG, Conversations

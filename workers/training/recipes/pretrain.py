@@ -12,7 +12,7 @@ from holdfast import session
 from holdfast.orchestrator.api.v1alpha1 import Pretrain, TrainingJob
 from holdfast.orchestrator.api.v1alpha1.recipe import pretraining
 from holdfast.orchestrator.errors import UserError
-from holdfast.workers.checkpoint.state import plain_name
+from holdfast.workers.checkpoint.param_names import plain_name
 from holdfast.workers.training import loop
 from holdfast.workers.training.data import Dataset, MicroBatch
 from holdfast.workers.training.initial_values import fill

@@ -198,7 +198,7 @@ class Admission:
         namespace, name = self._gang.owner.namespace, self._gang.name
         self._gang_outdated = False
         try:
-            await self._cluster.apply(api, namespace, name, document)
+            await self._cluster.patch(api, namespace, name, document, apply=True)
         except Invalid as error:
             if "immutable" not in error.message:
                 raise
@@ -207,7 +207,7 @@ class Admission:
                 self._gang_outdated = True
                 return
             await self._cluster.delete(api, namespace, name)
-            await self._cluster.apply(api, namespace, name, document)
+            await self._cluster.patch(api, namespace, name, document, apply=True)
 
     async def _check_local_queue(self) -> None:
         for api in kueue.LOCAL_QUEUES:

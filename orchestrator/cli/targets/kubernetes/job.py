@@ -58,11 +58,7 @@ class KubernetesTransport:
         self._session, self._document = session, document
         metadata = document["metadata"]
         self._namespace: str = metadata["namespace"]
-        self._name: str = metadata["name"]
-
-    @property
-    def name(self) -> str:
-        return self._name
+        self.name: str = metadata["name"]
 
     @property
     def job(self) -> TrainingJob:
@@ -72,11 +68,9 @@ class KubernetesTransport:
         return self._session.hint(*words).strip("`")
 
     def recorded(self) -> JobView:
-        async def act(cluster: KubeClient, namespace: str) -> list[Document]:
-            return await pods_of(cluster, self._document)
-
         view = self._object_view()
-        view.nodes = nodes_of(self._document, self._session.run(act))
+        pods = self._session.run(lambda cluster, _: pods_of(cluster, self._document))
+        view.nodes = nodes_of(self._document, pods)
         return view
 
     def has_ended(self) -> bool:
@@ -151,17 +145,13 @@ class KubernetesTransport:
         return True
 
     def upload(self, code: Code) -> None:
-        async def act(cluster: KubeClient, namespace: str) -> None:
-            store = ClusterCodeStore(cluster, owner_of(self._document))
-            await store.upload(code.name, code.archive)
-
-        self._session.run(act)
+        self._session.run(lambda cluster, _: self._code(cluster).upload(code.name, code.archive))
 
     def delete_code_except(self, *kept: str) -> None:
-        async def act(cluster: KubeClient, namespace: str) -> None:
-            await ClusterCodeStore(cluster, owner_of(self._document)).delete_others(*kept)
+        self._session.run(lambda cluster, _: self._code(cluster).delete_others(*kept))
 
-        self._session.run(act)
+    def _code(self, cluster: KubeClient) -> ClusterCodeStore:
+        return ClusterCodeStore(cluster, owner_of(self._document))
 
     def _resize(self, nodes: int) -> Reply:
         before = int(self._document["spec"].get("nodes", {}).get("max", 1))
@@ -175,10 +165,10 @@ class KubernetesTransport:
         return self._with_absence(f"from {before} to {nodes} nodes", nodes=nodes)
 
     def _patch(self, body: Document, subresource: str = "") -> None:
-        async def act(cluster: KubeClient, namespace: str) -> None:
-            await cluster.patch(JOBS, self._namespace, self.name, body, subresource=subresource)
-
-        self._session.run(act)
+        key = (self._namespace, self.name)
+        self._session.run(
+            lambda cluster, _: cluster.patch(JOBS, *key, body, subresource=subresource)
+        )
 
     # -- events and logs -----------------------------------------------------------------------
     def print_events(self, *, follow: bool, as_json: bool) -> None:
@@ -199,13 +189,12 @@ class KubernetesTransport:
     def storage(self) -> Iterator[str]:
         path = self._object_view().checkpoint_path
         if "://" not in path:
-            problem = Problem(
+            raise UserError.of(
                 f"checkpoints of job {self.name}",
                 f"{path}, a directory of the cluster" if path else "no checkpoint path yet",
                 "a URL that this machine can read, too",
                 "mount the volume here and name the directory instead of the job",
             )
-            raise UserError(str(problem))
         yield path
 
     # -- deletion ------------------------------------------------------------------------------
@@ -213,25 +202,20 @@ class KubernetesTransport:
         view = self._object_view()
         if keep is not None:
             path = f" ({view.checkpoint_path})" if view.checkpoint_path else ""
-            problem = Problem(
+            raise UserError.of(
                 "--keep-checkpoints",
                 f"{keep} for a job of a cluster",
                 f"nothing: the checkpoints{path} stay where they are",
                 "leave it out",
             )
-            raise UserError(str(problem))
         kubectl = self._session.kubectl_hint("delete", "trainingjob", self.name)
         end = f"{self._session.hint('cancel', self.name)}, or delete it with {kubectl}"
         expect_ended(view, end)
         return f"job {self.name} in namespace {self._namespace} with its pods and their logs"
 
     def delete(self, keep: Path | None) -> list[str]:
-        uid = self._document["metadata"]["uid"]
-
-        async def act(cluster: KubeClient, namespace: str) -> None:
-            await cluster.delete(JOBS, self._namespace, self.name, uid=uid)
-
-        self._session.run(act)
+        key, uid = (self._namespace, self.name), self._document["metadata"]["uid"]
+        self._session.run(lambda cluster, _: cluster.delete(JOBS, *key, uid=uid))
         path = self._object_view().checkpoint_path
         return [f"the checkpoints stay in {path}"] if path else []
 
@@ -255,7 +239,7 @@ async def demand(
     key = (document["metadata"]["namespace"], document["metadata"]["name"])
     if (waiting := annotation_of(document, names.REQUEST)) is not None:
         got = f"another request that waits for the operator ({waiting})"
-        raise UserError(str(Problem(verb, got, "none", hint)))
+        raise UserError.of(verb, got, "none", hint)
     number, by = secrets.token_hex(4), arguments["by"]
     fields = {name: value for name, value in arguments.items() if name != "by"}
     value = json.dumps({"verb": verb, "arguments": fields, "by": by, "id": number})
@@ -321,7 +305,7 @@ async def ask(
     question = json.dumps({"verb": verb, "arguments": arguments})
     if not running:
         state = str((document.get("status") or {}).get("state") or "pending")
-        raise UserError(str(Problem("job", f"{name}, which is {state}", "one with a running pod")))
+        raise UserError.of("job", f"{name}, which is {state}", "one with a running pod")
     why = ""
     for pod in running[:MAX_ASKED_PODS]:
         timeout_s = ACCEPT_TIMEOUT_S + extra_s(verb, arguments)

@@ -16,13 +16,14 @@ from typing import Any, BinaryIO, Self
 
 import msgspec
 
+from holdfast.orchestrator import tasks
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.log_files import LogMissing, folded, heading, one_of
 from holdfast.orchestrator.cli.output import date, print_json_line, stderr, stdout
 from holdfast.orchestrator.cli.rank_lines import RankLines
 from holdfast.orchestrator.cli.render import outcome
 from holdfast.orchestrator.core.transitions import TERMINAL
-from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.informer import Backoff
@@ -97,9 +98,7 @@ class _EventPrinter:
             if printing.done():
                 printing.result()
         finally:
-            for task in (printing, ending):
-                task.cancel()
-            await asyncio.wait([printing, ending])
+            await tasks.end([printing, ending])
 
     async def _print_new(self, cluster: KubeClient) -> None:
         pauses = Backoff()
@@ -260,11 +259,11 @@ class LineFilter:
         ranks = self._ranks.get(generation, set())
         if rank is not None and ranks:
             ranks_known = [str(number) for number in sorted(ranks)]
-            raise LogMissing(str(Problem("--rank", str(rank), one_of(ranks_known, "rank"))))
+            raise LogMissing.of("--rank", str(rank), one_of(ranks_known, "rank"))
         ranks_known = [str(number) for number in sorted(self._ranks)]
         fix = "the lines of a pod are deleted with it"
         expected = one_of(ranks_known, "generation")
-        raise LogMissing(str(Problem("--generation", str(generation), expected, fix)))
+        raise LogMissing.of("--generation", str(generation), expected, fix)
 
 
 def select_pods(
@@ -347,10 +346,7 @@ class _LogReader:
             if self._tails:
                 await asyncio.wait(self._tails.values(), timeout=LAST_LOGS_S)
         finally:
-            tasks = [ending, *self._tails.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            await tasks.end([ending, *self._tails.values()])
         if not self._num_printed:
             self._filter.check_found()
 
@@ -398,7 +394,7 @@ class _LogReader:
         pods = select_pods(documents, self._selector, per_node)
         if documents and not pods:
             pod_names = ", ".join(sorted(pod["metadata"]["name"] for pod in documents))
-            raise UserError(str(Problem("--node", str(self._selector.node), f"one of {pod_names}")))
+            raise UserError.of("--node", str(self._selector.node), f"one of {pod_names}")
         return {pod["metadata"]["name"]: pod for pod in pods}
 
     def _check(self) -> None:
@@ -407,4 +403,4 @@ class _LogReader:
         # Another generation may have had more ranks.
         of_newest = self._selector.generation is None
         if of_newest and rank is not None and size and not 0 <= rank < size:
-            raise UserError(str(Problem("--rank", str(rank), f"0 to {size - 1}")))
+            raise UserError.of("--rank", str(rank), f"0 to {size - 1}")

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.orchestrator import tasks
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_to_mapping, load_job
 from holdfast.orchestrator.api.v1alpha1.crd import job_from_resource
 from holdfast.orchestrator.api.v1alpha1.remarks import remarks
@@ -22,7 +23,7 @@ from holdfast.orchestrator.cli.code_files import Code
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.launch_sizes import not_taken_along
 from holdfast.orchestrator.core.transitions import TERMINAL
-from holdfast.orchestrator.errors import Problem, SpecError, UserError
+from holdfast.orchestrator.errors import SpecError, UserError
 from holdfast.orchestrator.hosts.kubernetes.code_store import ClusterCodeStore
 from holdfast.orchestrator.hosts.kubernetes.spec import owner_of, template_problems
 from holdfast.orchestrator.kube.client import Document, KubeClient
@@ -40,7 +41,7 @@ from holdfast.orchestrator.kube.errors import (
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from ..base import Launch, RunResult, Target, exit_code, first_free
+from ..base import Launch, RunResult, Target, exit_code, first_free, name_taken
 from ..remote_job import RemoteJob
 from .job import KubernetesTransport, pods_of
 from .resource_view import is_refused, nodes_of, operator_absence, view_of_object
@@ -73,10 +74,11 @@ class KubernetesTarget(Target):
         self._searched = namespace or ""
 
     def find(self, name: str) -> RemoteJob:
-        async def act(cluster: KubeClient, namespace: str) -> Document:
-            return await _get(cluster, namespace, name, self._session)
+        document = self._session.run(self._get(name))
+        return RemoteJob(KubernetesTransport(self._session, document))
 
-        return RemoteJob(KubernetesTransport(self._session, self._session.run(act)))
+    def _get(self, name: str) -> Begin:
+        return lambda cluster, namespace: _get(cluster, namespace, name, self._session)
 
     def views(self) -> list[JobView]:
         async def act(cluster: KubeClient, namespace: str) -> list[Document]:
@@ -150,16 +152,12 @@ class KubernetesTarget(Target):
             raise SpecError(problems)
         launch.show()
 
-        async def create(cluster: KubeClient, namespace: str) -> Document:
-            return await self._create(cluster, namespace, job, code, display)
-
-        return job.name, create
+        return job.name, lambda cluster, namespace: self._create(
+            cluster, namespace, job, code, display
+        )
 
     def attach(self, name: str, display: Display) -> RunResult:
-        async def get(cluster: KubeClient, namespace: str) -> Document:
-            return await _get(cluster, namespace, name, self._session)
-
-        return self._watched(name, get, display, only_new=True)
+        return self._watched(name, self._get(name), display, only_new=True)
 
     def _watched(self, name: str, begin: Begin, display: Display, *, only_new: bool) -> RunResult:
         from .output import LinesOfRank0
@@ -215,7 +213,7 @@ class KubernetesTarget(Target):
         if state not in TERMINAL and _has_spec(existing, job):
             display.note(f"job {job.name}: already runs in namespace {namespace}; watching it")
             return existing
-        raise UserError(str(self._name_in_use(namespace, job.name, state)))
+        raise self._name_in_use(namespace, job.name, state)
 
     async def _upload(self, cluster: KubeClient, created: Document, code: Code) -> None:
         """A job without its code is removed again. Raises ApiError."""
@@ -234,12 +232,10 @@ class KubernetesTarget(Target):
         own = job.metadata.namespace
         if self._session.namespace not in (None, own):
             expected, fix = f"{own}, the metadata.namespace of the file", "leave one of them out"
-            problem = Problem("--namespace", str(self._session.namespace), expected, fix)
-            raise UserError(str(problem))
+            raise UserError.of("--namespace", str(self._session.namespace), expected, fix)
         return own
 
-    def _name_in_use(self, namespace: str, name: str, state: str) -> Problem:
-        got = f"{name}, which exists in namespace {namespace} ({state})"
+    def _name_in_use(self, namespace: str, name: str, state: str) -> UserError:
         if state in TERMINAL:
             fix = f"remove it with {self._session.hint('delete', name)}"
         else:
@@ -248,9 +244,7 @@ class KubernetesTarget(Target):
                 f"with {self._session.hint('again', name)}, change its spec with "
                 f"{self._session.kubectl_hint('apply', '-f', 'FILE')}"
             )
-        return Problem(
-            "metadata.name", got, "a name that is free", f"{fix}, or choose another metadata.name"
-        )
+        return name_taken(name, f"namespace {namespace} ({state})", fix)
 
 
 class _Watcher:
@@ -283,9 +277,7 @@ class _Watcher:
                     await asyncio.wait([lines], timeout=LAST_LINES_S)
                     return view
         finally:
-            for task in (checking, lines):
-                task.cancel()
-            await asyncio.wait([checking, lines])
+            await tasks.end([checking, lines])
         raise AssertionError("a watch does not end")
 
     async def _current_pods(self, cluster: KubeClient, document: Document) -> list[Document]:
@@ -332,7 +324,7 @@ async def _get(cluster: KubeClient, namespace: str, name: str, session: ClusterS
         names = sorted(job["metadata"]["name"] for job in jobs)
         expected = f"one of {', '.join(names)}" if names else "a job"
         expected += f" in namespace {namespace}" if names else f"; namespace {namespace} has none"
-    raise UserError(str(Problem("job", name, expected, f"see {session.hint('status')}")))
+    raise UserError.of("job", name, expected, f"see {session.hint('status')}")
 
 
 async def _check_namespace(cluster: KubeClient, namespace: str) -> None:
@@ -342,8 +334,7 @@ async def _check_namespace(cluster: KubeClient, namespace: str) -> None:
     except NotFound:
         fix = "see `kubectl get namespaces`"
         got = f"{namespace}, which does not exist"
-        problem = Problem("--namespace", got, "a namespace of the cluster", fix)
-        raise UserError(str(problem)) from None
+        raise UserError.of("--namespace", got, "a namespace of the cluster", fix) from None
     except ApiError:
         return
 

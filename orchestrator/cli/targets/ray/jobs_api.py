@@ -52,7 +52,7 @@ def submit(launch: Launch, address: str, note: Callable[[str], None]) -> Submitt
     if own and script is not None and (names := script.env.keys() | script.hidden_variables()):
         got = f"{', '.join(sorted(names))} with a working_dir in --runtime-env"
         expected = "it without: Ray's dashboard would show the values"
-        raise UserError(str(Problem("--env", got, expected, "write env_vars in that file")))
+        raise UserError.of("--env", got, expected, "write env_vars in that file")
     check_submission(job, launch.directory, str(file), ships=not own)
     with scratch("holdfast-submit-") as place:
         if own and (script is None or script.is_script):
@@ -70,7 +70,7 @@ def submit(launch: Launch, address: str, note: Callable[[str], None]) -> Submitt
         if (running := api.running(OWNER, job.name)) is not None:
             got = f"{job.name}, which Ray job {running} is running"
             fix = f"end it with `ray job stop {running}`, or choose another metadata.name"
-            raise UserError(str(Problem("metadata.name", got, "a name that is free", fix)))
+            raise UserError.of("metadata.name", got, "a name that is free", fix)
         entrypoint = f"{PROGRAM} run {shlex.quote(name)} --ray auto"
         if own and script is not None:
             options = shlex.join([*script.options(job.name), "--ray", "auto"])
@@ -92,8 +92,7 @@ def _pack(
 ) -> None:
     """Write the archive of what is uploaded. Raises UserError."""
     if not isinstance(excludes, (list, tuple)):
-        problem = Problem("--runtime-env", f"excludes: {excludes}", "a list of patterns")
-        raise UserError(str(problem))
+        raise UserError.of("--runtime-env", f"excludes: {excludes}", "a list of patterns")
     chosen = code_files.Chosen({}, ())  # a recipe needs only the spec
     if job.spec.entrypoint.recipe is None:
         chosen = code_files.choose(directory, tuple(map(str, excludes)))
@@ -112,7 +111,7 @@ def _name_in(own: Any, file: Path) -> str:
         got = f"working_dir: {own}, which {file} is not in"
         expected = "a directory that the spec is in: nothing else is uploaded"
         fix = "without a working_dir, the files that the job needs are uploaded"
-        raise UserError(str(Problem("--runtime-env", got, expected, fix)))
+        raise UserError.of("--runtime-env", got, expected, fix)
     return str(path.relative_to(directory))
 
 
@@ -178,7 +177,7 @@ def split_output(output: str) -> tuple[str, str]:
 
 def _expect_possible(words: list[str], address: str) -> None:
     """Raises UserError for commands that need this machine's terminal or working directory."""
-    problem = None
+    problem, confirms = None, words[:1] == ["delete"] or words[:2] == ["checkpoint", "adopt"]
     if words[:1] == ["again"]:
         got, expected = f"{address} with `again`", "auto or HOST:PORT of the cluster"
         fix = f"or run it again with `holdfast run FILE --ray {address}`"
@@ -189,7 +188,7 @@ def _expect_possible(words: list[str], address: str) -> None:
     elif words[:2] == ["debug", "profile"]:
         got = f"{address} with `profile`, which would write its file in the cluster"
         problem = Problem("--ray", got, "auto or HOST:PORT, on a Ray node")
-    elif _confirms(words) and not {"--yes", "-y"} & set(words):
+    elif confirms and not {"--yes", "-y"} & set(words):
         expected = f"it with --ray {address}: a command in the cluster cannot ask for confirmation"
         problem = Problem("--yes", "nothing", expected)
     elif words[:2] == ["checkpoint", "export"] and len(words) > 3 and words[3][:1] not in "/-":
@@ -197,10 +196,6 @@ def _expect_possible(words: list[str], address: str) -> None:
         problem = Problem("DESTINATION", words[3], expected)
     if problem is not None:
         raise UserError(str(problem))
-
-
-def _confirms(words: list[str]) -> bool:
-    return words[:1] == ["delete"] or words[:2] == ["checkpoint", "adopt"]
 
 
 def _code(outcome: jobs_api.Outcome) -> int:
@@ -220,15 +215,15 @@ def _runtime_env(file: Path | None) -> dict[str, Any]:
     try:
         env = load.read_yaml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        problem = Problem("--runtime-env", f"{file} ({error})", "a YAML file that can be read")
-        raise UserError(str(problem)) from None
+        raise UserError.of(
+            "--runtime-env", f"{file} ({error})", "a YAML file that can be read"
+        ) from None
     except load.BadDocument as error:
         raise UserError(f"--runtime-env {file}: {error}") from None
     for problem in load.document_problems(env):
         raise UserError(f"--runtime-env {file}: {problem}")
     if not isinstance(env, dict):
-        problem = Problem("--runtime-env", str(file), "a mapping, as Ray's runtime_env is")
-        raise UserError(str(problem))
+        raise UserError.of("--runtime-env", str(file), "a mapping, as Ray's runtime_env is")
     return env
 
 

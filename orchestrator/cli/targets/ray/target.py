@@ -21,7 +21,7 @@ from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.job_checks import check, check_submission
 from holdfast.orchestrator.cli.output import stderr
 from holdfast.orchestrator.core.transitions import TERMINAL
-from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.hosts.ray import actor
 from holdfast.orchestrator.hosts.ray.actor import ControllerOrder
 from holdfast.orchestrator.hosts.ray.code_store import KeyValueCodeStore
@@ -30,7 +30,7 @@ from holdfast.orchestrator.planner.gpus import resolve
 from holdfast.orchestrator.protocol.certificate import make_keys
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from ..base import Launch, RunResult, Target, exit_code
+from ..base import Launch, RunResult, Target, exit_code, name_taken
 from ..remote_job import RemoteJob, readable, view_through
 from ..supervisor import accept_stop, supervise
 from ..tempdir import on_sigterm
@@ -54,7 +54,7 @@ class RayTarget(Target):
         if data is None:
             jobs = kv.jobs()
             offer = f"one of {', '.join(jobs)}" if jobs else "a job; there is none in the cluster"
-            raise UserError(str(Problem("job", name, offer, f"see `{self.command('status')}`")))
+            raise UserError.of("job", name, offer, f"see `{self.command('status')}`")
         try:
             order = msgspec.msgpack.decode(data, type=ControllerOrder)
         except msgspec.MsgspecError as error:
@@ -204,7 +204,7 @@ class RayTarget(Target):
         # commands for this job.
         old = [key for key in store.list("") if key != kv.RECORD]
         if not store.create(kv.RECORD, msgspec.msgpack.encode(order)):
-            raise UserError(str(self._taken(self.transport(job.name))))
+            raise self._taken(self.transport(job.name))
         store.delete(*old)
         try:
             if code is not None:
@@ -217,16 +217,13 @@ class RayTarget(Target):
                 f"job {job.name}: its controller cannot be created ({error}); nothing was started"
             ) from None
 
-    def _taken(self, job: RayTransport) -> Problem:
+    def _taken(self, job: RayTransport) -> UserError:
         state = view_through(job).state
         if state in TERMINAL:
             fix = f"remove it with `{self.command('delete', job.name)}`"
         else:
             fix = f"watch it with `{self.command('attach', job.name)}`"
-        got = f"{job.name}, which exists in this Ray cluster ({state})"
-        return Problem(
-            "metadata.name", got, "a name that is free", f"{fix}, or choose another metadata.name"
-        )
+        return name_taken(job.name, f"this Ray cluster ({state})", fix)
 
     def _revive(self, job: RayTransport, display: Display) -> None:
         """Start a controller again whose actor was removed; its agents wait for it."""

@@ -15,7 +15,7 @@ from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.cli import code_files
-from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.errors import UserError
 
 BLOCK_BYTES = 2**20
 
@@ -95,7 +95,7 @@ def _entry(name: str, executable: int) -> ZipInfo:
         name = os.fsencode(name).decode(errors="backslashreplace")
     if "\\" in name:
         expected = "names in UTF-8 without backslashes: Ray unpacks no others"
-        raise UserError(str(Problem("code", name, expected, "rename it, or name it in .gitignore")))
+        raise UserError.of("code", name, expected, "rename it, or name it in .gitignore")
     entry = ZipInfo(name)
     entry.compress_type = ZIP_DEFLATED
     entry.external_attr = (stat.S_IFREG | (0o755 if executable else 0o644)) << 16

@@ -84,33 +84,29 @@ async def test_existing_nodes_count_towards_the_minimum() -> None:
         assert len(api.made) == api.num_made == 3
 
 
-def test_too_few_pods_are_deleted_and_requested_again_after_growing_pauses(
+async def test_too_few_pods_are_deleted_and_requested_again_after_growing_pauses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pauses_s: list[int] = []
-
-    async def scenario() -> None:
-        api = FakeApi(room=3)
-        async with opened(api, {"min": 4, "max": 8}) as seen:
-            await refuse_next(api)
-            clock = asyncio.get_running_loop()
-            now_s = clock.time()
-            with monkeypatch.context() as patched:
-                patched.setattr(clock, "time", lambda: now_s)
-                for num_made in (3, 6, 9):
-                    with pytest.raises(NoRoom, match="8 pods were requested and none was created"):
-                        await seen.backend.request_nodes(8, ())
-                    await settled(seen)
-                    assert api.made == {} and api.num_made == num_made
-                    assert await seen.backend.list_nodes() == ()
-                    with pytest.raises(NoRoom) as refused:
-                        await seen.backend.request_nodes(8, ())
-                    assert api.num_made == num_made, "no request during the pause"
-                    (pause_s,) = re.findall(r"next attempt in (\d+) s", str(refused.value))
-                    pauses_s.append(int(pause_s))
-                    now_s += int(pause_s) + 1
-
-    asyncio.run(scenario())
+    api = FakeApi(room=3)
+    async with opened(api, {"min": 4, "max": 8}) as seen:
+        await refuse_next(api)
+        clock = asyncio.get_running_loop()
+        now_s = clock.time()
+        with monkeypatch.context() as patched:
+            patched.setattr(clock, "time", lambda: now_s)
+            for num_made in (3, 6, 9):
+                with pytest.raises(NoRoom, match="8 pods were requested and none was created"):
+                    await seen.backend.request_nodes(8, ())
+                await settled(seen)
+                assert api.made == {} and api.num_made == num_made
+                assert await seen.backend.list_nodes() == ()
+                with pytest.raises(NoRoom) as refused:
+                    await seen.backend.request_nodes(8, ())
+                assert api.num_made == num_made, "no request during the pause"
+                (pause_s,) = re.findall(r"next attempt in (\d+) s", str(refused.value))
+                pauses_s.append(int(pause_s))
+                now_s += int(pause_s) + 1
     first, second, third = pauses_s
     assert 2 <= first <= 5 <= second <= 10 <= third <= 20, (
         "each between half and all of 5, 10, 20 s"

@@ -8,9 +8,9 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,52 +26,41 @@ ORDER = AgentOrder(
     job="job", node="node-0", slots=1, job_id="0123456789abcdef", token="token", certificate=b"",
     key=b"", address="127.0.0.1", port=1, env={},
 )  # fmt: skip
-Scenario = Callable[[AgentActor], Coroutine[Any, Any, None]]
-RunScenario = Callable[[Scenario], None]
 IDLE = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunScenario:
-    """Runs a scenario with an actor, as Ray would make it."""
-
-    async def bounded(scenario: Scenario) -> None:
-        actor = AgentActor.__new__(AgentActor)
-        await actor.__init__(ORDER, IDLE, tmp_path, tmp_path)  # type: ignore[misc]
-        try:
-            async with asyncio.timeout(BOUND_S):
-                await scenario(actor)
-        finally:
-            await actor.end()
-
-    return lambda scenario: asyncio.run(bounded(scenario))
+@asynccontextmanager
+async def actor(tmp_path: Path) -> AsyncIterator[AgentActor]:
+    """An actor, as Ray would make it."""
+    actor = AgentActor.__new__(AgentActor)
+    await actor.__init__(ORDER, IDLE, tmp_path, tmp_path)  # type: ignore[misc]
+    try:
+        async with asyncio.timeout(BOUND_S):
+            yield actor
+    finally:
+        await actor.end()
 
 
-def test_waiting_calls_of_ended_controllers_return_and_the_newest_get_the_end(
-    run: RunScenario,
+async def test_waiting_calls_of_ended_controllers_return_and_the_newest_get_the_end(
+    actor: AgentActor,
 ) -> None:
-    async def scenario(actor: AgentActor) -> None:
-        calls = [asyncio.ensure_future(actor.wait_for_end()) for _ in range(3 * MAX_WAITERS)]
-        early, newest = calls[:-MAX_WAITERS], calls[-MAX_WAITERS:]
-        assert await asyncio.gather(*early) == [None] * len(early)
-        assert not any(call.done() for call in newest)
-        await actor.end()
-        assert await asyncio.gather(*newest) == ["was killed by SIGKILL"] * MAX_WAITERS
-        assert await actor.wait_for_end() == "was killed by SIGKILL"
-
-    run(scenario)
+    calls = [asyncio.ensure_future(actor.wait_for_end()) for _ in range(3 * MAX_WAITERS)]
+    early, newest = calls[:-MAX_WAITERS], calls[-MAX_WAITERS:]
+    assert await asyncio.gather(*early) == [None] * len(early)
+    assert not any(call.done() for call in newest)
+    await actor.end()
+    assert await asyncio.gather(*newest) == ["was killed by SIGKILL"] * MAX_WAITERS
+    assert await actor.wait_for_end() == "was killed by SIGKILL"
 
 
-def test_calls_of_two_live_controllers_do_not_replace_each_other(run: RunScenario) -> None:
-    async def scenario(actor: AgentActor) -> None:
-        both = [asyncio.ensure_future(actor.wait_for_end()) for _ in range(2)]
-        await asyncio.sleep(0)
-        assert len(actor._waiters) == 2
-        assert not any(enough.done() for enough in actor._waiters)
-        await actor.end()
-        assert await asyncio.gather(*both) == ["was killed by SIGKILL"] * 2
-
-    run(scenario)
+async def test_calls_of_two_live_controllers_do_not_replace_each_other(actor: AgentActor) -> None:
+    both = [asyncio.ensure_future(actor.wait_for_end()) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert len(actor._waiters) == 2
+    assert not any(enough.done() for enough in actor._waiters)
+    await actor.end()
+    assert await asyncio.gather(*both) == ["was killed by SIGKILL"] * 2
 
 
 # -- the directory of its secrets --------------------------------------------------------------

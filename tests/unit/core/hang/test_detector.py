@@ -30,8 +30,7 @@ from ..watch import Script, Watch
 
 
 def test_a_stopped_process_is_a_hang_within_three_seconds() -> None:
-    watch = Watch()
-    watch.train(10)
+    watch = Watch().train(10)
     began = watch.job.now_ns
     watch.quiet(20, step=9, stopped=(3,))
     (hang,) = watch.hangs
@@ -42,8 +41,7 @@ def test_a_stopped_process_is_a_hang_within_three_seconds() -> None:
 
 
 def test_a_stopped_process_that_goes_on_is_no_hang_and_start_up_has_the_same_limit() -> None:
-    watch = Watch()
-    watch.train(10)
+    watch = Watch().train(10)
     watch.quiet(2, step=9, stopped=(3,))
     watch.quiet(2, step=9)
     watch.quiet(2, step=9, stopped=(3,))
@@ -58,8 +56,7 @@ def test_a_stopped_process_that_goes_on_is_no_hang_and_start_up_has_the_same_lim
 
 @pytest.mark.parametrize("kept", [(0, 1), ()])
 def test_the_first_step_of_kept_processes_has_the_limit_of_any_step(kept: tuple[int, ...]) -> None:
-    watch = Watch()
-    watch.train(10)
+    watch = Watch().train(10)
     watch.job.apply(ResizeRequested(nodes=1))
     watch.job.wait(5)
     watch.job.stopped("a", 9, kept=kept)
@@ -74,8 +71,7 @@ def test_the_first_step_of_kept_processes_has_the_limit_of_any_step(kept: tuple[
 
 
 def test_a_suspicion_comes_before_the_limit_and_ends_with_the_next_progress() -> None:
-    watch = Watch()
-    watch.train(10)
+    watch = Watch().train(10)
     began = watch.job.now_ns
     watch.quiet(8, step=9, busy=(0, 1, 2, 3), activities={"rank2": "nothing"})
     kinds = [type(v) for v in watch.verdicts if isinstance(v, HangSuspected)]
@@ -90,8 +86,7 @@ def test_a_suspicion_comes_before_the_limit_and_ends_with_the_next_progress() ->
 
 
 def test_the_end_of_a_suspicion_is_reported_once_and_its_stacks_are_forgotten() -> None:
-    watch = Watch()
-    watch.train(10)
+    watch = Watch().train(10)
     watch.quiet(3.9, step=9)
     watch.inspect()
     assert len(watch.of(HangSuspected)) == 1
@@ -103,8 +98,7 @@ def test_the_end_of_a_suspicion_is_reported_once_and_its_stacks_are_forgotten() 
 
 
 def test_a_suspicion_ends_only_with_progress_beyond_what_rounding_explains() -> None:
-    watch = Watch()
-    watch.train(10)
+    watch = Watch().train(10)
     began = watch.job.now_ns
     watch.quiet(3.9, step=9)
     assert watch.of(HangSuspected)
@@ -117,8 +111,7 @@ def test_a_suspicion_ends_only_with_progress_beyond_what_rounding_explains() -> 
 
 
 def test_a_second_suspicion_of_the_same_hang_keeps_its_beginning() -> None:
-    watch = Watch()
-    watch.train(10)
+    watch = Watch().train(10)
     began = watch.job.now_ns
     quiet_s = 0.0
     for half in range(1, 19):
@@ -132,20 +125,17 @@ def test_a_second_suspicion_of_the_same_hang_keeps_its_beginning() -> None:
 
 
 def test_no_suspicion_before_the_limit_is_learned_or_while_workers_are_stopped() -> None:
-    watch = Watch(recovery={"startupTimeoutSeconds": 20})
-    watch.train(3)
+    watch = Watch(recovery={"startupTimeoutSeconds": 20}).train(3)
     watch.quiet(19.7, step=2)
     assert not watch.of(HangSuspected)
-    other = Watch()
-    other.train(10)
+    other = Watch().train(10)
     other.job.exits(0, signal=9)
     other.quiet(8, step=9)
     assert not other.of(HangSuspected) and not other.hangs
 
 
 def test_a_hang_counts_from_the_last_time_that_a_rank_worked() -> None:
-    watch = Watch()
-    watch.train(10)
+    watch = Watch().train(10)
     began = watch.job.now_ns
     for half in range(1, 40):
         if not watch.hangs:
@@ -158,8 +148,7 @@ def test_a_hang_counts_from_the_last_time_that_a_rank_worked() -> None:
 
 
 def test_the_evidence_explains_the_limit() -> None:
-    watch = Watch(recovery={"hangTimeoutSeconds": 12})
-    watch.train(12)
+    watch = Watch(recovery={"hangTimeoutSeconds": 12}).train(12)
     watch.quiet(14, step=11)
     assert watch.hangs[0].evidence.endswith(
         "; the configured limit is 12.0 s; all ranks had finished 12 steps"
@@ -170,8 +159,7 @@ def test_the_evidence_explains_the_limit() -> None:
 
 
 def test_a_hang_that_is_not_applied_yet_is_not_reported_again() -> None:
-    watch = Watch(recovery={"hangTimeoutSeconds": 12})
-    watch.train(10)
+    watch = Watch(recovery={"hangTimeoutSeconds": 12}).train(10)
     found: list[AnyEvent] = []
     for half in range(1, 30):
         watch.job.now_ns += SECOND // 2
@@ -186,8 +174,7 @@ def test_a_hang_that_is_not_applied_yet_is_not_reported_again() -> None:
 
 
 def test_the_deadline_is_that_of_a_stopped_process() -> None:
-    watch = Watch()
-    watch.train(10)
+    watch = Watch().train(10)
     ran_ns = watch.job.now_ns
     for _ in range(5):
         watch.job.now_ns += SECOND // 2
@@ -197,8 +184,7 @@ def test_the_deadline_is_that_of_a_stopped_process() -> None:
 
 @pytest.mark.parametrize("stopped", [(), (3,)])
 def test_a_rank_without_current_heartbeats_is_not_hung(stopped: tuple[int, ...]) -> None:
-    watch = Watch(recovery={"heartbeatTimeoutSeconds": 60})
-    watch.train(10)
+    watch = Watch(recovery={"heartbeatTimeoutSeconds": 60}).train(10)
     watch.job.now_ns += SECOND // 2
     watch.beat(9, node="b", stopped=stopped, quiet_s=0.5)
     for _ in range(90):
@@ -209,8 +195,7 @@ def test_a_rank_without_current_heartbeats_is_not_hung(stopped: tuple[int, ...])
 
 
 def test_a_hang_that_began_without_a_controller_is_detected() -> None:
-    watch = Watch()
-    watch.train(10)
+    watch = Watch().train(10)
     job = watch.job
     job.controller = job.replayed()
     watch.monitor = ProgressMonitor(job.state.job, job.controller)
@@ -232,8 +217,7 @@ def test_a_hang_that_began_without_a_controller_is_detected() -> None:
 
 
 def test_a_node_that_a_new_controller_does_not_reach_is_lost_and_does_not_hang() -> None:
-    watch = Watch()
-    watch.train(10)
+    watch = Watch().train(10)
     job = watch.job
     started = ControllerStarted(incarnation=2)
     job.apply(started)
@@ -255,8 +239,7 @@ def test_a_node_that_a_new_controller_does_not_reach_is_lost_and_does_not_hang()
 
 
 def test_a_starved_machine_gets_time_for_steps_and_heartbeats() -> None:
-    watch = Watch()
-    watch.train(10)
+    watch = Watch().train(10)
     beats = tuple(WorkerBeat(rank=r, phase="train", step=9, ticks=20) for r in (0, 1))
     watch.give(FromNode("a", Heartbeat(generation=1, workers=beats, cpu_pressure=0.9)))
     facts = watch.monitor._facts
@@ -272,8 +255,7 @@ def test_a_starved_machine_gets_time_for_steps_and_heartbeats() -> None:
 
 
 def test_another_heartbeat_of_a_starved_machine_counts_only_for_nodes_on_it() -> None:
-    watch = Watch()
-    watch.train(3)
+    watch = Watch().train(3)
     watch.give(FromNode("a", Heartbeat(generation=1, cpu_pressure=0.9)))
     began = watch.job.now_ns
     while watch.job.now_ns < began + 4 * SECOND:

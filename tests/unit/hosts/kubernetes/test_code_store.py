@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -69,13 +69,14 @@ class Node:
             self.code.received(decoded)
 
 
-def on_cluster(scenario: Callable[[StatefulFakeApi, KubeClient], Any]) -> None:
-    async def run() -> None:
-        api = StatefulFakeApi()
-        async with cluster_of(api) as cluster:
-            await scenario(api, cluster)
+@pytest.fixture
+def api() -> StatefulFakeApi:
+    return StatefulFakeApi()
 
-    asyncio.run(run())
+
+@pytest.fixture
+def cluster(api: StatefulFakeApi) -> AbstractAsyncContextManager[KubeClient]:
+    return cluster_of(api)
 
 
 async def upload(cluster: KubeClient, owner: Owner, code: code_files.Code) -> None:
@@ -86,112 +87,105 @@ def maps(api: StatefulFakeApi) -> list[Document]:
     return [one for path, one in api.objects.items() if "/configmaps/" in path]
 
 
-def test_the_files_of_the_directory_arrive_on_the_node(code: code_files.Code) -> None:
-    async def scenario(api: StatefulFakeApi, cluster: KubeClient) -> None:
+async def test_the_files_of_the_directory_arrive_on_the_node(
+    code: code_files.Code, api: StatefulFakeApi, cluster: KubeClient
+) -> None:
+    await upload(cluster, OWNER, code)
+    await upload(cluster, OWNER, code)  # what is there is not uploaded again
+    for one in maps(api):
+        assert one["immutable"]
+        assert one["metadata"]["ownerReferences"][0]["uid"] == OWNER.uid
+    node = Node(cluster)
+    where = Path(await node.code.directory(code.name))
+    assert sorted(path.name for path in where.iterdir()) == ["table.bin", "train.py"]
+    assert await node.code.directory(code.name) == str(where)
+    assert [request.part for request in node.requests] == [0, 1], "code of two parts"
+    node.code.close()
+    assert not where.exists()
+
+
+async def test_a_part_that_is_lost_is_requested_again(
+    code: code_files.Code, api: StatefulFakeApi, cluster: KubeClient
+) -> None:
+    await upload(cluster, OWNER, code)
+    node = Node(cluster, repeat_s=0.2)
+    node.lost = 1
+    assert Path(await node.code.directory(code.name), "train.py").exists()
+    api.reject = lambda request: BUSY if len(node.requests) < 5 else None
+    with pytest.raises(CodeUnavailable, match="not there"):
+        await node.code.directory("b" * 64)
+    node.code.close()
+
+
+async def test_missing_foreign_and_changed_archives_are_refused_by_name(
+    code: code_files.Code, api: StatefulFakeApi, cluster: KubeClient
+) -> None:
+    node = Node(cluster)
+    with pytest.raises(CodeUnavailable, match=r"llm-code-.*-0: is not there"):
+        await node.code.directory(code.name)
+    await upload(cluster, OTHER, code)
+    with pytest.raises(CodeUnavailable, match="belongs to another job"):
+        await node.code.directory(code.name)
+    with pytest.raises(UserError, match="belongs to another job"):
         await upload(cluster, OWNER, code)
-        await upload(cluster, OWNER, code)  # what is there is not uploaded again
-        for one in maps(api):
-            assert one["immutable"]
-            assert one["metadata"]["ownerReferences"][0]["uid"] == OWNER.uid
-        node = Node(cluster)
-        where = Path(await node.code.directory(code.name))
-        assert sorted(path.name for path in where.iterdir()) == ["table.bin", "train.py"]
-        assert await node.code.directory(code.name) == str(where)
-        assert [request.part for request in node.requests] == [0, 1], "code of two parts"
-        node.code.close()
-        assert not where.exists()
-
-    on_cluster(scenario)
+    for one in maps(api):
+        one["metadata"]["ownerReferences"] = [names.owner_reference("llm", OWNER.uid)]
+        one["binaryData"] = {"part": "AAAA"}
+    with pytest.raises(CodeUnavailable, match="damaged"):
+        await node.code.directory(code.name)
+    store = ClusterCodeStore(cluster, OWNER)
+    del maps(api)[0]["binaryData"]
+    with pytest.raises(CodeMissing, match="holds no part"):
+        await store.part(code.name, 0)
+        await store.part(code.name, 1)
 
 
-def test_a_part_that_is_lost_is_requested_again(code: code_files.Code) -> None:
-    async def scenario(api: StatefulFakeApi, cluster: KubeClient) -> None:
-        await upload(cluster, OWNER, code)
-        node = Node(cluster, repeat_s=0.2)
-        node.lost = 1
-        assert Path(await node.code.directory(code.name), "train.py").exists()
-        api.reject = lambda request: BUSY if len(node.requests) < 5 else None
-        with pytest.raises(CodeUnavailable, match="not there"):
-            await node.code.directory("b" * 64)
-        node.code.close()
-
-    on_cluster(scenario)
-
-
-def test_missing_foreign_and_changed_archives_are_refused_by_name(code: code_files.Code) -> None:
-    async def scenario(api: StatefulFakeApi, cluster: KubeClient) -> None:
-        node = Node(cluster)
-        with pytest.raises(CodeUnavailable, match=r"llm-code-.*-0: is not there"):
-            await node.code.directory(code.name)
-        await upload(cluster, OTHER, code)
-        with pytest.raises(CodeUnavailable, match="belongs to another job"):
-            await node.code.directory(code.name)
-        with pytest.raises(UserError, match="belongs to another job"):
-            await upload(cluster, OWNER, code)
-        for one in maps(api):
-            one["metadata"]["ownerReferences"] = [names.owner_reference("llm", OWNER.uid)]
-            one["binaryData"] = {"part": "AAAA"}
-        with pytest.raises(CodeUnavailable, match="damaged"):
-            await node.code.directory(code.name)
-        store = ClusterCodeStore(cluster, OWNER)
-        del maps(api)[0]["binaryData"]
-        with pytest.raises(CodeMissing, match="holds no part"):
-            await store.part(code.name, 0)
-            await store.part(code.name, 1)
-
-    on_cluster(scenario)
+async def test_old_archives_are_deleted_and_those_of_other_jobs_are_not(
+    tmp_path: Path, api: StatefulFakeApi, cluster: KubeClient
+) -> None:
+    script, found = tmp_path / "train.py", []
+    for number in range(3):
+        script.write_text(f"print({number})\n")
+        found.append(code_files.pack(tmp_path))
+        await upload(cluster, OWNER, found[-1])
+    api.objects[CONFIG_MAPS.path("team")] = {
+        "metadata": {"resourceVersion": "1"},
+        "items": [one | {"metadata": one["metadata"] | {"uid": "u"}} for one in maps(api)],
+    }
+    await ClusterCodeStore(cluster, OTHER).delete_others()
+    assert len(maps(api)) == 3
+    await ClusterCodeStore(cluster, OWNER).delete_others("", found[1].name, found[2].name)
+    digits = [one["metadata"]["labels"][code_store.LABEL_CODE] for one in maps(api)]
+    assert digits == [one.name[: code_store.DIGITS] for one in found[1:]]
 
 
-def test_old_archives_are_deleted_and_those_of_other_jobs_are_not(tmp_path: Path) -> None:
-    async def scenario(api: StatefulFakeApi, cluster: KubeClient) -> None:
-        script, found = tmp_path / "train.py", []
-        for number in range(3):
-            script.write_text(f"print({number})\n")
-            found.append(code_files.pack(tmp_path))
-            await upload(cluster, OWNER, found[-1])
-        api.objects[CONFIG_MAPS.path("team")] = {
-            "metadata": {"resourceVersion": "1"},
-            "items": [one | {"metadata": one["metadata"] | {"uid": "u"}} for one in maps(api)],
-        }
-        await ClusterCodeStore(cluster, OTHER).delete_others()
-        assert len(maps(api)) == 3
-        await ClusterCodeStore(cluster, OWNER).delete_others("", found[1].name, found[2].name)
-        digits = [one["metadata"]["labels"][code_store.LABEL_CODE] for one in maps(api)]
-        assert digits == [one.name[: code_store.DIGITS] for one in found[1:]]
-
-    on_cluster(scenario)
-
-
-def test_a_job_waits_for_its_code_and_follows_new_code_once_it_is_there(
+@pytest.mark.timeout(60)
+async def test_a_job_waits_for_its_code_and_follows_new_code_once_it_is_there(
     tmp_path: Path, code: code_files.Code, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(code_store, "WAIT_S", 0.4)
-
-    async def scenario() -> None:
-        api = StatefulFakeApi()
-        async with running_operator(api) as operator:
-            document = training_job("llm", code=code.name, checkpoint={"path": str(tmp_path)})
-            job = operator.start(document)
-            text = "was not uploaded"
-            await operator.status_when("llm", "to wait", lambda s: text in s.get("reason", ""))
-            cluster = operator.context.cluster
-            await upload(cluster, OWNER, code)
-            await operator.status_when("llm", "to start", lambda s: s.get("jobId"))
-            other = "c" * 64
-            operator.edit(job, code=other)
-            text = "is not there; upload the code"
-            await operator.status_when("llm", "to refuse it", lambda s: text in str(s))
-            assert job._runtime is not None
-            assert job._runtime.state.job.spec.code == code.name
-            await ClusterCodeStore(cluster, OWNER).upload(other, b"x")
-            operator.edit(job, code=other)
-            while job._runtime.state.job.spec.code != other:
-                await asyncio.sleep(0.01)
-            operator.edit(job, code=None)
-            while job._runtime.state.job.spec.code is not None:
-                await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    api = StatefulFakeApi()
+    async with running_operator(api) as operator:
+        document = training_job("llm", code=code.name, checkpoint={"path": str(tmp_path)})
+        job = operator.start(document)
+        text = "was not uploaded"
+        await operator.status_when("llm", "to wait", lambda s: text in s.get("reason", ""))
+        cluster = operator.context.cluster
+        await upload(cluster, OWNER, code)
+        await operator.status_when("llm", "to start", lambda s: s.get("jobId"))
+        other = "c" * 64
+        operator.edit(job, code=other)
+        text = "is not there; upload the code"
+        await operator.status_when("llm", "to refuse it", lambda s: text in str(s))
+        assert job._runtime is not None
+        assert job._runtime.state.job.spec.code == code.name
+        await ClusterCodeStore(cluster, OWNER).upload(other, b"x")
+        operator.edit(job, code=other)
+        while job._runtime.state.job.spec.code != other:
+            await asyncio.sleep(0.01)
+        operator.edit(job, code=None)
+        while job._runtime.state.job.spec.code is not None:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_host_without_uploaded_code_says_so() -> None:
@@ -209,11 +203,10 @@ async def test_a_host_without_uploaded_code_says_so() -> None:
     assert isinstance(sent[0], wire.CodePart) and "has none" in sent[0].problem
 
 
-def test_the_store_reports_an_api_server_that_does_not_answer(code: code_files.Code) -> None:
-    async def scenario(api: StatefulFakeApi, cluster: KubeClient) -> None:
-        api.reject = lambda request: BUSY
-        with pytest.raises(HoldfastError) as found:
-            await ClusterCodeStore(cluster, OWNER).part(code.name, 0)
-        assert not isinstance(found.value, CodeMissing), "another attempt may succeed"
-
-    on_cluster(scenario)
+async def test_the_store_reports_an_api_server_that_does_not_answer(
+    code: code_files.Code, api: StatefulFakeApi, cluster: KubeClient
+) -> None:
+    api.reject = lambda request: BUSY
+    with pytest.raises(HoldfastError) as found:
+        await ClusterCodeStore(cluster, OWNER).part(code.name, 0)
+    assert not isinstance(found.value, CodeMissing), "another attempt may succeed"

@@ -72,6 +72,22 @@ class Accounted:
         return {cause: round(value, 6) for cause, value in seconds.items() if value}
 
 
+def trained(*steps: tuple[float, int]) -> Accounted:
+    """The first generation, which has finished these steps: (second, step)."""
+    job = Accounted()
+    job.launch(0, 1)
+    for second, step in steps:
+        job.step(second, step)
+    return job
+
+
+def running() -> Accounted:
+    """The first generation, which trains from its first second on."""
+    job = trained()
+    job.at(1, phase="running")
+    return job
+
+
 def test_waiting_starting_and_training_are_counted_separately() -> None:
     job = Accounted()
     job.launch(3, 1)
@@ -81,18 +97,13 @@ def test_waiting_starting_and_training_are_counted_separately() -> None:
 
 
 def test_staging_that_blocks_training_counts_as_stalled() -> None:
-    job = Accounted()
-    job.launch(0, 1)
-    job.step(1, 0)
+    job = trained((1, 0))
     job.step(5, 4, stall_s=0.25)
     assert job.seconds(5) == {"starting": 1, "productive": 3, "stalled": 1}
 
 
 def test_steps_that_are_trained_again_count_as_redone() -> None:
-    job = Accounted()
-    job.launch(0, 1)
-    job.step(1, 0)
-    job.step(5, 4)
+    job = trained((1, 0), (5, 4))
     job.fail(5, step_before=4)
     job.launch(6, 2, after_step=1)
     job.step(8, 2)  # again; what it takes longer than a step is part of the recovery
@@ -102,10 +113,7 @@ def test_steps_that_are_trained_again_count_as_redone() -> None:
 
 def test_a_generation_that_is_launched_as_the_last_one_is_lost_has_its_own_steps() -> None:
     """All nodes are gone, so nothing is stopped: one event ends a generation and begins another."""
-    job = Accounted()
-    job.launch(0, 1)
-    job.step(1, 0)
-    job.step(5, 4)
+    job = trained((1, 0), (5, 4))
     job.state.incidents.append(incident(15, step_before=4))
     job.state.num_incidents = 1
     job.launch(15, 2, after_step=4)
@@ -117,10 +125,7 @@ def test_a_generation_that_is_launched_as_the_last_one_is_lost_has_its_own_steps
 
 def test_steps_before_a_new_controller_knew_of_the_launch_are_productive() -> None:
     """The first four steps come in one report."""
-    job = Accounted()
-    job.launch(0, 1)
-    job.step(1, 0)
-    job.step(5, 4)
+    job = trained((1, 0), (5, 4))
     job.fail(5, step_before=4)
     job.launch(6, 2, after_step=4)
     job.step(11, 8)
@@ -143,26 +148,20 @@ def test_the_time_of_an_unfinished_step_belongs_to_the_recovery(reported: str) -
 
 
 def test_what_is_silent_until_it_is_cancelled_is_not_productive() -> None:
-    job = Accounted()
-    job.launch(0, 1)
-    job.step(1, 0)
+    job = trained((1, 0))
     job.state.incidents.append(incident(10, step_before=0))
     job.at(10, phase="finishing", intent="cancel")
     assert job.seconds(10) == {"starting": 1, "recovering": 9}
 
 
 def test_a_script_that_reports_no_steps_is_productive_while_it_runs() -> None:
-    job = Accounted()
-    job.launch(0, 1)
-    job.at(1, phase="running")
+    job = running()
     job.fail(9, step_before=-1)
     assert job.seconds(10) == {"starting": 1, "productive": 8, "recovering": 1}
 
 
 def test_a_script_that_reports_no_steps_is_not_productive_while_it_hangs() -> None:
-    job = Accounted()
-    job.launch(0, 1)
-    job.at(1, phase="running")
+    job = running()
     job.at(9, HangDetected(generation=1, ranks=(1,), evidence="", quiet_s=5.0))
     job.fail(9, step_before=-1)
     assert job.seconds(10) == {"starting": 1, "productive": 3, "recovering": 5 + 1}
@@ -177,9 +176,7 @@ def posted(step: int, generation: int, began_after: int | None = None) -> StepCo
 def test_steps_of_a_saved_checkpoint_are_productive_although_they_were_never_posted() -> None:
     """Two launches are killed: 3 s and 4 s after the last post, the second before its first one.
     The third begins at a checkpoint with five steps more than were posted."""
-    job = Accounted()
-    job.launch(0, 1)
-    job.at(1, phase="running")
+    job = running()
     job.at(6, posted(4, 1), phase="running")
     job.fail(9, step_before=4)
     job.launch(10, 2)
@@ -196,9 +193,7 @@ def test_steps_of_a_saved_checkpoint_are_productive_although_they_were_never_pos
 
 def test_the_end_of_a_launch_may_come_with_the_next_one() -> None:
     """All nodes of the old launch have stopped, and the new one begins at once."""
-    job = Accounted()
-    job.launch(0, 1)
-    job.at(1, phase="running")
+    job = running()
     job.at(6, posted(4, 1), phase="running")
     job.at(9, stop=object())
     job.fail(9, step_before=4)
@@ -213,9 +208,7 @@ def test_the_end_of_a_launch_may_come_with_the_next_one() -> None:
 
 
 def test_a_first_post_that_comes_after_the_end_of_its_launch_counts_once() -> None:
-    job = Accounted()
-    job.launch(0, 1)
-    job.at(1, phase="running")
+    job = running()
     job.at(6, posted(4, 1), phase="running")
     job.fail(9, step_before=4)
     job.launch(10, 2)
@@ -226,9 +219,7 @@ def test_a_first_post_that_comes_after_the_end_of_its_launch_counts_once() -> No
 
 
 def test_what_a_first_step_takes_longer_than_others_belongs_to_the_recovery() -> None:
-    job = Accounted()
-    job.launch(0, 1)
-    job.at(1, phase="running")
+    job = running()
     job.step(4, 0)  # how long a step takes is not known
     job.step(6, 2)
     job.fail(6, step_before=2)
@@ -240,9 +231,7 @@ def test_what_a_first_step_takes_longer_than_others_belongs_to_the_recovery() ->
 
 
 def test_after_the_end_no_time_passes() -> None:
-    job = Accounted()
-    job.launch(0, 1)
-    job.step(1, 0)
+    job = trained((1, 0))
     job.at(3, phase="finishing")
     job.at(4, phase="succeeded")
     seconds = job.accounting.seconds(99 * SECOND_NS)
@@ -267,9 +256,7 @@ def test_a_step_that_is_reported_after_the_loss_of_all_nodes_is_trained_again() 
 
 
 def test_a_silent_script_is_not_productive_between_a_fault_and_its_discovery() -> None:
-    job = Accounted()
-    job.launch(0, 1)
-    job.at(1, phase="running")
+    job = running()
     job.state.stop = PendingStop("failure", Reason("infrastructure", "a test"), 0, False, 0.0)
     job.fail(9, step_before=-1)
     job.state.incidents[0].at_ns = 4 * SECOND_NS

@@ -46,7 +46,7 @@ class FakeDevice:
     def _note(self, call: str) -> None:
         self.calls.append((call, threading.current_thread().name))
 
-    # -- CopyDevice ---------------------------------------------------------------------------
+    # -- CudaDevice ---------------------------------------------------------------------------
     def use(self) -> None:
         self._note("use")
 

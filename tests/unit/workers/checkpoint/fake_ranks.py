@@ -22,7 +22,8 @@ from holdfast.workers.checkpoint.layout import Bytes, Header
 from holdfast.workers.checkpoint.restore import restore
 from holdfast.workers.checkpoint.shard_sources import MappedShard, UnreadableCheckpoint
 from holdfast.workers.checkpoint.stage import Stager
-from holdfast.workers.checkpoint.state import Extra, TrainingState, box_of, empty_like, local_of
+from holdfast.workers.checkpoint.state import Extra, TrainingState
+from holdfast.workers.checkpoint.tensors import box_of, empty_like, local_of
 from holdfast.workers.checkpoint.twin_parts import WritableBuffer
 from holdfast.workers.checkpoint.upload import Uploader
 

@@ -12,7 +12,8 @@ from holdfast.workers.checkpoint.layout import DamagedCheckpoint, parse_header
 from holdfast.workers.checkpoint.restore import WrongModel, restore
 from holdfast.workers.checkpoint.shard_sources import UnreadableCheckpoint
 from holdfast.workers.checkpoint.stage import Stager
-from holdfast.workers.checkpoint.state import TrainingState, box_of
+from holdfast.workers.checkpoint.state import TrainingState
+from holdfast.workers.checkpoint.tensors import box_of
 from holdfast.workers.session.shards import local_parameter
 from tests.unit.workers.checkpoint.fake_ranks import (
     Memory,

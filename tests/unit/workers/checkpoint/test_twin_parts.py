@@ -126,7 +126,7 @@ def test_each_twin_copies_its_part_only(twins: Twins) -> None:
     models, optimizers = twins
     memory = TwinMemory(3)
     for stager in stage(memory, models, optimizers):
-        ((_, targets),) = stager._views.values()
+        (targets,) = stager._targets.values()
         total = sum(entry.num_bytes for entry in stager._layout.entries)  # type: ignore[union-attr]
         largest = max(entry.num_bytes for entry in stager._layout.entries)  # type: ignore[union-attr]
         copied = sum(target.nbytes for target in targets)

@@ -19,7 +19,7 @@ from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.kube.client import CHANNELS, Document
 from holdfast.orchestrator.kube.errors import Forbidden
 from holdfast.orchestrator.protocol import messages as wire
-from holdfast.orchestrator.runtime.agent_server import AgentServer, ReplyStream
+from holdfast.orchestrator.runtime.agent_server import AgentServer, Connection
 from tests.unit.kube.fake_api import FakeApi, cluster_of, status
 from tests.unit.runtime.test_agent_server import Job
 
@@ -61,11 +61,11 @@ class Kubelet(FakeApi):
 class Controller(Job):
     """Refuses `profile`, and answers everything else with what it got."""
 
-    async def answer(self, stream: ReplyStream, request: wire.Request) -> None:
+    async def answer(self, client: Connection, request: wire.Request) -> None:
         if request.verb == "profile":
             raise UserError("rank: got 9; expected 0 to 1")
         body = {"arguments": request.arguments, "long": "x" * 5000}
-        stream.reply(wire.Reply(ok=True, detail=request.verb, body=body))
+        client.send(wire.Reply(ok=True, detail=request.verb, body=body))
 
 
 def asked(

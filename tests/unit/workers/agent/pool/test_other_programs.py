@@ -122,7 +122,7 @@ def test_a_script_of_another_python_has_a_pulse_until_the_session_has_one(
     ours, theirs = worker_transport.pair()
     asked, asks = worker_transport.pair()
     with ours, theirs, asked, asks:
-        other_pulse.start(theirs.fileno(), asks.fileno())
+        other_pulse.start(theirs.fileno(), asks.fileno(), other_python._load)
         kinds, text = [type(worker_transport.receive(ours)[0])], ""
         asked.send(b"?")
         while worker_protocol.CollectivesReport not in kinds:

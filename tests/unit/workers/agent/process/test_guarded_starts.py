@@ -118,7 +118,7 @@ async def test_a_start_that_is_killed_while_it_waits_is_answered_once() -> None:
 
 
 @pytest.mark.parametrize("written_by", [2, 4])
-def test_a_checkpoint_of_deepspeed_for_another_number_of_ranks_is_reported(
+async def test_a_checkpoint_of_deepspeed_for_another_number_of_ranks_is_reported(
     tmp_path: Path, written_by: int
 ) -> None:
     (tmp_path / "step").mkdir()
@@ -129,20 +129,15 @@ def test_a_checkpoint_of_deepspeed_for_another_number_of_ranks_is_reported(
         (tmp_path / "step" / name).write_bytes(b"not read")
     given = job_from_mapping(document(script(workingDirectory=str(tmp_path))))
     welcome = msgspec.structs.replace(WELCOME, submitted_ns=1)
-
-    async def scenario() -> list[str]:
-        node = Node()
-        written = fork(0, restarts=1, written=str(tmp_path / "latest"))
-        node.starts.begin(written, given, welcome)
-        await asyncio.wait(node.starts._tasks)
-        assert node.started[0][1].environment == {
-            RESUME_FROM: str(tmp_path),
-            RESUME_SINCE: "1",
-            OWN_CHECKPOINTS: json.dumps({"known": [[str(tmp_path / "latest"), 1]], "hold": True}),
-        }
-        return [message.text for message in node.sent]
-
-    texts = asyncio.run(scenario())
+    node, written = Node(), fork(0, restarts=1, written=str(tmp_path / "latest"))
+    node.starts.begin(written, given, welcome)
+    await asyncio.wait(node.starts._tasks)
+    assert node.started[0][1].environment == {
+        RESUME_FROM: str(tmp_path),
+        RESUME_SINCE: "1",
+        OWN_CHECKPOINTS: json.dumps({"known": [[str(tmp_path / "latest"), 1]], "hold": True}),
+    }
+    texts = [message.text for message in node.sent]
     assert f"newest complete checkpoint is {tmp_path}, written" in texts.pop()
     if written_by == 2:
         assert texts == []

@@ -23,9 +23,10 @@ from holdfast.workers.agent.pool import fork_protocol
 from holdfast.workers.agent.process.node import MIN_THREADS, AgentProcess, NodeOptions, ThreadPools
 from tests.unit.workers.agent.machine.harness import FACTS
 from tests.unit.workers.agent.pool.test_worker_pool import ASSIGN
-from tests.unit.workers.agent.storage.test_peer_transfer import BOUND_S, DATA, SHARD, Agent
+from tests.unit.workers.agent.storage.test_peer_transfer import DATA, SHARD, Agent
 
 SLOTS = 8
+BOUND_S = 30.0
 
 
 class StuckStore(MemoryFileSystem):
@@ -135,24 +136,21 @@ async def test_all_workers_of_a_large_node_are_served_at_once() -> None:
     await asyncio.gather(*(pools.run("fetch", met.wait, BOUND_S) for _ in range(16)))
 
 
-def test_the_log_of_an_agent_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_log_of_an_agent_has_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log, checked = tmp_path / "agent-node-0.log", asyncio.Event()
+    loop = asyncio.get_running_loop()
 
     def rotate(path: Path) -> None:
         assert path == log
         loop.call_soon_threadsafe(checked.set)
 
-    async def scene() -> None:
-        nonlocal loop
-        loop = asyncio.get_running_loop()
-        ours, _server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        node = make_node(tmp_path, ours)
-        node._options = dataclasses.replace(node._options, log_file=log)
-        house = asyncio.create_task(node._keep_house())
-        await asyncio.wait_for(checked.wait(), BOUND_S)
-        house.cancel()
-
-    loop: asyncio.AbstractEventLoop
     monkeypatch.setattr("holdfast.workers.agent.process.node.HOUSEKEEPING_INTERVAL_S", 0.0)
     monkeypatch.setattr("holdfast.workers.agent.linux.output.rotate", rotate)
-    asyncio.run(scene())
+    ours, _server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    node = make_node(tmp_path, ours)
+    node._options = dataclasses.replace(node._options, log_file=log)
+    house = asyncio.create_task(node._keep_house())
+    await asyncio.wait_for(checked.wait(), BOUND_S)
+    house.cancel()

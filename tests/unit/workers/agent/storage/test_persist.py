@@ -49,15 +49,15 @@ def test_a_failed_write_keeps_the_files_of_other_ranks(
 def test_a_directory_that_another_rank_removed_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, made = Path.mkdir, []
+    make, made = persist.make_directory, []
 
-    def make_and_remove(self: Path, *args: object, **kwargs: object) -> None:
-        make(self, *args, **kwargs)  # type: ignore[arg-type]
-        made.append(self)
+    def make_and_remove(system: Any, path: str) -> None:
+        make(system, path)
+        made.append(path)
         if len(made) == 1:
-            self.rmdir()
+            Path(path).rmdir()
 
-    monkeypatch.setattr(Path, "mkdir", make_and_remove)
+    monkeypatch.setattr(persist, "make_directory", make_and_remove)
     persist.write_shard(_memory(b"abc"), 3, str(tmp_path), "step-00000009.gen-1", "a")
     assert (tmp_path / "step-00000009.gen-1" / "a").read_bytes() == b"abc"
 

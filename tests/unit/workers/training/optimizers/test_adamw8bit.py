@@ -12,7 +12,8 @@ from torch import nn
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers.checkpoint.restore import restore
 from holdfast.workers.checkpoint.stage import Stager
-from holdfast.workers.checkpoint.state import TrainingState, empty_like
+from holdfast.workers.checkpoint.state import TrainingState
+from holdfast.workers.checkpoint.tensors import empty_like
 from holdfast.workers.session.shards import Shards
 from holdfast.workers.training.initial_values import fill
 from holdfast.workers.training.optimizers.adamw8bit import AdamW8bit

@@ -12,7 +12,6 @@ from torch.distributed import pipelining
 
 from holdfast.orchestrator.api.v1alpha1.parallelism import Parallelism, PipelineAxis
 from holdfast.orchestrator.api.v1alpha1.recipe import Model
-from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.training.data import MicroBatch
 from holdfast.workers.training.models.transformer import Transformer
@@ -75,14 +74,6 @@ def test_added_samples_and_micro_batches_have_weight_0() -> None:
     assert {tuple(batch.inputs_bt.shape) for batch in filled} == {(2, 3)}
     single, _ = rank(0, 4, "1f1b")
     assert len(single._filled([full])) == 4 and len(single._filled([full] * 5)) == 5
-
-
-def test_a_schedule_that_torch_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(pipelining, "ScheduleZBVZeroBubble")
-    with pytest.raises(
-        UserError, match=r"got zbvZeroBubble, which torch .* lacks; expected one of"
-    ):
-        rank(0, 2, "zbvZeroBubble")
 
 
 def test_a_rank_with_neighbouring_stages_sends_nothing_to_itself(
