@@ -86,11 +86,11 @@ test-frameworks: frameworks  ## scripts of other frameworks under Holdfast, in e
 	$(VENV)/frameworks/bin/python -m pytest -p no:xdist --all -k frameworks tests/frameworks \
 	  tests/e2e/ray/test_jobs_api.py tests/e2e/kubernetes/nodes/test_examples.py
 	test -x $(VENV)/torchtitan/bin/python || $(PYTHON) -m venv --without-pip $(VENV)/torchtitan
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/torchtitan/bin/python --editable . \
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/torchtitan/bin/python --editable '.[train]' \
 	  setuptools -r tests/frameworks/requirements-torchtitan.txt
 	$(VENV)/torchtitan/bin/python -m pytest -p no:xdist --all tests/frameworks -k titan
 	test -x $(VENV)/swift/bin/python || $(PYTHON) -m venv --without-pip $(VENV)/swift
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/swift/bin/python --editable . \
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/swift/bin/python --editable '.[train]' \
 	  setuptools -r tests/frameworks/requirements-swift.txt
 	$(VENV)/swift/bin/python -m pytest -p no:xdist --all tests/frameworks -k swift
 

@@ -1,4 +1,4 @@
-"""How the agent halts a process that survives the loss of a peer: an attempt at a step, or a whole
+"""Attempts, and the way in which the agent halts a process that survives the loss of a peer: an attempt at a step, or a whole
 script, which runs again (agent/pool/run_again.py).
 
 The agent halts a worker by a byte on the inspection socket. The pulse thread then closes the
@@ -57,7 +57,7 @@ class Attempts:
     """The attempts of one process."""
 
     of_script: ClassVar[Attempts | None] = None
-    """Those of a script that may run again in this process."""
+    """Attempts of a script that may run again in this process."""
 
     def __init__(
         self, groups: Groups | None, why_not: str, runs_again: CodeType | None = None
@@ -68,7 +68,7 @@ class Attempts:
         """Function that runs the script, which may be interrupted, unless its attempts can be kept,
         since it runs again; None: it may not."""
         self.models: weakref.WeakSet[Module] = weakref.WeakSet()
-        """Those that the script has given to restore."""
+        """Models that the script has given to restore."""
         self.said: str | None = None
         """Reason why it is not kept, as the agent knows it; None: the agent knows nothing."""
         self.wanted = False

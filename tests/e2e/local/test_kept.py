@@ -50,7 +50,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory, started: list[Job]) -> Callab
 def test_losses_after_kills_at_random_moments_are_those_of_an_undisturbed_job(
     tmp_path: Path, started: list[Job], calm: Callable[[str], Job], kind: str, plain: bool
 ) -> None:
-    """In a plain loop the script runs again."""
+    """The script of a plain loop runs again."""
     env = {"PLAIN": "1"} if plain else {}
     job = scripted(tmp_path / "killed", kind, STEPS, env=env)
     started.append(job)

@@ -37,7 +37,7 @@ COLLECTIONS = 3
 HARMLESS_THREADS = ("TMonitor",)
 """tqdm's, which only refreshes bars that have not moved."""
 LOADERS = ("QueueFeederThread", "_pin_memory_loop")
-"""In the names of threads that a DataLoader starts."""
+"""Parts of the names of threads that a DataLoader starts."""
 OWN_GROUPS = ("deepspeed", "megatron")
 """Packages that keep process groups in their modules."""
 _INSTALLED = tuple(sysconfig.get_path(n) for n in ("purelib", "platlib", "stdlib", "platstdlib"))
@@ -140,7 +140,7 @@ class Process:
                 logger.handlers.clear()
 
     def _left(self) -> str:
-        """What the script has left, in words; empty: nothing."""
+        """Something that the script has left, in words; empty: nothing."""
         trackers = {resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
         if set(processes.children()) - trackers:
             return "child processes of the script still run"

@@ -138,7 +138,7 @@ def _set_up(
 
 
 def _enter(assign: worker_protocol.Assign, job: TrainingJob) -> None:
-    """What each run of the script begins with."""
+    """Begin a run of the script in the working directory, with as many threads as the seat has."""
     if problem := enter_directory(assign, job):
         raise UserError(str(problem))
     if "torch" in sys.modules:

@@ -189,7 +189,7 @@ def seats(out: tuple[Command, ...]) -> list[tuple[int, int] | None]:
 
 @pytest.mark.parametrize("state_kept", [False, True])
 def test_a_process_whose_state_is_not_used_runs_its_script_again(state_kept: bool) -> None:
-    """In a world of another mesh, too."""
+    """Another mesh does not matter."""
     out = forks(again(0, 1, state_kept=state_kept), kept_from=0, mesh=Mesh(shard=2))
     assert seats(out) == [(1, 0), (1, 1)] and not kills(out)
 
