@@ -1,5 +1,5 @@
-"""Attempts, and the way in which the agent halts a process that survives the loss of a peer: an attempt at a step, or a whole
-script, which runs again (agent/pool/run_again.py).
+"""Attempts at a step, and halts of a process that survives the loss of a peer: of an attempt, or of
+a whole script, which runs again (agent/pool/run_again.py).
 
 The agent halts a worker by a byte on the inspection socket. The pulse thread then closes the
 connections of the process groups, which ends a collective, and signals the main thread, which ends
