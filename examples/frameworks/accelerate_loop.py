@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--save-every", type=int, default=20)
     options = parser.parse_args()
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
     set_seed(0)
     model = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
