@@ -311,6 +311,11 @@ class Generation:
         return {shard: tuple(sorted(ranks)) for shard, ranks in ranks_of.items()}
 
     @property
+    def halts(self) -> bool:
+        """Workers are leaving their step."""
+        return self.stop is not None and self.stop.stage == "halt"
+
+    @property
     def kept(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.kept]
 
@@ -353,7 +358,7 @@ class Generation:
         unused = [worker for worker in self.kept if worker.seat.rank not in ranks]
         for worker in unused:
             worker.kept = False
-        return self._signal(unused, SIGKILL)
+        return self.kill(unused)
 
     # -- stop ---------------------------------------------------------------------------------
     def begin_stop(self, now_ns: int, message: StopWorkers, stack_limit_s: float) -> list[Command]:
@@ -400,7 +405,7 @@ class Generation:
             if w.failed is None and (w.keeps is True or (w.runs_again and not w.ends_itself))
         )
         others = [w for w in self.alive if w.seat.rank not in ranks and not w.ends_itself]
-        return [*self._signal(others, SIGKILL), commands.Halt(self.generation, ranks)]
+        return [*self.kill(others), commands.Halt(self.generation, ranks)]
 
     def _wait_for_saves(self, now_ns: int, stop: Stopping) -> list[Command]:
         """Kill all but the workers that end by themselves, and look what those do."""
@@ -421,7 +426,7 @@ class Generation:
             return []
         chosen = frozenset(ranks)
         over = [w for w in self.alive if not w.ends_itself or w.seat.rank in chosen]
-        return self._signal([w for w in over if SIGKILL not in w.signals], SIGKILL)
+        return self.kill([w for w in over if SIGKILL not in w.signals])
 
     def kill_all(self) -> list[Command]:
         stop = self.stop = self.stop or Stopping([], 0.0)
@@ -432,7 +437,10 @@ class Generation:
                 worker.keeps, worker.runs_again = LATE, False
         notes = [commands.Note(f"rank {w.seat.rank} is not kept: {w.keeps}") for w in late]
         stop.stage, stop.deadline_ns = "kill", None
-        return [*notes, *self._signal(self.alive, SIGKILL)]
+        return [*notes, *self.kill(self.alive)]
+
+    def kill(self, workers: list[Worker]) -> list[Command]:
+        return self._signal(workers, SIGKILL)
 
     def _signal(self, workers: list[Worker], signal: int) -> list[Command]:
         for worker in workers:

@@ -466,6 +466,8 @@ class AgentMachine:
                 return self._worker_failed(now_ns, group, worker)
             case worker_protocol.Halted():
                 return self._halted(now_ns, group, worker)
+            case worker_protocol.KeepReported() if group.halts and message.why_not:
+                return group.kill([worker])
             case worker_protocol.Leaving():
                 return lingers(group, given.rank, message.waits_for)
             case worker_protocol.ImportsReported():  # it trains: standbys can be made ready
@@ -503,7 +505,7 @@ class AgentMachine:
         if group.membership.ahead:
             group.num_built += 1
             return self._answer_if_built(group)
-        if group.stop is None or group.stop.stage != "halt" or worker.ended:
+        if not group.halts or worker.ended:
             return []  # it is killed
         worker.ended = worker.kept = True
         worker.signals.add(SIGKILL)

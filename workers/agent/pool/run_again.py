@@ -22,6 +22,7 @@ from multiprocessing import resource_tracker
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+from holdfast.orchestrator import limits
 from holdfast.workers import worker_protocol, worker_transport
 
 from ..linux import processes
@@ -38,8 +39,8 @@ HARMLESS_THREADS = ("TMonitor",)
 """tqdm's, which only refreshes bars that have not moved."""
 LOADERS = ("QueueFeederThread", "_pin_memory_loop")
 """Parts of the names of threads that a DataLoader starts."""
-OWN_GROUPS = ("deepspeed", "megatron")
-"""Packages that keep process groups in their modules."""
+OWN_GROUPS = {"deepspeed.comm.comm": "cdb", "megatron.core.parallel_state": "_MODEL_PARALLEL_GROUP"}
+"""Module that keeps process groups -> its variable that is None before it has some."""
 _INSTALLED = tuple(sysconfig.get_path(n) for n in ("purelib", "platlib", "stdlib", "platstdlib"))
 
 
@@ -78,6 +79,7 @@ class Process:
         if why := self._restored():
             print(f"holdfast: this process does not run the script again: {why}", file=sys.stderr)
             self._channel.send(worker_protocol.KeepReported(why_not=why))
+            time.sleep(2 * limits.HALT_S)  # the agent kills this process
             os._exit(1)
         self._channel.phase, type(self.attempts).of_script = "start", None
         if not self.attempts.seated:
@@ -94,8 +96,9 @@ class Process:
             return "a thread prepares its buffers"
         if changed := self._changed():
             return f"{changed} is another function"
-        if stale := next((name for name in OWN_GROUPS if name in sys.modules), ""):
-            return f"{stale} keeps its process groups"
+        for module, variable in OWN_GROUPS.items():
+            if getattr(sys.modules.get(module), variable, None) is not None:
+                return f"{module} keeps its process groups"
         for number, handler in self._signals.items():
             if signal.getsignal(number) is not handler:
                 signal.signal(number, handler)

@@ -88,9 +88,8 @@ def test_a_stop_reports_why_a_worker_was_not_kept_also_if_it_said_so_meanwhile()
     agent = training(0, 1)
     stop(agent)
     halted(agent, 0)
-    agent.from_worker(1, worker_protocol.KeepReported(why_not="it draws random numbers"))
-    agent.now_ns += SECOND_NS
-    assert kills(agent.give(inputs.ClockTick())) == [(1, 1)]
+    why = worker_protocol.KeepReported(why_not="it draws random numbers")
+    assert kills(agent.from_worker(1, why)) == [(1, 1)], "at once: it waits for that"
     report = stopped(agent.worker_ends(1, signal=9))
     assert (report.kept, report.why_not) == ((0,), "it draws random numbers")
 
