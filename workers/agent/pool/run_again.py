@@ -8,6 +8,7 @@ its seat. What installed libraries keep for themselves, and this file does not n
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing import resource_tracker
+from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +78,11 @@ class Process:
     def next_run(self) -> worker_transport.Attached:
         """Leave nothing of the script, and wait for a seat in the next generation. Raises
         AgentGone; the process ends where something stays."""
-        if why := self._restored():
+        try:
+            why = self._restored()
+        except Exception as error:  # of a library's private function
+            why = f"{type(error).__name__}: {error}"
+        if why:
             print(f"holdfast: this process does not run the script again: {why}", file=sys.stderr)
             self._channel.send(worker_protocol.KeepReported(why_not=why))
             time.sleep(2 * limits.HALT_S)  # the agent kills this process
@@ -126,11 +132,13 @@ class Process:
         return self._left()
 
     def _changed(self) -> str:
-        """A function of torch that the script has replaced, and would wrap once more."""
-        now = _functions_of_torch()
+        """A function of torch that the script has replaced, and would wrap once more. torch itself
+        replaces some, for its compiler."""
+        now, ours = _functions_of_torch(), str(Path(sys.modules["torch"].__file__ or "").parent)
         for name, before in self._functions.items():
             function: Any = now.get(name)
-            if function is not before and not getattr(function, "hooked", False):  # torch does that
+            code = getattr(function, "__code__", None)
+            if function is not before and not (code and code.co_filename.startswith(ours)):
                 return name
         return ""
 
@@ -200,6 +208,8 @@ def _forget_frameworks() -> None:
         patches.forget()
     if (dynamo := sys.modules.get("torch._dynamo")) is not None:
         dynamo.reset()
+    if "torch.distributed.tensor" in sys.modules:  # its results have the old meshes
+        importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
 
 
 def _forget_modules() -> None:
