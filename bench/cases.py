@@ -163,6 +163,8 @@ def cases() -> list[Case]:
     spare = lambda w: Holdfast(w, spares=1)  # noqa: E731
     shards = lambda w: Holdfast(w, engine="shards")  # noqa: E731
     kept = lambda w: Holdfast(w, engine="kept")  # noqa: E731
+    again = lambda w: Holdfast(w, engine="holdfast again")  # noqa: E731
+    again_spare = lambda w: Holdfast(w, engine="holdfast again", spares=1)  # noqa: E731
     kept_spare = lambda w: Holdfast(w, engine="kept", spares=1)  # noqa: E731
     shards_spare = lambda w: Holdfast(w, engine="shards", spares=1)  # noqa: E731
     others = [
@@ -175,17 +177,20 @@ def cases() -> list[Case]:
         Case("worker killed", "torchrun", plain, kill_worker),
         Case("worker killed", "Holdfast", ours, kill_worker),
         Case("worker killed", "Holdfast, shards", shards, kill_worker),
+        Case("worker killed", "Holdfast, script again", again, kill_worker),
         Case("worker killed", "Holdfast, kept", kept, kill_worker),
         Case("node lost, replaced", "torchrun", plain, lose_node, repeat=False),
         Case("node lost, replaced", "torchrun tuned", tuned, lose_node),
         Case("node lost, replaced", "Holdfast, spare", spare, lose_node),
         Case("node lost, replaced", "Holdfast, shards, spare", shards_spare, lose_node),
+        Case("node lost, replaced", "Holdfast, script again, spare", again_spare, lose_node),
         Case("node lost, replaced", "Holdfast, kept, spare", kept_spare, lose_node),
         Case("node lost, replaced", "Holdfast, no spare", ours, lose_node, repeat=False),
         Case("node lost, shrink", "torchrun", elastic, lose_node_for_good, repeat=False),
         Case("node lost, shrink", "torchrun tuned", elastic_tuned, lose_node_for_good),
         Case("node lost, shrink", "Holdfast", ours, lose_node_for_good),
         Case("node lost, shrink", "Holdfast, shards", shards, lose_node_for_good),
+        Case("node lost, shrink", "Holdfast, script again", again, lose_node_for_good),
         Case("node lost, shrink", "Holdfast, kept", kept, lose_node_for_good),
         # One copy of the model over all ranks, so that a lost node takes a part that no other rank
         # holds.

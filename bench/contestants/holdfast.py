@@ -18,6 +18,10 @@ from .base import TRAIN, Contestant, Workload, kill_trees, python
 NUM_RANKS = 4
 
 
+AGAIN = " again"
+"""End of an engine whose survivors run the script again in their process."""
+
+
 class Holdfast(Contestant):
     """Four ranks on `nodes`; `spares` are warm, idle nodes. `patience_s`: after which silence is a
     fault, for who stops the job himself."""
@@ -39,7 +43,7 @@ class Holdfast(Contestant):
                 "workersPerNode": workload.num_ranks // nodes,
                 "entrypoint": {
                     "script": str(TRAIN),
-                    "args": ["--engine", engine, *workload.arguments()],
+                    "args": ["--engine", engine.removesuffix(AGAIN), *workload.arguments()],
                 },
                 "resources": {"cpu": 1, "gpu": workload.gpu},
                 "parallelism": {"shard": workload.shard},
@@ -51,7 +55,8 @@ class Holdfast(Contestant):
                 "env": {**workload.environment, **(environment or {})},
             },
         }
-        recovery = {"keepProcesses": "auto" if engine == "kept" else "never"}
+        keeps = engine == "kept" or engine.endswith(AGAIN)
+        recovery = {"keepProcesses": "auto" if keeps else "never"}
         if patience_s is not None:
             limits = ("heartbeatTimeoutSeconds", "hangTimeoutSeconds")
             recovery |= dict.fromkeys(limits, patience_s)
