@@ -84,7 +84,7 @@ class AgentChannel:
         self.halt: Callable[[], None] = lambda: None
         """Called in the pulse thread when the generation is over and this process may be kept."""
         self.when_training: Callable[[], None] | None = None
-        """Called once in the pulse thread, when the script trains."""
+        """Called once, when the script trains."""
         self.is_over: Callable[[], bool] = lambda: False
         """True if `halt` was called."""
         self.phase: WorkerPhase = "start"
@@ -129,7 +129,7 @@ class AgentChannel:
                     self.send(worker_protocol.Pulse(collectives=count))
                 wait_s = limits.PULSE_INTERVAL_S
                 if count >= limits.BEGUN_COLLECTIVES or time.monotonic() - began_s > _TRAINS_S:
-                    self._trains()
+                    self.trains()
                 elif self._of_script:
                     wait_s = limits.FIRST_PULSES_S
                 if self._inspection is None:
@@ -139,7 +139,8 @@ class AgentChannel:
         except AgentGone:
             return  # the training thread reports the closed socket
 
-    def _trains(self) -> None:
+    def trains(self) -> None:
+        """The script trains."""
         if self.when_training is not None:
             act, self.when_training = self.when_training, None
             act()

@@ -651,6 +651,7 @@ class Session:
             if self._why_no_loop is not None:
                 self._begin_attempt(self._state, step + 1)
             elif not self._loops and step == self._first_step and self._channel is not None:
+                self._channel.trains()
                 why = self._attempts.why_not or "the script has no loop over s.steps"
                 self._channel.send(worker_protocol.KeepReported(why_not=why))
 
