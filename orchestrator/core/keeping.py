@@ -39,8 +39,13 @@ def may_keep(state: JobState, cause: Cause) -> bool:
     trained shows that something else is wrong."""
     spec = state.job.spec
     wanted = spec.recovery.keep_processes == "auto" and not spec.resources.num_gpus
-    trained = cause.purpose in GOES_ON and bool(state.group.first_step_ns)
-    return wanted and trained and not state.keeping.why_never
+    goes_on = cause.purpose in GOES_ON and _trains(state)
+    return wanted and goes_on and not state.keeping.why_never
+
+
+def _trains(state: JobState) -> bool:
+    """The running generation has finished a step, or a script that reports none communicates."""
+    return bool(state.group.first_step_ns) or state.sizes.began
 
 
 def kept(state: JobState, node: str, fact: GroupStopped) -> None:
@@ -152,8 +157,8 @@ def decision(state: JobState, membership: Membership, members: tuple[str, ...], 
         return f"; {num} of {size} workers keep their process{others}"
     wanted, incident = state.job.spec.recovery.keep_processes == "auto", state.incident
     explains = wanted and incident is not None and incident.purpose in GOES_ON
-    again = f"; {AGAIN}" if _runs_again(state) and AGAIN not in why else ""
-    return f"; all workers start again: {why}{again}" if explains and why else ""
+    why = "; ".join(filter(None, (why, AGAIN * _runs_again(state))))
+    return f"; all workers start again: {why}" if explains and why else ""
 
 
 def launched(state: JobState, membership: Membership) -> None:
@@ -183,7 +188,7 @@ def failed(ctx: StepContext, failure: Failure) -> str:
     state, keeping = ctx.state, ctx.state.keeping
     assert state.group.membership is not None
     diverged = failure.rule == DIVERGED
-    early = not state.group.first_step_ns and failure.rule not in OTHER_FAULTS
+    early = not _trains(state) and failure.rule not in OTHER_FAULTS
     in_place = bool(state.group.membership.kept_from)
     again = not in_place and _runs_again(state)
     if not (in_place or again) or not (diverged or early):

@@ -17,7 +17,6 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Iterable, Iterator
 from inspect import CO_GENERATOR
 from types import CodeType, FrameType, TracebackType
@@ -44,9 +43,10 @@ SIGNAL = signal.SIGRTMIN + 7
 SIGNAL_EVERY_S = 0.02
 UNINTERRUPTED = (
     "torch._dynamo.convert_frame", "torch._dynamo.guards", "torch._inductor.compile_fx",
-    "importlib._bootstrap", "holdfast.workers.packets",
+    "importlib._bootstrap", "torch.serialization", "zipfile", "holdfast.workers.packets",
 )  # fmt: skip
-"""Modules that change global state, such as anomaly detection, during a call, or drop errors."""
+"""Modules that change global state, such as anomaly detection, during a call, or drop errors, or
+that end an archive well whatever is missing in it."""
 
 
 class AttemptHalted(BaseException):
@@ -65,10 +65,8 @@ class Attempts:
         """`why_not`: why this process cannot be kept; empty: it can, as far as is known."""
         self.groups, self.why_not = groups, why_not
         self.runs_again = runs_again
-        """Function that runs the script, which may be interrupted, unless its attempts can be kept,
-        since it runs again; None: it may not."""
-        self.models: weakref.WeakSet[Module] = weakref.WeakSet()
-        """Models that the script has given to restore."""
+        """Code of the function that runs the script, if the script may run again: all of it may be
+        interrupted, unless its attempts can be kept."""
         self.said: str | None = None
         """Reason why it is not kept, as the agent knows it; None: the agent knows nothing."""
         self.wanted = False
@@ -168,6 +166,7 @@ class Attempts:
         ):
             return False
         self.halted()
+        _clear_globals(error.__traceback__)
         drop_frames(error)
         self.groups = None
         return True
@@ -202,6 +201,12 @@ class Attempts:
             raise
         finally:
             self._open = opened
+
+    def expect_running(self) -> None:
+        """Raises AttemptHalted, again, if the script has caught that it is to end: what it has
+        computed is torn."""
+        if self.halting and self.runs_again is not None and not self.wanted:
+            raise AttemptHalted
 
     def expect_open(self, step: int, *, is_last: bool) -> None:
         # A script may have caught a collective's error. In the last step a peer may have left.
@@ -283,6 +288,15 @@ class Attempts:
         drop_frames(error)
         self.failed = True
         return True
+
+
+def _clear_globals(traceback: TracebackType | None) -> None:
+    """Functions of the script that something refers to would keep its model alive."""
+    while traceback is not None:
+        names = traceback.tb_frame.f_globals
+        traceback = traceback.tb_next
+        if names.get("__name__") == "__main__":
+            names.clear()
 
 
 def drop_frames(error: BaseException | None) -> None:

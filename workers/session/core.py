@@ -332,7 +332,6 @@ class Session:
         _expect_memory("session.restore", model)
         expect_on(self.device, ((name, p.device) for name, p in model.named_parameters()))
         self._enter("restore")
-        self._attempts.models.add(model)
         own = RankState(per_rank, self.rank, self.shape) if per_rank else None
         self._state = TrainingState(model, optimizer, extra, own, self._say, self._data, keep)
         if own is not None and self._channel is not None and self.shape.replicate > 1:
@@ -635,6 +634,7 @@ class Session:
             )
         if self._ahead and not self._loops:
             raise NotKept("the script trains without s.steps")
+        self._attempts.expect_running()
         if step != self._last_step + 1:
             raise UserError(
                 f"session.step: got {step}; expected {self._last_step + 1}; call it once after "
@@ -688,6 +688,7 @@ class Session:
             raise UserError(
                 "session.save: got no finished step; expected restore and step before it"
             )
+        self._attempts.expect_running()
         if self._stager is not None and self._last_staged != self._last_step:
             self._stall_s = self._stager.stage(self._last_step)
             self._last_staged = self._last_step

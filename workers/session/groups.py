@@ -321,6 +321,8 @@ def cut(connections: set[int] | None) -> None:
     closed."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
         with contextlib.suppress(OSError):
+            if not _inode(int(name)):
+                continue  # a file's locks end when a duplicate is closed
             copy = os.dup(int(name))
             try:
                 inode = _inode(copy)

@@ -15,21 +15,23 @@ from .local_rig import Job
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 SCRIPT = """
-import glob, json, logging, os, random, signal, sys, threading, time
+import atexit, builtins, glob, json, logging, os, random, signal, sys, threading, time
 import torch, torch.distributed as dist
 import helper
+from lib import counter  # a folder without __init__.py
 from holdfast import session
 
 WAY = sys.argv[1]
-PRIVATE = [print] if WAY != "keeps its model" else []  # a module's own state, which is made again
 
 
 def found():
     fds = map(os.path.realpath, glob.glob("/proc/self/fd/*"))
     return {
         "argv": sys.argv, "path": sys.path, "directory": os.getcwd(),
-        "state": [os.environ.get("MINE"), helper.COUNTS, "helper2" in sys.modules],
-        "handlers": [len(logging.root.handlers), len(logging.getLogger("mine").handlers)],
+        "state": [os.environ.get("MINE"), len(helper.COUNTS), counter.COUNTS, print.__module__],
+        "hooks": len(torch.nn.modules.module._global_forward_hooks),
+        "timer": signal.getitimer(signal.ITIMER_REAL), "affinity": len(os.sched_getaffinity(0)),
+        "handlers": [len(logging.getLogger(name).handlers) for name in ("", "mine", __name__)],
         "signal": str(signal.getsignal(signal.SIGTERM)), "hook": sys.excepthook.__name__,
         "random": [random.random(), torch.rand(1).item()],
         "torch": [str(torch.get_default_dtype()), torch.get_num_threads(), dist.is_initialized()],
@@ -41,8 +43,17 @@ def found():
 seen = found()
 os.environ["MINE"] = "1"
 helper.COUNTS.append(1)
+counter.COUNTS += 1
+torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
+signal.setitimer(signal.ITIMER_REAL, 1000)
+old_print = print
+builtins.print = lambda *given, **named: old_print("mine:", *given, **named)
+ended = os.path.abspath(f"ended-{os.getpid()}")
+atexit.register(lambda: open(ended, "a").write("once"))
 logging.basicConfig()
-logging.getLogger("mine").addHandler(logging.StreamHandler())
+for name in ("mine", __name__):
+    logging.getLogger(name).addHandler(logging.StreamHandler())
 signal.signal(signal.SIGTERM, lambda *_: None)
 sys.excepthook = lambda *_: None
 s = session.init()
@@ -55,7 +66,10 @@ torch.set_num_threads(3)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 if WAY == "keeps its model":
-    torch.kept = [*getattr(torch, "kept", ()), model]
+    torch.kept = [*getattr(torch, "kept", ()), optimizer]
+if WAY == "catches all":
+    usual_step = optimizer.step
+    optimizer.step = lambda: time.sleep(0.3) or usual_step() or time.sleep(0.3)
 if WAY == "starts a thread":
     threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
 if WAY == "patches torch":
@@ -66,6 +80,7 @@ if WAY == "starts a program":
     child = subprocess.Popen(["sleep", "1000"])
 if WAY == "runs once":
     torch.library.define("mine::double", "(Tensor x) -> Tensor")
+first = model.weight[0, 0].item()
 begin = s.restore(model, optimizer)
 for step in range(begin, 40):
     loss = model(torch.ones(1, 4)).sum()
@@ -76,11 +91,17 @@ for step in range(begin, 40):
         if WAY != "swallows errors":
             raise
         time.sleep(60)
-    optimizer.step()
+    try:
+        optimizer.step()
+    except:
+        if WAY != "catches all":
+            raise
     optimizer.zero_grad()
     time.sleep(0.05)
     s.step(step, loss=loss, total_steps=40)
 s.finish()
+with open(os.path.dirname(ended) + f"/moved-{s.rank}", "w") as log:
+    log.write(str(round(first - model.weight[0, 0].item(), 6)))
 """
 
 
@@ -103,6 +124,8 @@ def killed_once(place: Path, started: list[Job], way: str) -> Job:
     }
     (place / "train.py").write_text(SCRIPT)
     (place / "helper.py").write_text("COUNTS = []\n")
+    (place / "lib").mkdir()
+    (place / "lib" / "counter.py").write_text("COUNTS = 0\n")
     job = Job(place, job_document("again", fields))
     started.append(job)
     job.run()
@@ -117,7 +140,7 @@ def launches(job: Job, rank: int) -> list[tuple[int, int, dict[str, object]]]:
     return [json.loads(line) for line in (job.place / f"found-{rank}").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("way", ["as it is", "swallows errors"])
+@pytest.mark.parametrize("way", ["as it is", "swallows errors", "catches all"])
 def test_a_script_finds_what_it_has_found_the_first_time(
     tmp_path: Path, started: list[Job], way: str
 ) -> None:
@@ -126,11 +149,13 @@ def test_a_script_finds_what_it_has_found_the_first_time(
         first, second = launches(job, rank)
         assert first[0] == second[0] and first[2] == second[2]
         assert second[2]["torch"] != ["torch.float64", 3, True]
+        assert (tmp_path / f"ended-{first[0]}").read_text() == "once"
     first, second = launches(job, 3)
     assert first[0] != second[0]
     (incident,) = job.wait().incidents
     assert "; survivors run the script again in their process" in incident.decision
     assert (incident.steps_lost, incident.restored_from) == (0, "memory")
+    assert {(tmp_path / f"moved-{rank}").read_text() for rank in range(4)} == {"4.0"}, "torn"
 
 
 @pytest.mark.parametrize(
@@ -144,11 +169,15 @@ def test_a_process_in_which_something_stays_is_replaced(
         first, second = launches(job, rank)
         assert first[0] != second[0]
     (incident,) = job.wait().incidents
-    assert ("run the script again" in incident.decision) == (way != "starts a thread")
+    assert "run the script again" not in incident.decision
     if way == "starts a thread":
         return
     log = job.directory.path / "logs" / "gen-0001" / "rank-00001.log"
-    reasons = {"keeps its model": "model", "starts a program": "child", "patches torch": "SGD.step"}
+    reasons = {
+        "keeps its model": "an optimizer",
+        "starts a program": "child",
+        "patches torch": "the script",
+    }
     assert f"does not run the script again: {reasons[way]}" in log.read_text()
 
 

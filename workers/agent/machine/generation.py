@@ -139,11 +139,11 @@ class Worker:
 
     @property
     def why_not_kept(self) -> str:
-        """Reason why its state is not kept with the process; empty: none is known."""
-        why = self.keeps if isinstance(self.keeps, str) else ""
-        if self.script.source in SCRIPT_SOURCES:
-            why = "the script keeps its own state"
-        return f"{why}; {AGAIN}" if why and self.runs_again else why
+        """Reason why its process is not kept with the state; empty: none is known."""
+        if isinstance(self.keeps, str) and self.keeps:
+            return self.keeps
+        own = self.script.source in SCRIPT_SOURCES
+        return "the script keeps its own state" if own else ""
 
     @property
     def is_silent(self) -> bool:
@@ -176,7 +176,8 @@ class Worker:
             began_s=self.script.began_s(now_ns),
             collectives=self.collectives,
             leaves=self.leaves,
-            keeps=(self.keeps is True and not self.seat.rank) or self.why_not_kept,
+            keeps=(self.keeps is True and not self.seat.rank)
+            or "; ".join(filter(None, (self.why_not_kept, AGAIN * self.runs_again))),
             **report_fields(last),
         )
 

@@ -1,12 +1,14 @@
 """The script of a worker runs again in its process when a peer has died: imports, caches and the
 context of a GPU stay, and the script reads its state as in a new process.
 
-Invariant: the script finds what it found the first time, or the process ends and another one takes
-its seat. What installed libraries keep for themselves, and this file does not name, stays.
+Invariant: what a script usually changes of its process is as before it, or the process ends and
+another one takes its seat. What it has changed within installed libraries is not known.
 """
 
 from __future__ import annotations
 
+import atexit
+import builtins
 import gc
 import importlib
 import logging
@@ -18,6 +20,8 @@ import sys
 import sysconfig
 import threading
 import time
+import typing
+import warnings
 from collections.abc import Callable
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -27,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.orchestrator import limits
 from holdfast.workers import worker_protocol, worker_transport
 
-from ..linux import processes
+from ..linux import output, processes
 from ..process import process_env
 
 if TYPE_CHECKING:
@@ -43,27 +47,42 @@ LOADERS = ("QueueFeederThread", "_pin_memory_loop")
 """Parts of the names of threads that a DataLoader starts."""
 OWN_GROUPS = {"deepspeed.comm.comm": "cdb", "megatron.core.parallel_state": "_MODEL_PARALLEL_GROUP"}
 """Module that keeps process groups -> its variable that is None before it has some."""
-_INSTALLED = tuple(sysconfig.get_path(n) for n in ("purelib", "platlib", "stdlib", "platstdlib"))
+TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+_STDLIB = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+_Setting = tuple[Callable[[], Any], Callable[[Any], object]]
+"""How something of the whole process is read and set."""
 
 
 class Process:
-    """This process as it was before the script, which `channel` reports on."""
+    """A process as it was before its script ran."""
 
     def __init__(self, channel: AgentChannel, runs: CodeType) -> None:
-        """`runs`: the function that runs the script. Needs torch, which the forkserver has."""
+        """`channel`: of this process; `runs`: the function that runs the script. Needs torch, which
+        the forkserver has."""
         from holdfast.workers.session.attempts import Attempts
 
         self._channel = channel
         self.attempts = Attempts.of_script = Attempts(None, "", runs)
-        self._environment, self._path = dict(os.environ), list(sys.path)
-        self._modules, self._threads = set(sys.modules), set(threading.enumerate())
-        self._signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
-        self._streams = (sys.stdin, sys.stdout, sys.stderr, sys.excepthook, sys.argv)
-        self._handlers, self._level = list(logging.root.handlers), logging.root.level
-        self._collects, self._functions = gc.isenabled(), _functions_of_torch()
-        self._random, self._torch = random.getstate(), _state_of_torch()
+        self._threads, self._exits = set(threading.enumerate()), list[Callable[..., Any]]()
+        self._functions, collects = _functions_of_torch(), gc.isenabled()
+        settings = [*_settings_of_python(), *_settings_of_torch(), *_signals()]
+        self._before = [(setting, setting[0]()) for setting in settings]
+        self._collect = gc.enable if collects else gc.disable
+        self._note_exits()
         channel.halt, channel.is_over = self.attempts.halt, lambda: self.attempts.halting
         channel.when_training = self._report
+
+    def _note_exits(self) -> None:
+        """Note the exit functions that are registered from now on."""
+        register = atexit.register
+
+        def register_noted(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+            self._exits.append(function)
+            return register(function, *given, **named)
+
+        setting = _attribute(atexit, "register")
+        self._before.append((setting, register))
+        setting[1](register_noted)
 
     def _report(self) -> None:
         """Say that the script may run again, unless a thread of it will stay, such as a logger's.
@@ -76,14 +95,16 @@ class Process:
         return [thread for thread in new if type(thread).__name__ not in HARMLESS_THREADS]
 
     def next_run(self) -> worker_transport.Attached:
-        """Leave nothing of the script, and wait for a seat in the next generation. Raises
+        """Remove the script from this process, and wait for a seat in the next generation. Raises
         AgentGone; the process ends where something stays."""
+        output.flush()
         try:
-            why = self._restored()
+            why = self._why_not()
         except Exception as error:  # of a library's private function
             why = f"{type(error).__name__}: {error}"
         if why:
             print(f"holdfast: this process does not run the script again: {why}", file=sys.stderr)
+            output.flush()
             self._channel.send(worker_protocol.KeepReported(why_not=why))
             time.sleep(2 * limits.HALT_S)  # the agent kills this process
             os._exit(1)
@@ -94,42 +115,38 @@ class Process:
         process_env.adopt(worker_transport.attached.assign.environment)
         return worker_transport.attached
 
-    def _restored(self) -> str:
+    def _why_not(self) -> str:
         """Have the process be as before the script. Returns a reason why it is not."""
-        from holdfast.workers.session import groups, reporting
-
-        if self._channel.prepares_buffers:
-            return "a thread prepares its buffers"
-        if changed := self._changed():
-            return f"{changed} is another function"
+        changed = self._changed()
+        for timer in TIMERS:
+            signal.setitimer(timer, 0)
+        for (read, write), before in self._before:
+            if not _equal(read(), before):
+                write(before)
         for module, variable in OWN_GROUPS.items():
             if getattr(sys.modules.get(module), variable, None) is not None:
                 return f"{module} keeps its process groups"
-        for number, handler in self._signals.items():
-            if signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
-        sys.stdin, sys.stdout, sys.stderr, sys.excepthook, sys.argv = self._streams
-        sys.path[:] = self._path
-        os.environ.clear()
-        os.environ.update(self._environment)
-        groups.forget()
-        reporting.forget()
-        _forget_frameworks()
-        _forget_modules()
-        self._forget_loggers()
+        if self._channel.prepares_buffers or changed:
+            return f"the script has replaced {changed}" if changed else "a thread prepares buffers"
+        _forget_libraries()
+        self._forget_script()
         for child in multiprocessing.active_children():  # of loaders
             child.kill()
             child.join()
-        for _ in range(COLLECTIONS):
-            gc.collect()
-            if not self.attempts.models:
-                break
-        (gc.enable if self._collects else gc.disable)()
-        random.setstate(self._random)
-        for read, write, before in self._torch:
-            if not _equal(read(), before):
-                write(before)
         return self._left()
+
+    def _forget_script(self) -> None:
+        """Drop the script's own modules, which are read again, and what it has registered."""
+        own = _own_packages()
+        for name in [name for name in sys.modules if name.partition(".")[0] in own]:
+            del sys.modules[name]
+        libraries = {name.partition(".")[0] for name in sys.modules} - {"__main__"}
+        for function in self._exits:
+            if str(getattr(function, "__module__", "")).partition(".")[0] not in libraries:
+                atexit.unregister(function)
+        for name, logger in logging.Logger.manager.loggerDict.items():  # each line would come twice
+            if name.partition(".")[0] not in libraries and isinstance(logger, logging.Logger):
+                logger.handlers.clear()
 
     def _changed(self) -> str:
         """A function of torch that the script has replaced, and would wrap once more. torch itself
@@ -142,16 +159,8 @@ class Process:
                 return name
         return ""
 
-    def _forget_loggers(self) -> None:
-        """Drop handlers of the script's loggers: it would have each line twice."""
-        logging.root.handlers[:] = self._handlers
-        logging.root.setLevel(self._level)
-        for name, logger in logging.Logger.manager.loggerDict.items():
-            if name.partition(".")[0] not in sys.modules and isinstance(logger, logging.Logger):
-                logger.handlers.clear()
-
     def _left(self) -> str:
-        """Something that the script has left, in words; empty: nothing."""
+        """Something of the script that stays in this process; empty: nothing."""
         trackers = {resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
         if set(processes.children()) - trackers:
             return "child processes of the script still run"
@@ -160,7 +169,82 @@ class Process:
             if time.monotonic() > until_s:
                 return f"thread {left[0].name} of the script still runs"
             time.sleep(0.01)
-        return "model of the script stays in memory" if self.attempts.models else ""
+        for _ in range(COLLECTIONS):
+            gc.collect()
+            if not (stays := _has_optimizer()):
+                break
+        self._collect()
+        return "an optimizer of the script stays in memory" if stays else ""
+
+
+# -- settings -------------------------------------------------------------------------------------
+def _attribute(owner: Any, name: str) -> _Setting:
+    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+def _sequence(values: list[Any]) -> _Setting:
+    return lambda: list(values), lambda before: values.__setitem__(slice(None), before)
+
+
+def _mapping(values: Any) -> _Setting:
+    return lambda: dict(values), lambda before: (values.clear(), values.update(before))
+
+
+def _signals() -> list[_Setting]:
+    def setting(number: int) -> _Setting:
+        return lambda: signal.getsignal(number), lambda before: signal.signal(number, before)
+
+    return [setting(number) for number in signal.valid_signals()]
+
+
+def _settings_of_python() -> list[_Setting]:
+    names = ("stdin", "stdout", "stderr", "excepthook", "argv")
+    return [
+        *(_attribute(sys, name) for name in names),
+        _attribute(builtins, "print"),
+        _attribute(warnings, "showwarning"),
+        _sequence(sys.path),
+        _sequence(logging.root.handlers),
+        _attribute(logging.root, "level"),
+        _mapping(os.environ),
+        (lambda: os.sched_getaffinity(0), lambda before: os.sched_setaffinity(0, before)),
+        (random.getstate, random.setstate),
+    ]
+
+
+def _settings_of_torch() -> list[_Setting]:
+    import torch
+    from torch.nn.modules import module
+    from torch.optim import optimizer
+
+    hooks = [
+        _mapping(values)
+        for owner in (module, optimizer)
+        for name, values in vars(owner).items()
+        if name.startswith("_global_") and isinstance(values, dict)
+    ]
+    safe = torch.serialization
+
+    def set_safe_globals(before: list[Any]) -> None:
+        safe.clear_safe_globals()
+        safe.add_safe_globals(before)
+
+    return [
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.get_default_device, torch.set_default_device),
+        (torch.get_num_threads, torch.set_num_threads),
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+        (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+        (torch.get_rng_state, torch.set_rng_state),
+        (lambda: list(safe.get_safe_globals()), set_safe_globals),
+        *hooks,
+    ]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return bool((a == b).all()) if hasattr(a, "all") else bool(a == b)
 
 
 def _functions_of_torch() -> dict[str, object]:
@@ -178,29 +262,13 @@ def _functions_of_torch() -> dict[str, object]:
     }
 
 
-def _state_of_torch() -> list[tuple[Callable[[], Any], Callable[[Any], object], Any]]:
-    """(reads, writes, value) of what holds in the whole process."""
-    import torch
+# -- what the script has left ---------------------------------------------------------------------
+def _forget_libraries() -> None:
+    """Drop what libraries, and our patches of them, keep of a training in their modules."""
+    from holdfast.workers.session import groups, reporting
 
-    both: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
-        (torch.get_default_dtype, torch.set_default_dtype),
-        (torch.get_default_device, torch.set_default_device),
-        (torch.get_num_threads, torch.set_num_threads),
-        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-        (torch.is_grad_enabled, torch.set_grad_enabled),
-        (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-        (torch.get_rng_state, torch.set_rng_state),
-    ]
-    return [(read, write, read()) for read, write in both]
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return bool((a == b).all()) if hasattr(a, "all") else bool(a == b)
-
-
-def _forget_frameworks() -> None:
-    """Drop what frameworks, and our patches of them, keep of a training in their modules."""
+    groups.forget()
+    reporting.forget()
     if (accelerate := sys.modules.get("accelerate.state")) is not None:
         accelerate.AcceleratorState._reset_state(reset_partial_state=True)
         accelerate.GradientState._reset_state()
@@ -210,12 +278,32 @@ def _forget_frameworks() -> None:
         dynamo.reset()
     if "torch.distributed.tensor" in sys.modules:  # its results have the old meshes
         importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+    for clear in getattr(typing, "_cleanups", ()):  # of classes in annotations
+        clear()
 
 
-def _forget_modules() -> None:
-    """Drop the script's own modules, so that they are read again."""
+def _own_packages() -> set[str]:
+    """Outermost names of the script's own modules: not of Python, Holdfast or an installed package,
+    which is in a folder for packages or has native parts, which cannot be loaded twice."""
+    places: dict[str, list[str]] = {}
     for name, module in list(sys.modules.items()):
-        origin = getattr(getattr(module, "__spec__", None), "origin", None) or ""
-        ours = name.partition(".")[0] in ("holdfast", "__main__")
-        if origin.startswith(os.sep) and not (ours or origin.startswith(_INSTALLED)):
-            del sys.modules[name]
+        spec = getattr(module, "__spec__", None)
+        folders = getattr(spec, "submodule_search_locations", None) or ()
+        origin = getattr(spec, "origin", None)
+        places.setdefault(name.partition(".")[0], []).extend([origin] if origin else folders)
+    return {
+        name
+        for name, files in places.items()
+        if name not in ("__main__", "holdfast")
+        and any(file.startswith(os.sep) for file in files)
+        and not any(
+            "-packages" in file or file.endswith(".so") or file.startswith(_STDLIB)
+            for file in files
+        )
+    }
+
+
+def _has_optimizer() -> bool:
+    """An optimizer is left, with all that it refers to. Proxies of libraries are not asked."""
+    kind = sys.modules["torch"].optim.Optimizer
+    return any(issubclass(type(thing), kind) for thing in gc.get_objects())
