@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from holdfast.orchestrator.protocol.facts import StagedShard
 
+from .commands import FreeBuffer, MakeBuffer
+
 Version = tuple[int, int]
 """(generation, step); a later version compares greater."""
 STEPS_KNOWN = 64
@@ -89,25 +91,16 @@ class Ask:
 
 @dataclass(frozen=True)
 class Give:
-    """Give a buffer to a worker, by its local rank: that of the slot or a twin. `fresh`: it must be
-    allocated first. `known`: the worker already has the descriptor. `part` of `parts`: what it
-    writes of the file; 0 parts: nothing yet."""
+    """Give a buffer to a worker, by its local rank: that of the slot or a twin. `sent`: the worker
+    already has the descriptor. `part` of `parts`: what it writes of the file; 0 parts: nothing
+    yet."""
 
     buffer: int
     slot: int
     num_bytes: int
-    fresh: bool
     sent: bool
     part: int = 0
     parts: int = 1
-
-
-@dataclass(frozen=True)
-class Make:
-    """Allocate a buffer before a worker asks for it."""
-
-    buffer: int
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -117,14 +110,7 @@ class Differ:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Drop:
-    """Free the memory of a buffer."""
-
-    buffer: int
-
-
-Change = Give | Drop | Make | Differ
+Change = Give | MakeBuffer | FreeBuffer | Differ
 
 
 def idle(buffer: StagingBuffer) -> bool:

@@ -23,7 +23,7 @@ from holdfast.orchestrator.protocol.messages import (
 from holdfast.workers import worker_protocol
 
 from . import commands, inputs
-from .buffer_states import Ask, Change, Differ, Drop, Make, StagingBuffer, Version, version
+from .buffer_states import Ask, Change, Differ, Give, StagingBuffer, Version, version
 from .commands import Command
 from .copy_round import CopyRounds
 from .generation import Generation, Worker
@@ -470,29 +470,24 @@ class CheckpointTiers:
         out: list[Command] = []
         ranks = {w.seat.local_rank: r for r, w in group.workers.items()} if group else {}
         for change in changes:
-            if isinstance(change, Drop):
-                out.append(commands.FreeBuffer(change.buffer))
-                continue
-            if isinstance(change, Make):
-                out.append(commands.MakeBuffer(change.buffer, change.num_bytes))
-                continue
-            assert group is not None
             if isinstance(change, Differ):
                 text = _differ_text([ranks[rank] for rank in change.ranks])
                 out.append(commands.Send(AgentEvent(text=text)))
-                continue
-            rank, number = ranks[change.slot], change.buffer
-            part = {"part": change.part, "parts": change.parts}
-            if change.fresh:
-                out.append(commands.MakeBuffer(number, change.num_bytes))
-            if change.sent:
-                free = worker_protocol.BufferFree(buffer=number, **part)
-                out.append(commands.ToRank(group.generation, rank, free))
+            elif isinstance(change, Give):
+                assert group is not None
+                out.append(_given(group.generation, ranks[change.slot], change))
             else:
-                size = change.num_bytes
-                message = worker_protocol.Buffer(buffer=number, num_bytes=size, **part)
-                out.append(commands.ToRank(group.generation, rank, message, number))
+                out.append(change)
         return out
+
+
+def _given(generation: int, rank: int, give: Give) -> Command:
+    part = {"part": give.part, "parts": give.parts}
+    if give.sent:
+        free = worker_protocol.BufferFree(buffer=give.buffer, **part)
+        return commands.ToRank(generation, rank, free)
+    buffer = worker_protocol.Buffer(buffer=give.buffer, num_bytes=give.num_bytes, **part)
+    return commands.ToRank(generation, rank, buffer, give.buffer)
 
 
 def _no_shard(group: Generation, rank: int, shard: int, detail: str) -> Command:

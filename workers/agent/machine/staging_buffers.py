@@ -29,11 +29,10 @@ from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol.facts import StagedShard
 
 from .buffer_states import STEPS_KNOWN, Ask, Change, Differ, Filling, Slot, idle, version
-from .buffer_states import Drop as Drop
 from .buffer_states import Give as Give
-from .buffer_states import Make as Make
 from .buffer_states import StagingBuffer as StagingBuffer
 from .buffer_states import Version as Version
+from .commands import FreeBuffer, MakeBuffer
 
 
 def _last(steps: deque[int]) -> int:
@@ -54,7 +53,7 @@ def _give(buffer: StagingBuffer, slot: Slot, rank: int, ask: Ask) -> Give:
     buffer.sharers.add(rank)
     del slot.asks[rank]
     part = (slot.members.index(rank), len(slot.members))
-    return Give(buffer.number, rank, buffer.num_bytes, False, is_known, *part)
+    return Give(buffer.number, rank, buffer.num_bytes, is_known, *part)
 
 
 class StagingBuffers:
@@ -250,7 +249,7 @@ class StagingBuffers:
                     continue
                 if buffer.holder == slot.generation:
                     buffer.writable, slot.waits = True, False
-                    done.append(Give(buffer.number, number, buffer.num_bytes, False, sent=True))
+                    done.append(Give(buffer.number, number, buffer.num_bytes, sent=True))
             if not slot.wanted and self._stuck(number):
                 slot.wanted.append(max(b.num_bytes for b in self.of_slot(number)))
             done += self._answer(number, slot)
@@ -267,14 +266,15 @@ class StagingBuffers:
             fitting, dropped = self.fitting(number, num_bytes)
             done += dropped
             if fitting:
-                buffer, fresh = min(fitting, key=lambda b: b.num_bytes), False
+                buffer = min(fitting, key=lambda b: b.num_bytes)
             elif self._may_grow(number):
-                buffer, fresh = self.make(number, num_bytes), True
+                done.append(new := self.make(number, num_bytes))
+                buffer = self.buffers[new.buffer]
             else:
                 break
             buffer.holder, buffer.writable, slot.waits = slot.generation, True, False
             slot.wanted.pop(0)
-            done.append(Give(buffer.number, number, buffer.num_bytes, fresh, sent=False))
+            done.append(Give(buffer.number, number, buffer.num_bytes, sent=False))
         return done
 
     def _too_early(self, number: int, slot: Slot) -> bool:
@@ -295,10 +295,10 @@ class StagingBuffers:
         small: list[Change] = [self.drop(b) for b in unused if b.num_bytes < num_bytes]
         return [b for b in unused if b.num_bytes >= num_bytes], small
 
-    def make(self, number: int, num_bytes: int) -> StagingBuffer:
+    def make(self, number: int, num_bytes: int) -> MakeBuffer:
         buffer = StagingBuffer(next(self._numbers), number, num_bytes)
         self.buffers[buffer.number] = buffer
-        return buffer
+        return MakeBuffer(buffer.number, num_bytes)
 
     def _may_grow(self, number: int) -> bool:
         owned = len(list(self.of_slot(number)))
@@ -375,9 +375,9 @@ class StagingBuffers:
                 return False
         return True
 
-    def drop(self, buffer: StagingBuffer) -> Drop:
+    def drop(self, buffer: StagingBuffer) -> FreeBuffer:
         del self.buffers[buffer.number]
-        return Drop(buffer.number)
+        return FreeBuffer(buffer.number)
 
     # -- twins --------------------------------------------------------------------------------
     def _staged_part(
@@ -448,12 +448,12 @@ class StagingBuffers:
             wanted = limits.STAGING_BUFFERS if self.knows_memory else 1
             wanted = wanted if self.most is None else min(wanted, self.most)
             for _ in range(wanted - len(list(self.of_slot(number)))):
-                done.append(self._make_change(number, slot.reserve_bytes))
+                done.append(self.make(number, slot.reserve_bytes))
         for rank in sorted(slot.early):
             for buffer in self.of_slot(number):
                 if rank not in buffer.sharers and buffer.num_bytes >= slot.reserve_bytes:
                     buffer.sharers.add(rank)
-                    done.append(Give(buffer.number, rank, buffer.num_bytes, False, False, 0, 0))
+                    done.append(Give(buffer.number, rank, buffer.num_bytes, False, 0, 0))
         return done
 
     def _for_step(
@@ -475,8 +475,8 @@ class StagingBuffers:
             return min(fitting, key=lambda one: one.num_bytes), done
         if not self._twins_may_grow(number):
             return None, done
-        change = self._make_change(number, ask.num_bytes)
-        return self.buffers[change.buffer], [*done, change]
+        new = self.make(number, ask.num_bytes)
+        return self.buffers[new.buffer], [*done, new]
 
     def _void_and_separate(self, number: int) -> Change:
         """Drop what the twins are writing now, which does not become complete."""
@@ -493,6 +493,3 @@ class StagingBuffers:
         kept = any(buffer.pins or self.is_agreed(buffer) for buffer in owned)
         most = limits.STAGING_BUFFERS + (len(self.agreed) + 1 if kept else 0)
         return len(owned) < most
-
-    def _make_change(self, number: int, num_bytes: int) -> Make:
-        return Make(self.make(number, num_bytes).number, num_bytes)

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.orchestrator.protocol.facts import StagedShard
-from holdfast.workers.agent.machine.staging_buffers import Drop, Give, StagingBuffers, version
+from holdfast.workers.agent.machine.staging_buffers import Change, Give, StagingBuffers, version
 
 SLOTS = 2
 
@@ -40,7 +40,7 @@ class StagingRun:
             for _ in range(3):
                 self.take(self.buffers.request(slot, 100))
 
-    def take(self, changes: list[Give | Drop]) -> None:
+    def take(self, changes: list[Change]) -> None:
         for change in changes:
             if isinstance(change, Give):
                 self.free[change.slot].append(change.buffer)

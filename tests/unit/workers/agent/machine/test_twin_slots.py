@@ -15,7 +15,7 @@ from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands
 from holdfast.workers.agent.machine.buffer_states import Ask
 from holdfast.workers.agent.machine.commands import Command
-from holdfast.workers.agent.machine.staging_buffers import Differ, Drop, Give, Make, StagingBuffers
+from holdfast.workers.agent.machine.staging_buffers import Differ, Give, StagingBuffers
 
 from .harness import AgentHarness, of
 
@@ -48,10 +48,8 @@ class TwinRun:
                     self.asked.discard(change.slot)
                     self.granted[change.slot] = change
                     self.expect_alone(change)
-                case Drop():
+                case commands.FreeBuffer():
                     assert all(grant.buffer != change.buffer for grant in self.granted.values())
-                case Make() | Differ():
-                    pass
 
     def expect_alone(self, own: Give) -> None:
         """No other twin writes these bytes, and none reads them."""
