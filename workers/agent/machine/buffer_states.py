@@ -14,9 +14,22 @@ Version = tuple[int, int]
 STEPS_KNOWN = 64
 """Staged steps remembered per slot. An order that names an older one is answered: too late."""
 
+NOTHING: Version = (0, -1)
+
+
+class Holder:
+    """A buffer that may hold a shard."""
+
+    content: StagedShard | None
+
+    @property
+    def version(self) -> Version:
+        """The content's version, or NOTHING."""
+        return NOTHING if self.content is None else version(self.content)
+
 
 @dataclass
-class StagingBuffer:
+class StagingBuffer(Holder):
     number: int
     slot: int
     num_bytes: int
@@ -32,6 +45,10 @@ class StagingBuffer:
     """Twins write it."""
     sharers: set[int] = field(default_factory=set)
     """Twins that have the descriptor."""
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.content or self.pins or self.holder or self.filling)
 
 
 @dataclass
@@ -111,11 +128,6 @@ class Differ:
 
 
 Change = Give | MakeBuffer | FreeBuffer | Differ
-
-
-def idle(buffer: StagingBuffer) -> bool:
-    """Empty, not pinned, and without a holder."""
-    return not (buffer.content or buffer.pins or buffer.holder or buffer.filling)
 
 
 def version(staged: StagedShard) -> Version:
