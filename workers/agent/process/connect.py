@@ -1,22 +1,23 @@
 """Connects to the controller: reads its endpoints, resolves names (IPv4 and IPv6), races addresses.
 
 With several operator replicas only the leader listens; the others refuse, which costs a round trip.
-An address that does not answer (a lost machine) delays the next one by `stagger_s` only. The race
-is written here because those of asyncio and aiohappyeyeballs know one name each and end with the
-TCP connection, while a stuck controller may accept it and never finish the TLS handshake.
+An address that does not answer (a lost machine) delays the next one by `stagger_s` only. Those of
+asyncio.open_connection and aiohappyeyeballs know one name each and end with the TCP connection,
+while a stuck controller may accept it and never finish the TLS handshake.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import socket
 import ssl
+from asyncio.staggered import staggered_race
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from holdfast.orchestrator import limits
@@ -108,29 +109,18 @@ class Connector:
         return list(addresses)
 
     async def _race(self, addresses: list[Endpoint]) -> Streams:
-        """An attempt starts when all earlier ones have failed, or after `stagger_s`."""
-        problems: list[str] = []
-        waiting = list(addresses)
-        attempts: dict[asyncio.Task[Streams], Endpoint] = {}
-        try:
-            while waiting or attempts:
-                if waiting:
-                    address = waiting.pop(0)
-                    attempts[asyncio.create_task(self._attempt(*address))] = address
-                timeout_s = self._timing.stagger_s if waiting else None
-                done, _ = await asyncio.wait(
-                    attempts, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-                )
-                for task in done:
-                    host, _port = attempts.pop(task)
-                    error = task.exception()
-                    if not isinstance(error, OSError):
-                        return task.result()
-                    problems.append(f"{host}: {_text(error)}")
-        finally:
-            for task in attempts:
-                task.cancel()
-                task.add_done_callback(_close_late)
+        """An attempt starts when the one before has failed, or after `stagger_s`."""
+        attempts = [partial(self._attempt, *address) for address in addresses]
+        streams: Streams | None
+        streams, _, errors = await staggered_race(attempts, self._timing.stagger_s)
+        if streams is not None:
+            return streams
+        problems = []
+        for (host, _port), error in zip(addresses, errors, strict=True):
+            assert error is not None
+            if not isinstance(error, OSError):
+                raise error
+            problems.append(f"{host}: {_text(error)}")
         raise OSError("; ".join(problems))
 
     async def _attempt(self, host: str, port: int) -> Streams:
@@ -156,13 +146,6 @@ def addresses_of(host: str, port: int) -> list[Endpoint]:
     """All addresses of a name, IPv4 and IPv6, from the system. Blocks; raises OSError."""
     answer = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
     return [(str(entry[4][0]), int(entry[4][1])) for entry in answer]
-
-
-def _close_late(task: asyncio.Task[Streams]) -> None:
-    """Close the connection of an attempt that succeeded just before it was cancelled."""
-    with contextlib.suppress(asyncio.CancelledError):
-        if task.exception() is None:
-            task.result()[1].close()
 
 
 def _text(error: OSError) -> str:
