@@ -21,7 +21,6 @@ from holdfast.orchestrator.protocol.facts import Membership, OwnCheckpoint, Work
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.agent.machine import commands, inputs
 from holdfast.workers.agent.pool.file_audit import OWN_CHECKPOINTS
-from holdfast.workers.agent.process import guarded_starts
 from holdfast.workers.agent.process.guarded_starts import GuardedStarts, StartSetting
 from holdfast.workers.agent.process.uploaded_code import UploadedCode
 from holdfast.workers.agent.storage import checkpoint_guard
@@ -150,7 +149,7 @@ async def test_workers_start_although_a_file_system_does_not_answer_and_an_event
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(guarded_starts, "_look", lambda *_: answers.wait(30))
+    monkeypatch.setattr(checkpoint_guard, "look", lambda *_, **__: answers.wait(30))
     monkeypatch.setattr(checkpoint_guard, "LOOK_TIMEOUT_S", -0.99)
     given = job_from_mapping(document(script()))
     welcome = msgspec.structs.replace(WELCOME, submitted_ns=1)
