@@ -359,7 +359,7 @@ class CheckpointTiers:
         return [commands.FreeBuffer(old) for old in self.copies.end(done.buffer, done.ok)]
 
     def lend(self, step: int, generation: int, shard: int) -> tuple[int, StagedShard] | None:
-        """(buffer, content) of a shard, pinned until `unpin`."""
+        """(buffer, content) of a shard in memory, kept until ServeDone; None: it is not here."""
         buffer = self._find(step, generation, shard)
         if buffer is None or buffer.content is None:
             return None

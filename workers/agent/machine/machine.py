@@ -72,7 +72,7 @@ class AgentMachine:
         self._heartbeat_ns: int | None = None
         self._standbys = Standbys()
         self._outbox: list[m.FromAgent] = []
-        self._stopped_ranks: frozenset[int] = frozenset()
+        self._stopped_ranks: tuple[int, ...] = ()
         self._port, self._cpu_pressure, self._ending = 0, 0.0, ""
         self._ending_ns: int | None = None
         self._ended, self._exit_code = False, 0
@@ -99,10 +99,6 @@ class AgentMachine:
         if self._preemption is not None and not self._ending:
             due += [self._preemption.due_ns(self._connected)]
         return None if self._ended else min((at for at in due if at is not None), default=None)
-
-    def lend(self, step: int, generation: int, shard: int) -> tuple[int, StagedShard] | None:
-        """(buffer, content) of a shard in memory, kept until ServeDone; None: it is not here."""
-        return self.tiers.lend(step, generation, shard)
 
     def accept_copy(
         self, staged: StagedShard, confirmed: int = -1
@@ -143,7 +139,7 @@ class AgentMachine:
             case inputs.ForkserverDied():
                 return [commands.Send(m.AgentEvent(text=f"forkserver: {given.detail}"))]
             case inputs.StoppedRanks():
-                self._stopped_ranks = frozenset(given.ranks)
+                self._stopped_ranks = given.ranks
                 return []
             case inputs.ActivityMeasured():
                 self._cpu_pressure = given.cpu_pressure
@@ -341,7 +337,7 @@ class AgentMachine:
         out = before.end_kept(kept) if before is not None else []
         group = self._new_group(now_ns, message)
         group.stage_every = (message.stage_every_steps, 0)
-        self._stopped_ranks = frozenset()
+        self._stopped_ranks = ()
         out += self.tiers.launch(group)
         return [*out, *self._forks(group, kept), commands.OfferPort()]
 
@@ -374,14 +370,12 @@ class AgentMachine:
 
     def _forks(self, group: Generation, kept: dict[int, tuple[int, int]]) -> list[Command]:
         launch, twins, out = group.launch, group.twins(), list[Command]()
-        interval = launch.stage_every_steps
         for seat in launch.seats:
+            place = group.workers[seat.rank].process_of = kept.get(seat.rank)
             # A packet holds the sources of one shard; this machine keeps those of all of them.
             for_rank = group.membership.with_sources_of([seat.shard])
-            shared = twins[seat.shard]
-            fork = commands.Fork(for_rank, launch.node_rank, seat, interval, shared, launch.code)
-            group.workers[seat.rank].process_of = place = kept.get(seat.rank)
-            out.append(msgspec.structs.replace(fork, kept=place))
+            at = (launch.node_rank, seat, launch.stage_every_steps, twins[seat.shard])
+            out.append(commands.Fork(for_rank, *at, launch.code, place))
         return out
 
     def _forked(self, given: inputs.WorkerForked) -> list[Command]:

@@ -519,7 +519,7 @@ class AgentProcess:
 
     # -- other agents -------------------------------------------------------------------------
     def _on_get(self, get: peer_transfer.Get) -> peer_transfer.Answer:
-        lent = self._machine.lend(get.step, get.generation, get.shard)
+        lent = self._machine.tiers.lend(get.step, get.generation, get.shard)
         if lent is None:
             return f"shard {get.shard} of {state_after(get.step)} is not in this node's memory"
         buffer, staged = lent

@@ -61,13 +61,13 @@ def test_memory_is_served_and_stops_are_obeyed_until_shutdown() -> None:
     harness = AgentHarness()
     trained(harness)
     harness.give(inputs.Terminated(GRACE_S))
-    assert harness.machine.lend(step=3, generation=1, shard=0)
+    assert harness.machine.tiers.lend(step=3, generation=1, shard=0)
     stop = harness.receive(m.StopWorkers(action_id=5, generation=1))
     assert len([o for o in stop if isinstance(o, commands.Kill)]) == 2
     for rank in range(2):
         last = harness.give(inputs.WorkerEnded(1, rank, None, 9))
     assert {s.step for s in one(m.GroupStopped, last).staged} == {3}
-    assert harness.machine.lend(step=3, generation=1, shard=1)
+    assert harness.machine.tiers.lend(step=3, generation=1, shard=1)
     assert (
         one(commands.EndNode, harness.receive(m.Shutdown(detail="free to go"))).detail
         == "free to go"
