@@ -1,7 +1,7 @@
 """Connects to the controller: reads its endpoints, resolves names (IPv4 and IPv6), races addresses.
 
 With several operator replicas only the leader listens; the others refuse, which costs a round trip.
-An address that does not answer (a lost machine) delays the next one by `stagger_s` only. Those of
+An address that does not answer (a lost machine) delays the next one by STAGGER_S only. Those of
 asyncio.open_connection and aiohappyeyeballs know one name each and end with the TCP connection,
 while a stuck controller may accept it and never finish the TLS handshake.
 """
@@ -16,7 +16,6 @@ import ssl
 from asyncio.staggered import staggered_race
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -27,16 +26,10 @@ from holdfast.orchestrator.protocol.messages import Endpoint
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 NUM_RESOLVERS = 4
-
-
-@dataclass(frozen=True)
-class ConnectTiming:
-    timeout_s: float = limits.CONNECT_TIMEOUT_S
-    """Limit for all addresses, with name resolution and TLS handshake."""
-    resolve_timeout_s: float = 2.0
-    """Seconds after which the previous addresses of a name are used."""
-    stagger_s: float = 0.25
-    """Time from the start of one attempt to the next (RFC 8305)."""
+RESOLVE_TIMEOUT_S = 2.0
+"""Seconds after which the previous addresses of a name are used."""
+STAGGER_S = 0.25
+"""Time from the start of one attempt to the next (RFC 8305)."""
 
 
 def endpoint_in(file: Path) -> Callable[[], tuple[Endpoint, ...]]:
@@ -61,11 +54,9 @@ class Connector:
         server_name: str = "",
         *,
         resolve: Callable[[str, int], list[Endpoint]] | None = None,
-        timing: ConnectTiming | None = None,
     ) -> None:
         self._endpoints, self._context, self._server_name = endpoints, context, server_name
         self._resolve = resolve or addresses_of
-        self._timing = timing or ConnectTiming()
         self._resolved: dict[Endpoint, list[Endpoint]] = {}
         """Last addresses of each name: the operator stays reachable while DNS is down."""
         # Separate threads: a resolver that does not answer must not delay other work.
@@ -76,13 +67,13 @@ class Connector:
 
         Raises OSError with the error of every address, and what `endpoints` raises.
         """
-        endpoints, timing = self._endpoints(), self._timing
+        endpoints, limit_s = self._endpoints(), limits.CONNECT_TIMEOUT_S
         try:
-            async with asyncio.timeout(timing.timeout_s):
+            async with asyncio.timeout(limit_s):
                 return await self._race(await self._addresses(endpoints))
         except TimeoutError:
             names = ", ".join(f"{host}:{port}" for host, port in endpoints)
-            raise OSError(f"{names}: no connection within {timing.timeout_s:g} s") from None
+            raise OSError(f"{names}: no connection within {limit_s:g} s") from None
 
     async def _addresses(self, endpoints: tuple[Endpoint, ...]) -> list[Endpoint]:
         """All addresses of all names, in order. Raises OSError if there is none."""
@@ -91,13 +82,13 @@ class Connector:
             endpoint: loop.run_in_executor(self._threads, self._resolve, *endpoint)
             for endpoint in endpoints
         }
-        await asyncio.wait(lookups.values(), timeout=self._timing.resolve_timeout_s)
+        await asyncio.wait(lookups.values(), timeout=RESOLVE_TIMEOUT_S)
         addresses: dict[Endpoint, None] = {}
         problems = []
         for endpoint, lookup in lookups.items():
             if not lookup.done():
                 lookup.cancel()
-                limit = f"{self._timing.resolve_timeout_s:g} s"
+                limit = f"{RESOLVE_TIMEOUT_S:g} s"
                 problems.append(f"{endpoint[0]}: its name was not resolved within {limit}")
             elif isinstance(error := lookup.exception(), OSError):
                 problems.append(f"{endpoint[0]}: {_text(error)}")
@@ -109,10 +100,10 @@ class Connector:
         return list(addresses)
 
     async def _race(self, addresses: list[Endpoint]) -> Streams:
-        """An attempt starts when the one before has failed, or after `stagger_s`."""
+        """An attempt starts when the one before has failed, or after STAGGER_S."""
         attempts = [partial(self._attempt, *address) for address in addresses]
         streams: Streams | None
-        streams, _, errors = await staggered_race(attempts, self._timing.stagger_s)
+        streams, _, errors = await staggered_race(attempts, STAGGER_S)
         if streams is not None:
             return streams
         problems = []
