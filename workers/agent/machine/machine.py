@@ -35,10 +35,9 @@ from .generation import (
     stage_result,
 )
 from .inputs import Input
-from .preemption import MachineTiming as MachineTiming
 from .preemption import Preemption
 from .script_progress import SECOND_NS
-from .standbys import Standbys
+from .standbys import REFILL_DELAY_S, SPARE_DELAY_S, Standbys
 
 RESENT = (
     m.Heartbeat | m.WorkerExited | m.ShardPersisted | m.StepCopied | m.GroupInspected
@@ -46,19 +45,19 @@ RESENT = (
 )  # fmt: skip
 """Messages that need not wait for a connection: every Welcome sends their newest state again, or
 they are worth nothing later."""
+STACK_MARGIN_S = 0.5
+"""Seconds after limits.STACK_TIMEOUT_S at which workers are killed without their stacks."""
 
 
 class AgentMachine:
     """One node. `slots` is the number of workers that fit here."""
 
-    def __init__(
-        self, *, job: str, node: str, token: str, slots: int, timing: MachineTiming | None = None
-    ) -> None:
+    def __init__(self, *, job: str, node: str, token: str, slots: int) -> None:
         self.job, self.node, self.slots = job, node, slots
         self.tiers = CheckpointTiers()
         self.group: Generation | None = None
         self.welcome: m.Welcome | None = None
-        self._timing, self._token = timing or MachineTiming(), token
+        self._token = token
         self._fence = 0
         """The highest generation that may not be launched (again)."""
         self._waiting: m.LaunchWorkers | None = None
@@ -231,7 +230,7 @@ class AgentMachine:
         first, self.welcome, self._connected = self.welcome is None, message, True
         out: list[Command] = [commands.Configure()] if first else []
         if first:
-            self._standbys.schedule(now_ns, self._timing.spare_delay_s)
+            self._standbys.schedule(now_ns, SPARE_DELAY_S)
         pending, self._outbox = self._outbox, []
         group = self.group
         if group is not None and not group.stopped:
@@ -421,7 +420,7 @@ class AgentMachine:
     def _not_built(self, now_ns: int, group: Generation, rank: int, detail: str) -> list[Command]:
         """A worker that was started ahead cannot continue; the others of its node end with it. They
         had taken the place of standbys."""
-        self._standbys.schedule(now_ns, self._timing.refill_delay_s)
+        self._standbys.schedule(now_ns, REFILL_DELAY_S)
         group.workers[rank].kept = False
         out = self._answer_launch(group, ok=False, detail=f"rank {rank}: {detail}")
         return [*out, *group.end_kept({})]
@@ -463,7 +462,7 @@ class AgentMachine:
             case worker_protocol.Leaving():
                 return lingers(group, given.rank, message.waits_for)
             case worker_protocol.ImportsReported():  # it trains: standbys can be made ready
-                self._standbys.schedule(now_ns, self._timing.refill_delay_s)
+                self._standbys.schedule(now_ns, REFILL_DELAY_S)
                 return self._standbys.learned(message.modules, by_rank=given.rank)
             case _:
                 return []
@@ -474,7 +473,7 @@ class AgentMachine:
         if group.advanced or (group.min_step() <= group.after_step and not group.communicates()):
             return []
         group.advanced = True
-        self._standbys.schedule(now_ns, self._timing.refill_delay_s)
+        self._standbys.schedule(now_ns, REFILL_DELAY_S)
         return self._heartbeat(now_ns) if self._connected else []
 
     def _worker_ended(self, now_ns: int, given: inputs.WorkerEnded) -> list[Command]:
@@ -581,7 +580,7 @@ class AgentMachine:
         if group is None or group.stopped:
             return [self._stopped(message.action_id, generation, group)]
         if group.stop is None:
-            limit_s = limits.STACK_TIMEOUT_S + self._timing.stack_margin_s
+            limit_s = limits.STACK_TIMEOUT_S + STACK_MARGIN_S
             out = group.begin_stop(now_ns, message, limit_s)
             return [*out, *self._settle_stop(now_ns, group)]
         group.stop.repeated(now_ns, message)
@@ -630,7 +629,7 @@ class AgentMachine:
     def _terminated(self, now_ns: int, given: inputs.Terminated) -> list[Command]:
         if self._preemption is not None or self._ending:
             return []  # a container runtime may send SIGTERM more than once
-        self._preemption = Preemption(given.detail, now_ns, given.grace_s, self._timing)
+        self._preemption = Preemption(given.detail, now_ns, given.grace_s)
         self._standbys.leave()
         if self._connected:
             return [commands.Send(self._preemption.message(now_ns))]

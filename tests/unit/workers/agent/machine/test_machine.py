@@ -12,7 +12,7 @@ from holdfast.orchestrator.protocol.facts import Restore, ShardLocation, Stack, 
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands, inputs
-from holdfast.workers.agent.machine.preemption import MachineTiming
+from holdfast.workers.agent.machine.standbys import REFILL_DELAY_S, SPARE_DELAY_S
 
 from .harness import FACTS, SECOND_NS, AgentHarness, of, request_buffers
 
@@ -467,7 +467,7 @@ def refills(harness: AgentHarness, until_s: float) -> list[tuple[float, int]]:
 
 
 def test_a_node_without_ranks_forks_standbys_after_the_start_of_the_others() -> None:
-    assert refills(AgentHarness(), until_s=30) == [(MachineTiming().spare_delay_s, 2)]
+    assert refills(AgentHarness(), until_s=30) == [(SPARE_DELAY_S, 2)]
 
 
 def test_a_node_with_ranks_forks_standbys_after_its_first_step_and_not_before() -> None:
@@ -476,7 +476,7 @@ def test_a_node_with_ranks_forks_standbys_after_its_first_step_and_not_before() 
     assert refills(harness, until_s=10) == []
     for rank in range(2):
         harness.from_worker(rank, worker_protocol.Progress(step=0, step_s=0.1))
-    assert refills(harness, until_s=30) == [(10 + MachineTiming().refill_delay_s, 2)]
+    assert refills(harness, until_s=30) == [(10 + REFILL_DELAY_S, 2)]
 
 
 def reports(out: Iterable[object]) -> list[bool]:
@@ -488,7 +488,7 @@ def test_the_controller_is_notified_when_standbys_have_imported_what_the_script_
     harness.give(inputs.LinkUp(FACTS, 29500))
     harness.join()
     assert reports(harness.give(inputs.JobConfigured(must_import=True))) == [False]
-    assert refills(harness, until_s=10) == [(MachineTiming().spare_delay_s, 2)]
+    assert refills(harness, until_s=10) == [(SPARE_DELAY_S, 2)]
     assert reports(harness.give(inputs.StandbysReady())) == [True]
     assert reports(harness.give(inputs.StandbysReady())) == [], "it is known"
 
@@ -508,7 +508,7 @@ def test_standbys_for_the_next_launch_are_ready_after_their_fork_only() -> None:
     learned = worker_protocol.ImportsReported(modules=("transformers",))
     assert reports(harness.from_worker(0, learned)) == [False]
     assert reports(harness.give(inputs.StandbysReady())) == [], "those that are to come are not"
-    assert refills(harness, until_s=10) == [(MachineTiming().refill_delay_s, 2)]
+    assert refills(harness, until_s=10) == [(REFILL_DELAY_S, 2)]
     assert reports(harness.give(inputs.StandbysReady())) == [True]
 
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.facts import StagedShard
 from holdfast.workers.agent.machine import commands, inputs
-from holdfast.workers.agent.machine.preemption import MachineTiming
+from holdfast.workers.agent.machine.preemption import MARGIN_S
+from holdfast.workers.agent.machine.preemption import SAVE_SHARE as SAVE_AT
 
 from .harness import SECOND_NS, AgentHarness, T, of, request_buffers
 
 GRACE_S = 30.0
-MARGIN_S, SAVE_AT = MachineTiming().margin_s, MachineTiming().save_share
 
 
 def trained(harness: AgentHarness, step: int = 3) -> None:
