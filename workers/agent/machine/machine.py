@@ -214,12 +214,11 @@ class AgentMachine:
     def _on_link_up(self, up: inputs.LinkUp) -> list[Command]:
         self._link_up, self._absent_since_ns, self._last_save_ns = True, None, None
         self._port = up.offered_port
-        group = self.group
-        runs = group is not None and not group.stopped
+        group = self._running
         joined = m.NodeJoined(
             facts=up.facts,
-            generation=group.generation if group and runs else 0,
-            ranks=tuple(w.seat.rank for w in group.alive) if group and runs else (),
+            generation=group.generation if group else 0,
+            ranks=tuple(w.seat.rank for w in group.alive) if group else (),
             staged=self.tiers.inventory(),
             offered_port=self._port,
         )
@@ -232,9 +231,8 @@ class AgentMachine:
         if first:
             self._standbys.schedule(now_ns, SPARE_DELAY_S)
         pending, self._outbox = self._outbox, []
-        group = self.group
-        if group is not None and not group.stopped:
-            pending += exit_reports(group)
+        if self._running is not None:
+            pending += exit_reports(self._running)
         pending += self.tiers.unacknowledged.values()
         if self.tiers.rounds.report is not None:
             pending.append(self.tiers.rounds.report)
@@ -246,14 +244,13 @@ class AgentMachine:
     def _heartbeat(self, now_ns: int) -> list[Command]:
         assert self.welcome is not None
         self._heartbeat_ns = now_ns + int(self.welcome.heartbeat_interval_s * SECOND_NS)
-        group = self.group
-        alive = group.alive if group and not group.stopped else []
+        alive = self._running.alive if self._running else []
         return [self._beat([w.beat(now_ns, w.seat.rank in self._stopped_ranks) for w in alive])]
 
     def _beat(self, beats: list[WorkerBeat]) -> Command:
         group = self.group
         heartbeat = m.Heartbeat(
-            generation=group.generation if group and not group.stopped else 0,
+            generation=self._running.generation if self._running else 0,
             workers=tuple(beats),
             staged_step=self.tiers.staged_step(),
             stage_every_steps=group.stage_every[0] if group else 0,
@@ -312,21 +309,21 @@ class AgentMachine:
 
     # -- launch -------------------------------------------------------------------------------
     def _launch(self, now_ns: int, message: m.LaunchWorkers) -> list[Command]:
-        generation, group = message.membership.generation, self.group
-        busy = message.membership.ahead and group is not None and not group.stopped
+        generation, running = message.membership.generation, self._running
+        busy = message.membership.ahead and running is not None
         if self._ending or generation <= self._fence or busy:
             over = f"generation {generation} is over; the fence is {self._fence}"
             detail = self._ending or ("workers run here" if busy else over)
             return [launched(message.action_id, generation, ok=False, detail=detail)]
         if message.membership.ahead:
             return self._begin_ahead(now_ns, message)
-        if group is not None and not group.stopped:
-            if group.generation == generation:
-                group.launch_ids.append(message.action_id)
-                return self._answer_launch(group, ok=True) if group.launched else []
+        if running is not None:
+            if running.generation == generation:
+                running.launch_ids.append(message.action_id)
+                return self._answer_launch(running, ok=True) if running.launched else []
             # The controller started a new generation while this node was disconnected.
             self._waiting, self._fence = message, generation - 1
-            return group.kill_all()
+            return running.kill_all()
         return self._begin(now_ns, message)
 
     def _begin(self, now_ns: int, message: m.LaunchWorkers) -> list[Command]:
@@ -428,9 +425,8 @@ class AgentMachine:
     # -- standbys -----------------------------------------------------------------------------
     def _fork_standbys(self, now_ns: int) -> list[Command]:
         """Standbys for a launch as large as the running one."""
-        group = self.group
-        running = group is not None and not group.stopped
-        return self._standbys.fork(now_ns, len(group.workers) if group and running else self.slots)
+        running = self._running
+        return self._standbys.fork(now_ns, len(running.workers) if running else self.slots)
 
     # -- workers ------------------------------------------------------------------------------
     def _from_rank(self, now_ns: int, given: inputs.FromRank) -> list[Command]:
@@ -633,7 +629,7 @@ class AgentMachine:
         self._standbys.leave()
         if self._connected:
             return [commands.Send(self._preemption.message(now_ns))]
-        used = (self.group is not None and not self.group.stopped) or self.tiers.inventory()
+        used = self._running is not None or self.tiers.inventory()
         return [] if used else self._end(now_ns, given.detail)
 
     def _leave_in_time(self, now_ns: int) -> list[Command]:
@@ -651,13 +647,13 @@ class AgentMachine:
             return []
         self._ending = detail or "shut down"
         self._waiting = None
-        group = self.group
-        if group is None or group.stopped or not group.alive:
+        running = self._running
+        if running is None or not running.alive:
             return self._end_node()
         self._ending_ns = now_ns + int(limits.STOP_TIMEOUT_S * SECOND_NS)
         if self._preemption is not None:
             self._ending_ns = min(self._ending_ns, max(now_ns, self._preemption.end_ns))
-        return group.kill_all()
+        return running.kill_all()
 
     def _with_mesh(self, command: commands.WriteStorage) -> commands.WriteStorage:
         """The command with the note by which the next controller can commit it."""
@@ -669,6 +665,11 @@ class AgentMachine:
     def _end_node(self) -> list[Command]:
         self._ended = True
         return [commands.EndNode(self._ending, self._exit_code)]
+
+    @property
+    def _running(self) -> Generation | None:
+        """The group, until it is stopped."""
+        return None if self.group is None or self.group.stopped else self.group
 
     def _group_of(self, generation: int) -> Generation | None:
         """The group if it is of this generation, running or stopped."""
