@@ -222,7 +222,7 @@ class WorkerPool:
             worker=process.number,
             local_rank=local_rank,
             modules=self.imports.known(),
-            left_out=self.imports.left_out(),
+            left_out=self.imports.left_out,
         )
         self._request(fork, (theirs.fileno(), stack_fd, asks.fileno()))
         theirs.close()
@@ -394,13 +394,11 @@ class WorkerPool:
             elif isinstance(message, Audited):
                 if process.seat is not None:
                     self.audited(process.seat, message)
-            elif isinstance(message, worker_protocol.Failed) and process.seat is not None:
-                self._give(inputs.FromRank(*process.seat, self._received(message)))
-            elif isinstance(message, worker_protocol.ImportsReported):
-                self.imports.learned(message.modules)
-                if process.seat is not None:
-                    self._give(inputs.FromRank(*process.seat, message))
             elif process.seat is not None and isinstance(message, worker_protocol.FromWorker):
+                if isinstance(message, worker_protocol.Failed):
+                    message = self._received(message)
+                elif isinstance(message, worker_protocol.ImportsReported):
+                    self.imports.learned(message.modules)
                 self._give(inputs.FromRank(*process.seat, message))
 
     def _received(self, failed: worker_protocol.Failed) -> worker_protocol.Failed:
