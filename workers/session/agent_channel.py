@@ -69,10 +69,8 @@ class AgentChannel:
         self._answers: deque[tuple[worker_protocol.Shard, int] | worker_protocol.NoShard] = deque()
         self._ended = threading.Event()
         self._requested_steps: dict[int, bool] = {}
-        self._every, self._intervals = (
-            stage_every_steps,
-            deque[worker_protocol.SetStagingInterval](),
-        )
+        self._every = stage_every_steps
+        self._intervals = deque[worker_protocol.SetStagingInterval]()
         self._receiving = threading.Lock()
         self._buffer_thread: BufferThread | None = None
         self._no_buffer = ""

@@ -210,9 +210,8 @@ class Meshes:
     def all_axes(self) -> DeviceMesh:
         """`replicate`, `shard`, and those of tensor, context and pipeline that are larger than
         1."""
-        sizes = dict(zip(AXES, self._shape.sizes, strict=True))
-        names = [axis for axis in AXES if sizes[axis] > 1 or axis in ("replicate", "shard")]
-        return self._make(names)
+        sizes = zip(AXES, self._shape.sizes, strict=True)
+        return self._make([a for a, size in sizes if size > 1 or a in ("replicate", "shard")])
 
     def axis(self, name: str) -> DeviceMesh:
         """The mesh of one axis of all_axes. Raises KeyError for one that it has not."""
@@ -241,7 +240,6 @@ class Meshes:
         return self._prefix + axis
 
     def _make(self, names: list[str]) -> DeviceMesh:
-        sizes = dict(zip(AXES, self._shape.sizes, strict=True))
-        shape = tuple(sizes[name] for name in names)
+        shape = tuple(getattr(self._shape, name) for name in names)
         named = tuple(map(self._name, names))
         return init_device_mesh(self._device_type, shape, mesh_dim_names=named)
