@@ -417,9 +417,8 @@ class Session:
         for step in self._rounds(self._state):
             if step < first_step:
                 raise NotKept("the restored step is before the first one of this loop")
-            if total_steps is not None and step >= total_steps:
-                return
-            if any(data.is_over for data in self._data):
+            ends = total_steps is not None and step >= total_steps
+            if ends or any(data.is_over for data in self._data):
                 return
             self._begin_attempt(self._state, step)
             yield step
@@ -604,9 +603,8 @@ class Session:
         differ_s = largest_s2.sum(1) != 0
         if not differ_s.any():
             return
-        said = (
-            f"ranks have different {'learning rates or settings' if differ_s[-1] else 'parameters'}"
-        )
+        differing = "learning rates or settings" if differ_s[-1] else "parameters"
+        said = f"ranks have different {differing}"
         if self._kept:
             raise ReplicasDiverged(f"{said} after {steps_done(step)}, since processes were kept")
         self._num_compared, self._attempts.why_not = CHECKED_STEPS, said
