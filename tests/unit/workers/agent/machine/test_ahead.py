@@ -9,7 +9,7 @@ from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands, inputs
 from holdfast.workers.agent.machine.commands import Command
 
-from .harness import SECOND_NS, AgentHarness, of
+from .harness import SECOND_NS, AgentHarness, of, running
 
 DDP = Mesh(replicate=2)
 
@@ -94,8 +94,7 @@ def test_the_same_seats_are_built_once_and_others_not_beside_what_still_ends() -
 
 
 def test_a_node_whose_workers_train_builds_nothing() -> None:
-    agent = AgentHarness()
-    agent.launch(3, mesh=DDP)
+    agent = running(3, mesh=DDP)
     out = agent.launch(4, mesh=DDP, ahead=True)
     assert [answer.detail for answer in of(m.Launched, out)] == ["workers run here"]
 

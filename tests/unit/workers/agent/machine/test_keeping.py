@@ -10,14 +10,13 @@ from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands, inputs
 from holdfast.workers.agent.machine.commands import Command
 
-from .harness import SECOND_NS, AgentHarness
+from .harness import SECOND_NS, AgentHarness, running
 
 DDP = Mesh(replicate=2)
 
 
 def training(*keepable: int, mesh: Mesh = DDP) -> AgentHarness:
-    agent = AgentHarness()
-    agent.launch(mesh=mesh)
+    agent = running(mesh=mesh)
     for rank in keepable:
         agent.from_worker(rank, worker_protocol.KeepReported(why_not=""))
     return agent

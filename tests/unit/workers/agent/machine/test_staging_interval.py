@@ -6,7 +6,7 @@ from holdfast.orchestrator.protocol import messages as m
 from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands, inputs
 
-from .harness import SECOND_NS, AgentHarness, of
+from .harness import SECOND_NS, AgentHarness, of, running
 
 
 def shown(harness: AgentHarness) -> tuple[int, int]:
@@ -24,8 +24,7 @@ def test_workers_are_forked_with_the_interval_of_their_launch() -> None:
 
 
 def test_an_order_goes_to_every_worker_and_is_shown() -> None:
-    harness = AgentHarness()
-    harness.launch(1, stage_every_steps=1)
+    harness = running(stage_every_steps=1)
     out = harness.receive(m.StageEvery(generation=1, every_steps=8, from_step=40))
     word = worker_protocol.SetStagingInterval(every_steps=8, from_step=40)
     assert [(o.rank, o.message) for o in of(commands.ToRank, out)] == [(0, word), (1, word)]
@@ -37,7 +36,6 @@ def test_an_order_goes_to_every_worker_and_is_shown() -> None:
 
 
 def test_an_order_for_another_generation_changes_nothing() -> None:
-    harness = AgentHarness()
-    harness.launch(2, stage_every_steps=1)
+    harness = running(2, stage_every_steps=1)
     assert not harness.receive(m.StageEvery(generation=1, every_steps=8, from_step=40))
     assert shown(harness) == (1, 0)

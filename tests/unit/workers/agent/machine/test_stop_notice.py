@@ -6,14 +6,13 @@ from holdfast.orchestrator.protocol import messages as m
 from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands, inputs
 
-from .harness import SECOND_NS, AgentHarness, of
+from .harness import SECOND_NS, AgentHarness, of, running
 
 STOP = m.StopWorkers(action_id=7, generation=1, grace_s=20.0, after_step=12)
 
 
 def training(*, wanted_by: tuple[int, ...] = (0, 1), step: int = 5) -> AgentHarness:
-    harness = AgentHarness()
-    harness.launch()
+    harness = running()
     for rank in range(2):
         if rank in wanted_by:
             harness.from_worker(rank, worker_protocol.StopNoticeWanted())
