@@ -33,6 +33,11 @@ class AgentHarness:
     def receive(self, message: m.ToAgent) -> tuple[Command, ...]:
         return self.give(inputs.Received(message))
 
+    def after(self, seconds: float) -> tuple[Command, ...]:
+        """Give a tick so many seconds later."""
+        self.now_ns += int(seconds * SECOND_NS)
+        return self.give(inputs.ClockTick())
+
     def join(self) -> tuple[Command, ...]:
         self.give(inputs.LinkUp(FACTS, 29500))
         return self.receive(

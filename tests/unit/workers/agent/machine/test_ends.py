@@ -20,8 +20,7 @@ def test_a_worker_that_is_done_is_shown_to_leave_until_it_reports_a_step() -> No
         (worker_protocol.Progress(step=3), False),
     ):
         harness.from_worker(0, message)
-        harness.now_ns += SECOND_NS
-        (beat,) = of(m.Heartbeat, harness.give(inputs.ClockTick()))
+        (beat,) = of(m.Heartbeat, harness.after(1))
         assert [worker.leaves for worker in beat.workers] == [leaves, False]
 
 

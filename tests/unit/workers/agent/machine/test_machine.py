@@ -92,8 +92,7 @@ def test_a_stop_with_grace_sends_sigterm_and_then_sigkill() -> None:
     out = harness.receive(m.StopWorkers(action_id=7, generation=1, grace_s=2.0))
     assert {k.signal for k in of(commands.Kill, out)} == {15}
     harness.worker_ends(0, code=0)
-    harness.now_ns += 2 * SECOND_NS
-    out = harness.give(inputs.ClockTick())
+    out = harness.after(2)
     assert [(k.rank, k.signal) for k in of(commands.Kill, out)] == [(1, 9)]
     (stopped,) = of(m.GroupStopped, harness.worker_ends(1, signal=9))
     assert all(e.by_us for e in stopped.exits)
@@ -104,8 +103,7 @@ def test_stacks_are_taken_before_the_kill_and_never_block_it_for_long() -> None:
     out = harness.receive(m.StopWorkers(action_id=7, generation=1, stacks=True))
     assert [(t.ranks, t.by_signal) for t in of(commands.TakeStacks, out)] == [((0, 1), True)]
     assert not of(commands.Kill, out)
-    harness.now_ns += 3 * SECOND_NS
-    assert {k.signal for k in of(commands.Kill, harness.give(inputs.ClockTick()))} == {9}
+    assert {k.signal for k in of(commands.Kill, harness.after(3))} == {9}
 
 
 def test_an_inspection_reports_what_workers_do_and_leaves_them_alone() -> None:
@@ -201,8 +199,7 @@ def test_after_a_reconnect_the_exits_of_the_running_generation_are_sent_again() 
 def test_a_node_without_a_controller_ends_its_workers_and_itself() -> None:
     harness = running()
     harness.give(inputs.LinkDown())
-    harness.now_ns += int(CONTROLLER_ABSENCE_S * SECOND_NS)
-    assert {k.signal for k in of(commands.Kill, harness.give(inputs.ClockTick()))} == {9}
+    assert {k.signal for k in of(commands.Kill, harness.after(CONTROLLER_ABSENCE_S))} == {9}
     harness.worker_ends(0, signal=9)
     assert of(commands.EndNode, harness.worker_ends(1, signal=9))
 
@@ -218,13 +215,11 @@ def absent(harness: AgentHarness, seconds: float | None) -> None:
 def test_a_node_trains_on_without_a_controller_for_as_long_as_the_spec_allows() -> None:
     harness = running()
     absent(harness, None)
-    harness.now_ns += int(1000 * CONTROLLER_ABSENCE_S * SECOND_NS)
-    assert not of(commands.Kill, harness.give(inputs.ClockTick()))
+    assert not of(commands.Kill, harness.after(1000 * CONTROLLER_ABSENCE_S))
     assert harness.machine.next_deadline_ns() is None
     other = running()
     absent(other, 5.0)
-    other.now_ns += 5 * SECOND_NS
-    assert of(commands.Kill, other.give(inputs.ClockTick()))
+    assert of(commands.Kill, other.after(5))
 
 
 def test_a_node_that_gives_up_its_controller_writes_its_last_two_steps_first() -> None:
@@ -232,8 +227,7 @@ def test_a_node_that_gives_up_its_controller_writes_its_last_two_steps_first() -
     absent(harness, 10.0)
     for step in (0, 1):
         harness.stage(step)
-    harness.now_ns += 10 * SECOND_NS
-    out = harness.give(inputs.ClockTick())
+    out = harness.after(10)
     writes = of(commands.WriteStorage, out)
     assert {(w.staged.step, w.staged.shard) for w in writes} == {
         (s, k) for s in (0, 1) for k in (0, 1)
@@ -251,8 +245,7 @@ def test_a_node_whose_storage_does_not_answer_ends_all_the_same() -> None:
     harness = running(buffers=True)
     absent(harness, 10.0)
     harness.stage(0)
-    harness.now_ns += 10 * SECOND_NS
-    assert of(commands.WriteStorage, harness.give(inputs.ClockTick()))
+    assert of(commands.WriteStorage, harness.after(10))
     due = harness.machine.next_deadline_ns()
     assert due is not None
     harness.now_ns = due

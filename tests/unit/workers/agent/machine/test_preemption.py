@@ -97,8 +97,7 @@ def test_a_controller_that_reconnects_in_time_gets_the_reports_of_written_shards
     trained(harness)
     harness.give(inputs.LinkDown())
     harness.give(inputs.Terminated(GRACE_S))
-    harness.now_ns += int(SAVE_AT * GRACE_S * SECOND_NS)
-    for order in harness.give(inputs.ClockTick()):
+    for order in harness.after(SAVE_AT * GRACE_S):
         assert isinstance(order, commands.WriteStorage)
         harness.give(inputs.WriteDone(order.buffer, order.staged, order.file, checksum="aa"))
     reported = [report.shard.shard for report in of(m.ShardPersisted, harness.join())]

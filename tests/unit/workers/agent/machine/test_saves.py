@@ -34,8 +34,7 @@ def test_only_the_rank_that_saves_lives_on_until_its_save_ends() -> None:
     assert killed(out) == [(1, 9)]
     assert [(one.ranks, one.by_signal) for one in of(commands.TakeStacks, out)] == [((0,), False)]
     harness.worker_ends(1, signal=9)
-    harness.now_ns += 3 * SECOND_NS
-    assert killed(harness.give(inputs.ClockTick())) == []
+    assert killed(harness.after(3)) == []
     assert killed(harness.from_worker(0, TRAINS)) == [(0, 9)]
     answer = of(m.GroupStopped, harness.worker_ends(0, signal=9))
     assert [one.action_id for one in answer] == [7]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.workers import worker_protocol
-from holdfast.workers.agent.machine import commands, inputs
+from holdfast.workers.agent.machine import commands
 
-from .harness import SECOND_NS, AgentHarness, of, running
+from .harness import AgentHarness, of, running
 
 
 def shown(harness: AgentHarness) -> tuple[int, int]:
-    harness.now_ns += SECOND_NS
-    (beat,) = of(m.Heartbeat, harness.give(inputs.ClockTick()))
+    (beat,) = of(m.Heartbeat, harness.after(1))
     return beat.stage_every_steps, beat.stage_from_step
 
 
