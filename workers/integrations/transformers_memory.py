@@ -289,12 +289,9 @@ def _history(trainer: Any, newest: list[Any], older: bool) -> list[Any]:
 
 def _states_of_checkpoints(folder: Path) -> list[Path]:
     """The newest one first."""
-    by_step = {}
-    for path in folder.glob("checkpoint-*/trainer_state.json"):
-        step = path.parent.name.removeprefix("checkpoint-")
-        if step.isdecimal():
-            by_step[int(step)] = path
-    return [by_step[step] for step in sorted(by_step, reverse=True)]
+    paths = folder.glob("checkpoint-*/trainer_state.json")
+    steps = {path.parent.name.removeprefix("checkpoint-"): path for path in paths}
+    return [steps[step] for step in sorted(filter(str.isdecimal, steps), key=int, reverse=True)]
 
 
 def _stateful(trainer: Any) -> list[Any]:
