@@ -318,7 +318,10 @@ class CheckpointTiers:
             if staged is not None and number == done.buffer:
                 del self._pushing[buffer.slot]
                 if group is not None and not group.stopped:
-                    out += self._pushed(group, buffer.slot, staged, done)
+                    report = self.rounds.pushed(group, self.buffers, buffer.slot, staged, done)
+                    out += [commands.Send(report)] if report is not None else []
+                    out += self._follow_round(group)
+                    out += self._carry_out(group, self.buffers.settle())
         return [*out, *([commands.Note(f"buddy copy: {done.detail}")] if done.detail else [])]
 
     def copy_step(self, group: Generation | None, order: CopyStep) -> list[Command]:
@@ -451,13 +454,6 @@ class CheckpointTiers:
                 confirmed=self.rounds.confirmed_step(group),
             )
         ]
-
-    def _pushed(
-        self, group: Generation, slot: int, staged: StagedShard, done: inputs.PushDone
-    ) -> list[Command]:
-        report = self.rounds.pushed(group, self.buffers, slot, staged, done)
-        sent = [commands.Send(report)] if report is not None else []
-        return [*sent, *self._follow_round(group), *self._carry_out(group, self.buffers.settle())]
 
     def _carry_out(self, group: Generation | None, changes: Iterable[Change]) -> list[Command]:
         out: list[Command] = []

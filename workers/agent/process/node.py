@@ -117,16 +117,6 @@ class ThreadPools:
         return await self._loop.run_in_executor(self._pools[kind], work, *arguments)
 
 
-WorkerCommand = (
-    commands.Fork
-    | commands.RefillStandbys
-    | commands.Kill
-    | commands.Halt
-    | commands.TakeStacks
-    | commands.ToRank
-)
-
-
 class AgentProcess:
     """One agent."""
 
@@ -310,7 +300,7 @@ class AgentProcess:
             case _:
                 self._command_workers(command)
 
-    def _command_workers(self, command: WorkerCommand) -> None:
+    def _command_workers(self, command: Command) -> None:
         match command:
             case commands.Fork():
                 welcome, job = self._machine.welcome, self._job
