@@ -310,12 +310,9 @@ def _state_of_parts(trainer: Any) -> dict[tuple[int, str], str]:
     """Digests of what a subclass, a callback or the arguments have, which no checkpoint has."""
     names = vars(trainer).keys() - _names_of_trainer() | {"compute_loss_func", "data_collator"}
     callbacks = trainer.callback_handler.callbacks
+    unkept = [part for part in callbacks if not isinstance(part, ExportableState)]
     parts = [(trainer, {name: vars(trainer)[name] for name in names})]
-    parts += [
-        (part, vars(part))
-        for part in (trainer.args, *callbacks)
-        if part is trainer.args or (not isinstance(part, ExportableState) and _is_foreign(part))
-    ]
+    parts += [(part, vars(part)) for part in (trainer.args, *filter(_is_foreign, unkept))]
     own = {id(trainer), *map(id, _parts_of_model(trainer))}
     return {
         (number, f"{type(part).__name__}.{name}"): digest
