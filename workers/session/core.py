@@ -898,15 +898,13 @@ def _why_not_kept(session: Session, attached: worker_transport.Attached | None) 
 def _mesh_without_agent(
     at: RankEnv, shard: int | None, tensor: int, context: int, pipeline: int
 ) -> Mesh:
-    room = at.world_size
-    for axis, size in (("tensor", tensor), ("context", context), ("pipeline", pipeline)):
+    room, sizes = at.world_size, {"tensor": tensor, "context": context, "pipeline": pipeline}
+    for axis, given in {**sizes, "shard": shard}.items():
+        size = room if given is None else given
         if size < 1 or room % size:
             raise UserError(f"session.init: got {axis}={size}; expected a divisor of {room} ranks")
         room //= size
-    shard = room if shard is None else shard
-    if shard < 1 or room % shard:
-        raise UserError(f"session.init: got shard={shard}; expected a divisor of {room} ranks")
-    return Mesh(room // shard, shard, tensor, context, pipeline)
+    return Mesh(replicate=room, shard=size, **sizes)
 
 
 def leave() -> None:

@@ -51,15 +51,12 @@ class PeakMemory:
 
     def _pages(self) -> dict[str, int]:
         """Bytes by kind; empty where the kernel does not show them."""
-        pages: dict[str, int] = {}
+        kinds = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
         try:
-            for line in self._status.read_text().splitlines():
-                name, _, value = line.partition(":")
-                if name in ("VmHWM", "RssAnon", "RssFile", "RssShmem"):
-                    pages[name] = int(value.split()[0]) * 1024
+            lines = [line.partition(":") for line in self._status.read_text().splitlines()]
+            return {k: int(value.split()[0]) * 1024 for k, _, value in lines if k in kinds}
         except (OSError, ValueError, IndexError):
             return {}
-        return pages
 
 
 class SentBytes:
