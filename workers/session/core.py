@@ -32,7 +32,7 @@ from holdfast.workers.checkpoint.rank_state import EXTRA_KEY, RankState
 from holdfast.workers.checkpoint.restore import restore
 from holdfast.workers.checkpoint.shard_sources import CheckpointFiles, ShardSource
 from holdfast.workers.checkpoint.stage import Stager
-from holdfast.workers.checkpoint.state import Extra, StagePart, TrainingState
+from holdfast.workers.checkpoint.state import Extra, TrainingState
 from holdfast.workers.checkpoint.upload import CudaUpload, Uploader
 from holdfast.workers.session.order import mix
 
@@ -286,12 +286,11 @@ class Session:
         """
         from .data import ElasticLoader
 
-        self._data.append(
-            ElasticLoader(loader, self, epochs=epochs, global_batch=global_batch, seed=seed)
-        )
+        data = ElasticLoader(loader, self, epochs=epochs, global_batch=global_batch, seed=seed)
+        self._data.append(data)
         if self._state is not None:
-            self._state.load_position(len(self._data) - 1, self._data[-1])
-        return self._data[-1]
+            self._state.load_position(len(self._data) - 1, data)
+        return data
 
     # -- the loop -----------------------------------------------------------------------------
     def restore(
@@ -342,7 +341,10 @@ class Session:
             self._expect_mesh(self._state)
             self._state.expect_storable()
         if self.shape.pipeline > 1:
-            self._state.join_stages(self._stage_parts(self._state.stage_part()))
+            parts: list[Any] = [None] * self.shape.pipeline  # of all stages
+            pipeline = self.meshes.axis("pipeline").get_group()
+            dist.all_gather_object(parts, self._state.stage_part(), group=pipeline)
+            self._state.join_stages(parts)
         groups = self._attempts.groups
         if self._ahead:
             self._last_step = self._restore.step if self._restore else start - 1
@@ -694,8 +696,7 @@ class Session:
         `name` is build, compile, train, evaluate or save. Raises UserError for another one.
         """
         began = time.perf_counter()
-        of_framework = self._why_no_loop is not None
-        outside = self._attempts.suspended() if of_framework else contextlib.nullcontext()
+        outside = self._attempts.suspended() if self._why_no_loop else contextlib.nullcontext()
         before = num_graphs()
         with reporting.phase(name), outside:
             yield
@@ -743,12 +744,6 @@ class Session:
                 "`spec:` in the job's YAML keeps one.",
                 file=sys.stderr,
             )
-
-    def _stage_parts(self, part: StagePart) -> list[StagePart]:
-        """Parts of all stages of this rank's pipeline. Collective."""
-        parts: list[Any] = [None] * self.shape.pipeline
-        dist.all_gather_object(parts, part, group=self.meshes.axis("pipeline").get_group())
-        return parts
 
     def _due(self, step: int) -> tuple[bool, bool]:
         """True to stage this step, and true if a planned stop follows it."""

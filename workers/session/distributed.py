@@ -142,11 +142,10 @@ def join(
     store: Store | None = None
     if at.world_size == 1:
         store = HashStore()
+    elif membership is not None and keeps:
+        store, groups = _kept(at, membership)
     elif membership is not None:
-        if keeps:
-            store, groups = _kept(at, membership)
-        else:
-            store = own_store(at, one_machine=membership.num_nodes == 1)
+        store = own_store(at, one_machine=membership.num_nodes == 1)
     if store is not None:
         options |= {"store": store, "rank": at.rank, "world_size": at.world_size}
     dist.init_process_group(backend, timeout=TIMEOUT, **options)
