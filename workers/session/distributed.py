@@ -231,9 +231,7 @@ class Meshes:
             return self.all_axes[(*map(self._name, outer), self._name("shard"))]
         both = self.all_axes[self._name("shard"), self._name("context")]
         flat = both._flatten(self._name("shard_context"))
-        if not outer:
-            return flat
-        return DeviceMesh._concatenate([self.axis("replicate"), flat])
+        return DeviceMesh._concatenate([self.axis("replicate"), flat]) if outer else flat
 
     def _name(self, axis: str) -> str:
         return self._prefix + axis
