@@ -61,7 +61,6 @@ class WorkerProcess:
     """Local rank that a standby is prepared for."""
     imported: bool = False
     """True for a standby that has imported what the script imports."""
-    reading: bool = False
     signalled: bool = False
     was_ending: bool = False
     """True if the process was ending when our first signal was sent."""
@@ -228,7 +227,6 @@ class WorkerPool:
         theirs.close()
         asks.close()
         self._loop.add_reader(ours, self._from_worker, process)
-        process.reading = True
         return process
 
     def _request(self, message: fork_protocol.ForkMessage, fds: tuple[int, ...] = ()) -> None:
@@ -359,9 +357,8 @@ class WorkerPool:
 
     # -- sockets ------------------------------------------------------------------------------
     def _from_worker(self, process: WorkerProcess) -> None:
-        if not self._drain(process) and process.reading:
+        if not self._drain(process):
             self._loop.remove_reader(process.link)
-            process.reading = False
 
     def _drain(self, process: WorkerProcess) -> bool:
         """Receive all waiting messages; False when the worker has closed its end."""
@@ -425,9 +422,7 @@ class WorkerPool:
             )
 
     def _close(self, process: WorkerProcess) -> None:
-        if process.reading:
-            self._loop.remove_reader(process.link)
-            process.reading = False
+        self._loop.remove_reader(process.link)
         if process.answer is not None and not process.answer.done():
             process.answer.set_result(Inspection(process.stack_text))
         process.link.close()
