@@ -894,8 +894,8 @@ def _mesh_without_agent(
     at: RankEnv, shard: int | None, tensor: int, context: int, pipeline: int
 ) -> Mesh:
     room, sizes = at.world_size, {"tensor": tensor, "context": context, "pipeline": pipeline}
-    for axis, given in {**sizes, "shard": shard}.items():
-        size = room if given is None else given
+    for axis, asked in {**sizes, "shard": shard}.items():
+        size = room if asked is None else asked
         if size < 1 or room % size:
             raise UserError(f"session.init: got {axis}={size}; expected a divisor of {room} ranks")
         room //= size

@@ -42,8 +42,6 @@ FIRST_POLL_S, LONGEST_POLL_S = 0.0005, 0.02
 CPU = torch.device("cpu")
 _originals: list[tuple[Any, str, Callable[..., Any]]] = []
 """(owner, name, function) of what `Groups` has replaced in torch."""
-
-
 of_script: list[Groups] = []
 """Groups that the script has made before session.init, which takes them."""
 
