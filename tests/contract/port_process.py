@@ -21,6 +21,7 @@ from holdfast.orchestrator.runtime.agent_server import AgentServer
 from holdfast.orchestrator.runtime.observe.prometheus import MetricsServer
 from holdfast.workers.agent.process.progress_server import ProgressServer
 from holdfast.workers.agent.storage import peer_transfer
+from holdfast.workers.agent.storage.memfd import Memfd
 from tests.unit.runtime.certificates import make
 from tests.unit.runtime.harness import make_job
 from tests.unit.runtime.observe.test_prometheus import make_view
@@ -37,9 +38,9 @@ Served = dict[str, Any]
 
 def data(directory: Path | None) -> Served:
     def on_get(_get: peer_transfer.Get) -> peer_transfer.Answer:
-        fd = os.memfd_create("shard")
-        os.write(fd, DATA)
-        return peer_transfer.TransferBuffer(fd, len(DATA), 1, lambda _ok: None)
+        memory = Memfd("shard", len(DATA))
+        os.write(memory.fd, DATA)
+        return peer_transfer.TransferBuffer(memory, len(DATA), 1, lambda _ok: None)
 
     credentials = peer_transfer.credentials("secret", directory, "job")
     port = peer_transfer.DataPort(credentials, on_get, lambda _put: "no room")

@@ -52,9 +52,8 @@ class Port:
     def _use_data(self) -> None:
         keys = self.directory / "data" if self.kind == "data-tls" else None
         ours = peer_transfer.credentials("secret", keys, "job")
-        fd, size = peer_transfer.fetch("127.0.0.1", self.number, ours, SHARD)
-        assert os.pread(fd, size, 0) == DATA
-        os.close(fd)
+        memory = peer_transfer.fetch("127.0.0.1", self.number, ours, SHARD)
+        assert os.pread(memory.fd, memory.num_bytes, 0) == DATA
 
     def _use_controller(self) -> None:
         job = Job(JOB, self.directory / "controller", with_tls=False)

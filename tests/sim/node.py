@@ -267,7 +267,7 @@ class SimNode:
             self.world.after(0.05, lambda: self._fetch(out, index + 1))
             return
         wanted = out.wanted
-        found = peer.machine.lend(wanted.step, wanted.generation, wanted.shard)
+        found = peer.machine.tiers.lend(wanted.step, wanted.generation, wanted.shard)
         if found is None:
             self.world.after(0.005, lambda: self._fetch(out, index + 1))
             return

@@ -13,6 +13,7 @@ folder, which begins where the first one does.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import inspect
@@ -173,8 +174,6 @@ def send(message: worker_protocol.FromWorker) -> None:
     if attached is None and not inherited:
         return
     fd = attached.link.fileno() if attached is not None else int(inherited.split()[0])
-    try:
-        with socket.socket(fileno=os.dup(fd)) as link:
-            worker_transport.send(link, message)
-    except OSError:
-        return  # the agent has ended, so this process ends too
+    # OSError: the agent has ended, so this process ends too.
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as link:
+        worker_transport.send(link, message)

@@ -289,12 +289,9 @@ def _history(trainer: Any, newest: list[Any], older: bool) -> list[Any]:
 
 def _states_of_checkpoints(folder: Path) -> list[Path]:
     """The newest one first."""
-    by_step = {}
-    for path in folder.glob("checkpoint-*/trainer_state.json"):
-        step = path.parent.name.removeprefix("checkpoint-")
-        if step.isdecimal():
-            by_step[int(step)] = path
-    return [by_step[step] for step in sorted(by_step, reverse=True)]
+    paths = folder.glob("checkpoint-*/trainer_state.json")
+    steps = {path.parent.name.removeprefix("checkpoint-"): path for path in paths}
+    return [steps[step] for step in sorted(filter(str.isdecimal, steps), key=int, reverse=True)]
 
 
 def _stateful(trainer: Any) -> list[Any]:
@@ -313,12 +310,9 @@ def _state_of_parts(trainer: Any) -> dict[tuple[int, str], str]:
     """Digests of what a subclass, a callback or the arguments have, which no checkpoint has."""
     names = vars(trainer).keys() - _names_of_trainer() | {"compute_loss_func", "data_collator"}
     callbacks = trainer.callback_handler.callbacks
+    unkept = [part for part in callbacks if not isinstance(part, ExportableState)]
     parts = [(trainer, {name: vars(trainer)[name] for name in names})]
-    parts += [
-        (part, vars(part))
-        for part in (trainer.args, *callbacks)
-        if part is trainer.args or (not isinstance(part, ExportableState) and _is_foreign(part))
-    ]
+    parts += [(part, vars(part)) for part in (trainer.args, *filter(_is_foreign, unkept))]
     own = {id(trainer), *map(id, _parts_of_model(trainer))}
     return {
         (number, f"{type(part).__name__}.{name}"): digest

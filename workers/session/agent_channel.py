@@ -69,10 +69,8 @@ class AgentChannel:
         self._answers: deque[tuple[worker_protocol.Shard, int] | worker_protocol.NoShard] = deque()
         self._ended = threading.Event()
         self._requested_steps: dict[int, bool] = {}
-        self._every, self._intervals = (
-            stage_every_steps,
-            deque[worker_protocol.SetStagingInterval](),
-        )
+        self._every = stage_every_steps
+        self._intervals = deque[worker_protocol.SetStagingInterval]()
         self._receiving = threading.Lock()
         self._buffer_thread: BufferThread | None = None
         self._no_buffer = ""
@@ -242,7 +240,9 @@ class AgentChannel:
         return WritableBuffer(buffer, self._memory[buffer], part, parts)
 
     def _wait_for_buffer(self, until: float | None) -> bool:
-        while not self._is_ready():
+        """Wait for a buffer that may be written and is prepared; False if none came in time."""
+        thread = self._buffer_thread
+        while not self._free or (thread is not None and self._free[0][0] not in self._memory):
             if self._no_buffer:  # the buffer thread may have received it
                 raise UserError(self._no_buffer)
             left_s = None if until is None else until - time.monotonic()
@@ -250,12 +250,6 @@ class AgentChannel:
                 return False
             self._receive(left_s)
         return True
-
-    def _is_ready(self) -> bool:
-        """A buffer may be written, and it is prepared."""
-        return bool(self._free) and (
-            self._buffer_thread is None or self._free[0][0] in self._memory
-        )
 
     def staged(self, buffer: int, step: int, num_bytes: int, sample: int = 0) -> None:
         report = {"buffer": buffer, "step": step, "num_bytes": num_bytes, "sample": sample}

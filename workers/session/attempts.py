@@ -161,9 +161,7 @@ class Attempts:
         """True if this error of the script is due to a halt, so that it may run again."""
         if self.runs_again is None or self.wanted:
             return False
-        if not self.halting and not (
-            is_secondary(error) and self._halting.wait(limits.HALT_WAIT_S)
-        ):
+        if not (self.halting or self._is_lost(error)):
             return False
         self.halted()
         _clear_globals(error.__traceback__)
@@ -274,20 +272,20 @@ class Attempts:
         self._open, self._begun_in = False, None
         self.count_collectives()
         if self.rehearses and isinstance(error, Exception | AttemptHalted | None):
+            halted = True
+        elif error is None or not self.wanted or self._outside == id(error):
+            halted = False
+        else:
+            halted = isinstance(error, AttemptHalted) or self._is_lost(error)
+        if halted:
             drop_frames(error)
             self.failed = True
-            return True
-        if error is None or not self.wanted or self._outside == id(error):
-            return False
-        # The connection to a dead peer breaks before the agent knows of its end.
-        lost = not isinstance(error, AttemptHalted) and is_secondary(error)
-        if not isinstance(error, AttemptHalted) and not (
-            lost and self._halting.wait(limits.HALT_WAIT_S)
-        ):
-            return False
-        drop_frames(error)
-        self.failed = True
-        return True
+        return halted
+
+    def _is_lost(self, error: BaseException) -> bool:
+        """True if a peer is lost, and a halt follows: the connection to a dead peer breaks before
+        the agent knows of its end."""
+        return is_secondary(error) and self._halting.wait(limits.HALT_WAIT_S)
 
 
 def _clear_globals(traceback: TracebackType | None) -> None:

@@ -32,7 +32,7 @@ from holdfast.workers.checkpoint.rank_state import EXTRA_KEY, RankState
 from holdfast.workers.checkpoint.restore import restore
 from holdfast.workers.checkpoint.shard_sources import CheckpointFiles, ShardSource
 from holdfast.workers.checkpoint.stage import Stager
-from holdfast.workers.checkpoint.state import Extra, StagePart, TrainingState
+from holdfast.workers.checkpoint.state import Extra, TrainingState
 from holdfast.workers.checkpoint.upload import CudaUpload, Uploader
 from holdfast.workers.session.order import mix
 
@@ -286,12 +286,11 @@ class Session:
         """
         from .data import ElasticLoader
 
-        self._data.append(
-            ElasticLoader(loader, self, epochs=epochs, global_batch=global_batch, seed=seed)
-        )
+        data = ElasticLoader(loader, self, epochs=epochs, global_batch=global_batch, seed=seed)
+        self._data.append(data)
         if self._state is not None:
-            self._state.load_position(len(self._data) - 1, self._data[-1])
-        return self._data[-1]
+            self._state.load_position(len(self._data) - 1, data)
+        return data
 
     # -- the loop -----------------------------------------------------------------------------
     def restore(
@@ -341,7 +340,10 @@ class Session:
             self._expect_mesh(self._state)
             self._state.expect_storable()
         if self.shape.pipeline > 1:
-            self._state.join_stages(self._stage_parts(self._state.stage_part()))
+            parts: list[Any] = [None] * self.shape.pipeline  # of all stages
+            pipeline = self.meshes.axis("pipeline").get_group()
+            dist.all_gather_object(parts, self._state.stage_part(), group=pipeline)
+            self._state.join_stages(parts)
         groups = self._attempts.groups
         if self._ahead:
             self._last_step = self._restore.step if self._restore else start - 1
@@ -416,9 +418,8 @@ class Session:
         for step in self._rounds(self._state):
             if step < first_step:
                 raise NotKept("the restored step is before the first one of this loop")
-            if total_steps is not None and step >= total_steps:
-                return
-            if any(data.is_over for data in self._data):
+            ends = total_steps is not None and step >= total_steps
+            if ends or any(data.is_over for data in self._data):
                 return
             self._begin_attempt(self._state, step)
             yield step
@@ -603,9 +604,8 @@ class Session:
         differ_s = largest_s2.sum(1) != 0
         if not differ_s.any():
             return
-        said = (
-            f"ranks have different {'learning rates or settings' if differ_s[-1] else 'parameters'}"
-        )
+        differing = "learning rates or settings" if differ_s[-1] else "parameters"
+        said = f"ranks have different {differing}"
         if self._kept:
             raise ReplicasDiverged(f"{said} after {steps_done(step)}, since processes were kept")
         self._num_compared, self._attempts.why_not = CHECKED_STEPS, said
@@ -647,7 +647,7 @@ class Session:
             self._attempts.look_at_random()
             if self._kept and self._attempts.why_not:
                 raise ReplicasDiverged(self._attempts.why_not)
-            self._end_step(step, loss, tokens, flops, total_steps)
+            self._end_step(step, loss, tokens=tokens, flops_per_step=flops, total_steps=total_steps)
             if self._why_no_loop is not None:
                 self._begin_attempt(self._state, step + 1)
             elif not self._loops and step == self._first_step and self._channel is not None:
@@ -655,15 +655,13 @@ class Session:
                 why = self._attempts.why_not or "the script has no loop over s.steps"
                 self._channel.send(worker_protocol.KeepReported(why_not=why))
 
-    def _end_step(
-        self, step: int, loss: float | Tensor | None, tokens: int, flops: float, total_steps: int
-    ) -> None:
+    def _end_step(self, step: int, loss: float | Tensor | None, **reported: Any) -> None:
         assert self._state is not None
         now = time.perf_counter()
         self._compare_replicas(self._state, step)
         self._last_step = step
-        step_s = now - self._step_began
-        work_s = self._work.end() if self._work is not None else 0.0
+        reported["step_s"] = now - self._step_began
+        reported["work_s"] = self._work.end() if self._work is not None else 0.0
         if self._channel is not None:
             self._sent.end()
         due, hold = self._due(step) if self._twins is None else self._twins.agreed()
@@ -671,8 +669,8 @@ class Session:
             self.save()
         if hold and self._stager is not None:
             self._stager.finish()  # the agent must get the shard before the report of the step
-        probe_s = self._probe.end() if self._probe is not None else 0.0
-        self._report(step, loss, tokens, flops, total_steps, step_s, work_s, probe_s)
+        reported["probe_s"] = self._probe.end() if self._probe is not None else 0.0
+        self._report(step, loss, **reported)
         self._begin_step(now)
         if hold and self._channel is not None:
             self._channel.hold()
@@ -700,8 +698,7 @@ class Session:
         `name` is build, compile, train, evaluate or save. Raises UserError for another one.
         """
         began = time.perf_counter()
-        of_framework = self._why_no_loop is not None
-        outside = self._attempts.suspended() if of_framework else contextlib.nullcontext()
+        outside = self._attempts.suspended() if self._why_no_loop else contextlib.nullcontext()
         before = num_graphs()
         with reporting.phase(name), outside:
             yield
@@ -750,52 +747,34 @@ class Session:
                 file=sys.stderr,
             )
 
-    def _stage_parts(self, part: StagePart) -> list[StagePart]:
-        """Parts of all stages of this rank's pipeline. Collective."""
-        parts: list[Any] = [None] * self.shape.pipeline
-        dist.all_gather_object(parts, part, group=self.meshes.axis("pipeline").get_group())
-        return parts
-
     def _due(self, step: int) -> tuple[bool, bool]:
         """True to stage this step, and true if a planned stop follows it."""
-        hold = self._stage_requested(step)
-        return hold is not None or self._is_due(step), bool(hold)
+        channel, checkpoint = self._channel, self._checkpoint
+        if channel is None or checkpoint is None:
+            return False, False
+        # The agent's interval may be longer: of `auto`, and where memory is short. It requests no
+        # step if every one is staged.
+        interval = max(channel.stage_every(step), checkpoint.staging_interval)
+        requests = checkpoint.memory.every_steps == "auto" or interval > 1
+        hold = channel.stage_requested(step) if requests else None
+        return hold is not None or checkpoint.stages(step, interval), bool(hold)
 
     def _share_whether_due(self) -> None:
         if self._twins is not None:
             due, hold = self._due(self._last_step + 1)
             self._twins.share(due=due, hold=hold)
 
-    def _stage_requested(self, step: int) -> bool | None:
-        """True if a planned stop follows this step; None: the agent has not requested the step. It
-        requests none if every step is staged."""
-        if self._channel is None or self._checkpoint is None:
-            return None
-        if self._checkpoint.memory.every_steps != "auto" and self._interval(step) <= 1:
-            return None
-        return self._channel.stage_requested(step)
-
-    def _is_due(self, step: int) -> bool:
-        """True if the interval of this moment has this step; the same on all ranks."""
-        if self._channel is None or self._checkpoint is None:
-            return False
-        return self._checkpoint.stages(step, self._interval(step))
-
-    def _interval(self, step: int) -> int:
-        """The agent's interval may be longer than that of the spec: of `auto`, and where memory is
-        short."""
-        assert self._channel is not None and self._checkpoint is not None
-        return max(self._channel.stage_every(step), self._checkpoint.staging_interval)
-
     def _enter(self, phase: WorkerPhase) -> None:
         if self._channel is not None:
             self._channel.enter(phase)
 
     def _load(self, source: Restore, state: TrainingState) -> None:
+        opener: Callable[[int], ShardSource]
         if source.directory:
             opener, stored_stages = self._from_storage(source)
         else:
-            opener, stored_stages = self._from_memory, source.stages
+            assert self._channel is not None
+            opener, stored_stages = self._channel.fetch, source.stages
         extra = restore(
             state,
             opener,
@@ -823,44 +802,25 @@ class Session:
             if self._channel is not None:
                 self._channel.send(worker_protocol.Noted(text=text))
 
-    def _from_memory(self, shard: int) -> ShardSource:
-        assert self._channel is not None
-        return self._channel.fetch(shard)
-
     def _from_storage(self, source: Restore) -> tuple[Callable[[int], ShardSource], int]:
         store = CheckpointFiles(self._checkpoint_path)
         manifest = store.manifest(source.directory)
         files = {file.shard: file for file in manifest.files}
         return lambda shard: store.open(source.directory, files[shard]), manifest.mesh.pipeline
 
-    def _report(
-        self,
-        step: int,
-        loss: float | Tensor | None,
-        tokens: int,
-        flops: float,
-        total_steps: int,
-        step_s: float,
-        work_s: float,
-        probe_s: float,
-    ) -> None:
+    def _report(self, step: int, loss: float | Tensor | None, **more: Any) -> None:
         if self._channel is None:
             return
         self._reported = worker_protocol.Progress(
             step=step,
             loss=self._loss.swap(loss),
-            tokens=tokens,
-            step_s=step_s,
-            work_s=work_s,
-            probe_s=probe_s,
             stall_s=self._stall_s,
             copy_s=self._stager.copy_s if self._stager else 0.0,
             staging_s=self._stager.staging_s if self._stager else 0.0,
             copies_thrown_away=self._stager.num_thrown_away if self._stager else 0,
             device_memory_peak_bytes=self._memory.read(),
             sent_bytes=self._sent.num_bytes,
-            flops_per_step=flops,
-            total_steps=total_steps,
+            **more,
         )
         self._channel.send(self._reported)
 
@@ -935,15 +895,13 @@ def _why_not_kept(session: Session, attached: worker_transport.Attached | None) 
 def _mesh_without_agent(
     at: RankEnv, shard: int | None, tensor: int, context: int, pipeline: int
 ) -> Mesh:
-    room = at.world_size
-    for axis, size in (("tensor", tensor), ("context", context), ("pipeline", pipeline)):
+    room, sizes = at.world_size, {"tensor": tensor, "context": context, "pipeline": pipeline}
+    for axis, asked in {**sizes, "shard": shard}.items():
+        size = room if asked is None else asked
         if size < 1 or room % size:
             raise UserError(f"session.init: got {axis}={size}; expected a divisor of {room} ranks")
         room //= size
-    shard = room if shard is None else shard
-    if shard < 1 or room % shard:
-        raise UserError(f"session.init: got shard={shard}; expected a divisor of {room} ranks")
-    return Mesh(room // shard, shard, tensor, context, pipeline)
+    return Mesh(replicate=room, shard=size, **sizes)
 
 
 def leave() -> None:

@@ -142,11 +142,10 @@ def join(
     store: Store | None = None
     if at.world_size == 1:
         store = HashStore()
+    elif membership is not None and keeps:
+        store, groups = _kept(at, membership)
     elif membership is not None:
-        if keeps:
-            store, groups = _kept(at, membership)
-        else:
-            store = own_store(at, one_machine=membership.num_nodes == 1)
+        store = own_store(at, one_machine=membership.num_nodes == 1)
     if store is not None:
         options |= {"store": store, "rank": at.rank, "world_size": at.world_size}
     dist.init_process_group(backend, timeout=TIMEOUT, **options)
@@ -210,9 +209,8 @@ class Meshes:
     def all_axes(self) -> DeviceMesh:
         """`replicate`, `shard`, and those of tensor, context and pipeline that are larger than
         1."""
-        sizes = dict(zip(AXES, self._shape.sizes, strict=True))
-        names = [axis for axis in AXES if sizes[axis] > 1 or axis in ("replicate", "shard")]
-        return self._make(names)
+        sizes = zip(AXES, self._shape.sizes, strict=True)
+        return self._make([a for a, size in sizes if size > 1 or a in ("replicate", "shard")])
 
     def axis(self, name: str) -> DeviceMesh:
         """The mesh of one axis of all_axes. Raises KeyError for one that it has not."""
@@ -233,15 +231,12 @@ class Meshes:
             return self.all_axes[(*map(self._name, outer), self._name("shard"))]
         both = self.all_axes[self._name("shard"), self._name("context")]
         flat = both._flatten(self._name("shard_context"))
-        if not outer:
-            return flat
-        return DeviceMesh._concatenate([self.axis("replicate"), flat])
+        return DeviceMesh._concatenate([self.axis("replicate"), flat]) if outer else flat
 
     def _name(self, axis: str) -> str:
         return self._prefix + axis
 
     def _make(self, names: list[str]) -> DeviceMesh:
-        sizes = dict(zip(AXES, self._shape.sizes, strict=True))
-        shape = tuple(sizes[name] for name in names)
+        shape = tuple(getattr(self._shape, name) for name in names)
         named = tuple(map(self._name, names))
         return init_device_mesh(self._device_type, shape, mesh_dim_names=named)

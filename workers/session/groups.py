@@ -42,8 +42,6 @@ FIRST_POLL_S, LONGEST_POLL_S = 0.0005, 0.02
 CPU = torch.device("cpu")
 _originals: list[tuple[Any, str, Callable[..., Any]]] = []
 """(owner, name, function) of what `Groups` has replaced in torch."""
-
-
 of_script: list[Groups] = []
 """Groups that the script has made before session.init, which takes them."""
 
@@ -84,44 +82,19 @@ class SwitchStore(Store):
         super().__init__()
         self.now = now
 
-    def set(self, key: str, value: Any) -> None:
-        self.now.set(key, value)
-
-    def get(self, key: str) -> Any:
-        return self.now.get(key)
-
-    def add(self, key: str, amount: int) -> int:
-        return self.now.add(key, amount)
-
-    def wait(self, keys: list[str], timeout: timedelta = TIMEOUT) -> None:
-        self.now.wait(keys, timeout)
-
-    def check(self, keys: list[str]) -> bool:
-        return self.now.check(keys)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self.now.multi_get(keys)
-
-    def multi_set(self, keys: list[str], values: list[Any]) -> None:
-        self.now.multi_set(keys, values)  # type: ignore[attr-defined]
-
-    def compare_set(self, key: str, expected: Any, desired: Any) -> Any:
-        return self.now.compare_set(key, expected, desired)
-
-    def delete_key(self, key: str) -> bool:
-        return self.now.delete_key(key)
-
-    def num_keys(self) -> int:
-        return self.now.num_keys()
-
     def has_extended_api(self) -> bool:
         return True
 
-    def clone(self) -> Store:
-        return self.now.clone()
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.now.set_timeout(timeout)
+def _passed_on(name: str) -> Callable[..., Any]:
+    return lambda store, *given, **named: getattr(store.now, name)(*given, **named)
+
+
+for _name in (
+    "set", "get", "add", "wait", "check", "multi_get", "multi_set", "compare_set", "delete_key",
+    "num_keys", "clone", "set_timeout",
+):  # fmt: skip
+    setattr(SwitchStore, _name, _passed_on(_name))
 
 
 class Groups:

@@ -71,10 +71,6 @@ class LossReport:
     def _is_later(self, loss: float | Tensor | None) -> bool:
         """Subclasses, such as DTensor, have a `float` of their own; more than one value is refused
         there."""
-        plain = type(loss) in (Tensor, torch.nn.Parameter)
-        return (
-            plain
-            and isinstance(loss, Tensor)
-            and loss.numel() == 1
-            and loss.device.type == self._device_type
-        )
+        if not isinstance(loss, Tensor) or type(loss) not in (Tensor, torch.nn.Parameter):
+            return False
+        return loss.numel() == 1 and loss.device.type == self._device_type

@@ -51,15 +51,12 @@ class PeakMemory:
 
     def _pages(self) -> dict[str, int]:
         """Bytes by kind; empty where the kernel does not show them."""
-        pages: dict[str, int] = {}
+        kinds = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
         try:
-            for line in self._status.read_text().splitlines():
-                name, _, value = line.partition(":")
-                if name in ("VmHWM", "RssAnon", "RssFile", "RssShmem"):
-                    pages[name] = int(value.split()[0]) * 1024
+            lines = [line.partition(":") for line in self._status.read_text().splitlines()]
+            return {k: int(value.split()[0]) * 1024 for k, _, value in lines if k in kinds}
         except (OSError, ValueError, IndexError):
             return {}
-        return pages
 
 
 class SentBytes:
@@ -128,13 +125,8 @@ def sent_since(
     kept = [entry for entry in recorded if entry["time_created_ns"] >= since_ns]
     if kept and len(kept) == len(recorded) and recorded[0]["record_id"] > 0:
         return None
-    total = 0.0
-    for call in kept:
-        num_bytes = _sent(call, sizes[call["process_group"][0]])
-        if num_bytes is None:
-            return None
-        total += num_bytes
-    return round(total)
+    sent = [_sent(call, sizes[call["process_group"][0]]) for call in kept]
+    return None if None in sent else round(sum(filter(None, sent)))
 
 
 def _sent(entry: Mapping[str, Any], ranks: int) -> float | None:
@@ -160,8 +152,6 @@ def _sent(entry: Mapping[str, Any], ranks: int) -> float | None:
 def _bytes(entry: Mapping[str, Any]) -> int:
     """Bytes of the tensors that go in. Raises KeyError for a format that is not known."""
     pairs = zip(entry["input_sizes"], entry["input_dtypes"], strict=True)
-    return sum(prod(size) * _width(dtype) for size, dtype in pairs)
-
-
-def _width(dtype: str) -> int:
-    return 1 if dtype.startswith("Float8") else _WIDTHS[dtype]
+    return sum(
+        prod(size) * (1 if dtype.startswith("Float8") else _WIDTHS[dtype]) for size, dtype in pairs
+    )

@@ -61,18 +61,13 @@ def _store(address: str, port: int, world_size: int, **more: object) -> Store:
 def _listen(address: str, port: int) -> socket.socket | None:
     """None where this process hosts a store there already, which torch shares."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # The agent keeps the port reserved with a socket that is bound and does not listen.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen()
+        # With SO_REUSEADDR: the agent reserves the port with a socket that does not listen.
+        return socket.create_server((address, port), family=family)
     except OSError as error:
-        listener.close()
         if error.errno != errno.EADDRINUSE:
             raise
         return None
-    return listener
 
 
 def wait_until_open(address: str, port: int, world_size: int) -> None:

@@ -105,10 +105,9 @@ def test_the_shards_of_a_lost_node_are_in_the_memory_of_its_buddy(
     rig.controller.wait(m.Heartbeat, other, lambda b: b.staged_step == -1)
     wanted = peer_transfer.StagedShard(3, 21, 1, 2, 1_000_000)
     credentials = peer_transfer.PeerCredentials(TOKEN)
-    fd, num_bytes = peer_transfer.fetch("127.0.0.1", port, credentials, wanted)
+    memory = peer_transfer.fetch("127.0.0.1", port, credentials, wanted)
     rig.controller.send(node, m.Chaos(kind="kill-node"))
-    assert os.pread(fd, num_bytes, 0) == content(3, 1)
-    os.close(fd)
+    assert os.pread(memory.fd, memory.num_bytes, 0) == content(3, 1)
     stopped = rig.stop(other, 21)
     assert {(3, 0), (3, 1)} <= {(s.step, s.shard) for s in stopped.staged}
 

@@ -29,6 +29,7 @@ from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime, JobRuntimeTiming
 from holdfast.workers.agent.storage import persist
+from holdfast.workers.agent.storage.memfd import Memfd
 from holdfast.workers.checkpoint.layout import make_layout
 
 from .harness import BOUND_S, FakeBackend, make_job
@@ -262,9 +263,9 @@ async def test_the_next_controller_commits_what_agents_wrote_without_one(
             data = bytes(make_layout([], **identity, extra=b"{}").render(41, [], b"{}"))
             written = StagedShard(41, generation, shard, 2, len(data))
             directory, name = directory_name(41, generation), shard_file_name(shard, 2)
-            fd = os.memfd_create("shard")
-            os.write(fd, data)
-            done = persist.write_shard(fd, len(data), str(place), directory, name)
+            memory = Memfd("shard", len(data))
+            os.write(memory.fd, data)
+            done = persist.write_shard(memory, len(data), str(place), directory, name)
             note = persist.note_of(written, name, done, Mesh(shard=2))
             persist.write_note(note, str(place), directory, name)
         monkeypatch.setattr(Keeping, "doubts", lambda _keeping, number: doubts)

@@ -9,10 +9,9 @@ from socket import socket
 
 import pytest
 
-from holdfast.orchestrator.protocol.facts import Membership, WorkerSeat
-from holdfast.orchestrator.protocol.mesh import Mesh
-from holdfast.workers import packets, worker_protocol, worker_transport
+from holdfast.workers import packets, worker_transport
 from holdfast.workers.agent.pool import fork_protocol
+from tests.unit.workers.members import assigned
 
 SIZES = [1, packets.MAX_PACKET_BYTES, packets.MAX_PACKET_BYTES + 1, 3 * 2**20]
 
@@ -63,12 +62,7 @@ def test_an_assignment_and_a_spec_with_200_kib_of_variables_arrive(
     ends: tuple[socket, socket],
 ) -> None:
     env = {f"TEXT_{number}": "x" * 100_000 for number in range(2)}
-    membership = Membership(
-        generation=1, mesh=Mesh(), num_nodes=1, workers_per_node=1, master_address="a",
-        master_port=1, restart_count=0,
-    )  # fmt: skip
-    seat = WorkerSeat(rank=0, local_rank=0, shard=0, persists=True)
-    assign = worker_protocol.Assign(membership=membership, seat=seat, node_rank=0, environment=env)
+    assign = assigned(environment=env)
     output = file_with(b"log")
     worker_transport.send(ends[0], assign, output)
     got, fd = worker_transport.receive(ends[1])

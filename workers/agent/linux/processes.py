@@ -107,12 +107,11 @@ def reap_strays(seen: set[int]) -> set[int]:
     return zombies - seen
 
 
-def describe_end(code: int | None, signal_number: int | None) -> str:
-    """`killed by SIGKILL`, `exited with code 1`."""
-    if signal_number is None:
+def describe_end(code: int) -> str:
+    """`killed by SIGKILL`, `exited with code 1`; `code` is negative for a signal."""
+    if code >= 0:
         return f"exited with code {code}"
     try:
-        name = signal.Signals(signal_number).name
+        return f"killed by {signal.Signals(-code).name}"
     except ValueError:
-        name = f"signal {signal_number}"
-    return f"killed by {name}"
+        return f"killed by signal {-code}"

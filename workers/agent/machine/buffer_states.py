@@ -7,14 +7,29 @@ from dataclasses import dataclass, field
 
 from holdfast.orchestrator.protocol.facts import StagedShard
 
+from .commands import FreeBuffer, MakeBuffer
+
 Version = tuple[int, int]
 """(generation, step); a later version compares greater."""
 STEPS_KNOWN = 64
 """Staged steps remembered per slot. An order that names an older one is answered: too late."""
 
+NOTHING: Version = (0, -1)
+
+
+class Holder:
+    """A buffer that may hold a shard."""
+
+    content: StagedShard | None
+
+    @property
+    def version(self) -> Version:
+        """The content's version, or NOTHING."""
+        return NOTHING if self.content is None else version(self.content)
+
 
 @dataclass
-class StagingBuffer:
+class StagingBuffer(Holder):
     number: int
     slot: int
     num_bytes: int
@@ -30,6 +45,10 @@ class StagingBuffer:
     """Twins write it."""
     sharers: set[int] = field(default_factory=set)
     """Twins that have the descriptor."""
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.content or self.pins or self.holder or self.filling)
 
 
 @dataclass
@@ -89,25 +108,16 @@ class Ask:
 
 @dataclass(frozen=True)
 class Give:
-    """Give a buffer to a worker, by its local rank: that of the slot or a twin. `fresh`: it must be
-    allocated first. `known`: the worker already has the descriptor. `part` of `parts`: what it
-    writes of the file; 0 parts: nothing yet."""
+    """Give a buffer to a worker, by its local rank: that of the slot or a twin. `sent`: the worker
+    already has the descriptor. `part` of `parts`: what it writes of the file; 0 parts: nothing
+    yet."""
 
     buffer: int
     slot: int
     num_bytes: int
-    fresh: bool
     sent: bool
     part: int = 0
     parts: int = 1
-
-
-@dataclass(frozen=True)
-class Make:
-    """Allocate a buffer before a worker asks for it."""
-
-    buffer: int
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -117,19 +127,7 @@ class Differ:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Drop:
-    """Free the memory of a buffer."""
-
-    buffer: int
-
-
-Change = Give | Drop | Make | Differ
-
-
-def idle(buffer: StagingBuffer) -> bool:
-    """Empty, not pinned, and without a holder."""
-    return not (buffer.content or buffer.pins or buffer.holder or buffer.filling)
+Change = Give | MakeBuffer | FreeBuffer | Differ
 
 
 def version(staged: StagedShard) -> Version:

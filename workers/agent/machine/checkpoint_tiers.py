@@ -23,7 +23,7 @@ from holdfast.orchestrator.protocol.messages import (
 from holdfast.workers import worker_protocol
 
 from . import commands, inputs
-from .buffer_states import Ask, Change, Differ, Drop, Make, StagingBuffer, Version, version
+from .buffer_states import Ask, Change, Differ, Give, StagingBuffer, Version
 from .commands import Command
 from .copy_round import CopyRounds
 from .generation import Generation, Worker
@@ -188,7 +188,7 @@ class CheckpointTiers:
 
     def _write_last(self, group: Generation, seat: WorkerSeat) -> list[Command]:
         marks = self._marks.pop(seat.rank, [])
-        newest = max(self._own(group, seat), key=lambda b: version(_content(b)), default=None)
+        newest = max(self._own(group, seat), key=lambda buffer: buffer.version, default=None)
         if newest is not None:
             return self._write(newest)
         detail = "the worker ended first"
@@ -228,9 +228,9 @@ class CheckpointTiers:
             seat = worker.seat
             if not seat.persists:
                 continue
-            staged = [b for b in self._own(group, seat) if _content(b).step >= order.step]
+            staged = [b for b in self._own(group, seat) if b.version[1] >= order.step]
             if staged:
-                out += self._write(min(staged, key=lambda b: _content(b).step))
+                out += self._write(min(staged, key=lambda buffer: buffer.version))
             elif not worker.ended:
                 self._marks.setdefault(seat.rank, []).append(order.step)
             else:
@@ -241,10 +241,8 @@ class CheckpointTiers:
     def _persist_held(self, order: Persist) -> list[Command]:
         """Write all shards of a step in memory, of any rank, and buddy copies too. The controller
         requests this of as few nodes as it needs."""
-        kept: list[StagingBuffer | PeerCopy] = [*self.buffers.buffers.values()]
-        kept += self.copies.copies.values()
-        wanted = (order.step, order.generation)
-        held = [b for b in kept if b.content and (b.content.step, b.content.generation) == wanted]
+        wanted = (order.generation, order.step)
+        held = [buffer for buffer in self._all() if buffer.version == wanted]
         if not held:
             detail = f"{state_after(order.step)} of generation {order.generation} is not held here"
             return [_cannot_persist(order.generation, order.step, -1, detail)]
@@ -257,8 +255,7 @@ class CheckpointTiers:
         """The node will be taken away and has no controller: write the newest complete step. It
         counts if a controller reconnects in time to get the report."""
         newest = next(iter(self.buffers.complete()), None)
-        held = [b for b in self.buffers.buffers.values() if b.content]
-        held = [buffer for buffer in held if version(_content(buffer)) == newest]
+        held = [b for b in self.buffers.buffers.values() if b.version == newest]
         return [command for buffer in held for command in self._write(buffer)]
 
     def save_last(self, group: Generation | None) -> list[Command]:
@@ -271,17 +268,15 @@ class CheckpointTiers:
         last = list(self.buffers.complete())[:2]
         out: list[Command] = []
         for buffer in self.buffers.buffers.values():
-            wanted = buffer.content is not None and version(buffer.content) in last
-            if wanted and (own is None or buffer.slot in own) and not self._is_written(buffer):
-                self._written.discard(key(_content(buffer)))
+            if buffer.content is None or buffer.version not in last:
+                continue
+            at = key(buffer.content)
+            is_known = at in self._written and at not in self.unacknowledged
+            is_written = is_known or at in self._writing.values()
+            if not is_written and (own is None or buffer.slot in own):
+                self._written.discard(at)
                 out += self._write(buffer)
         return out
-
-    def _is_written(self, buffer: StagingBuffer) -> bool:
-        """True if the version is being written, or a controller knows that it was."""
-        at = key(_content(buffer))
-        is_known = at in self._written and at not in self.unacknowledged
-        return at in self._writing.values() or is_known
 
     @property
     def is_writing(self) -> bool:
@@ -323,7 +318,10 @@ class CheckpointTiers:
             if staged is not None and number == done.buffer:
                 del self._pushing[buffer.slot]
                 if group is not None and not group.stopped:
-                    out += self._pushed(group, buffer.slot, staged, done)
+                    report = self.rounds.pushed(group, self.buffers, buffer.slot, staged, done)
+                    out += [commands.Send(report)] if report is not None else []
+                    out += self._follow_round(group)
+                    out += self._carry_out(group, self.buffers.settle())
         return [*out, *([commands.Note(f"buddy copy: {done.detail}")] if done.detail else [])]
 
     def copy_step(self, group: Generation | None, order: CopyStep) -> list[Command]:
@@ -364,7 +362,7 @@ class CheckpointTiers:
         return [commands.FreeBuffer(old) for old in self.copies.end(done.buffer, done.ok)]
 
     def lend(self, step: int, generation: int, shard: int) -> tuple[int, StagedShard] | None:
-        """(buffer, content) of a shard, pinned until `unpin`."""
+        """(buffer, content) of a shard in memory, kept until ServeDone; None: it is not here."""
         buffer = self._find(step, generation, shard)
         if buffer is None or buffer.content is None:
             return None
@@ -379,10 +377,12 @@ class CheckpointTiers:
         return self._carry_out(group, self.buffers.unpin(number))
 
     # -- helpers ------------------------------------------------------------------------------
+    def _all(self) -> list[StagingBuffer | PeerCopy]:
+        return [*self.buffers.buffers.values(), *self.copies.copies.values()]
+
     def _find(self, *wanted: int) -> StagingBuffer | PeerCopy | None:
         """`wanted`: step, generation and shard."""
-        buffers: list[StagingBuffer | PeerCopy] = [*self.buffers.buffers.values()]
-        for buffer in (*buffers, *self.copies.copies.values()):
+        for buffer in self._all():
             held = buffer.content
             if held and (held.step, held.generation, held.shard) == wanted:
                 return buffer
@@ -402,11 +402,8 @@ class CheckpointTiers:
 
     def _own(self, group: Generation, seat: WorkerSeat) -> list[StagingBuffer]:
         """Buffers that this generation's worker of that seat has staged."""
-        return [
-            buffer
-            for buffer in self.buffers.of_slot(self.buffers.slot_of(seat.local_rank))
-            if buffer.content is not None and buffer.content.generation == group.generation
-        ]
+        own = self.buffers.of_slot(self.buffers.slot_of(seat.local_rank))
+        return [buffer for buffer in own if buffer.version[0] == group.generation]
 
     def _write(self, buffer: StagingBuffer | PeerCopy) -> list[Command]:
         assert buffer.content is not None
@@ -441,11 +438,10 @@ class CheckpointTiers:
         return out
 
     def _push(self, group: Generation, slot: int, wanted: Version) -> list[Command]:
-        held = [b for b in self.buffers.of_slot(slot) if b.content]
-        buffer = next((b for b in held if version(_content(b)) == wanted), None)
-        if buffer is None:
+        buffer = next((b for b in self.buffers.of_slot(slot) if b.version == wanted), None)
+        if buffer is None or buffer.content is None:
             return []  # it is staged a moment later
-        staged, launch = _content(buffer), group.launch
+        staged, launch = buffer.content, group.launch
         self._pushing[slot] = (buffer.number, staged)
         self.buffers.pin(buffer.number)
         return [
@@ -459,40 +455,28 @@ class CheckpointTiers:
             )
         ]
 
-    def _pushed(
-        self, group: Generation, slot: int, staged: StagedShard, done: inputs.PushDone
-    ) -> list[Command]:
-        report = self.rounds.pushed(group, self.buffers, slot, staged, done)
-        sent = [commands.Send(report)] if report is not None else []
-        return [*sent, *self._follow_round(group), *self._carry_out(group, self.buffers.settle())]
-
     def _carry_out(self, group: Generation | None, changes: Iterable[Change]) -> list[Command]:
         out: list[Command] = []
         ranks = {w.seat.local_rank: r for r, w in group.workers.items()} if group else {}
         for change in changes:
-            if isinstance(change, Drop):
-                out.append(commands.FreeBuffer(change.buffer))
-                continue
-            if isinstance(change, Make):
-                out.append(commands.MakeBuffer(change.buffer, change.num_bytes))
-                continue
-            assert group is not None
             if isinstance(change, Differ):
                 text = _differ_text([ranks[rank] for rank in change.ranks])
                 out.append(commands.Send(AgentEvent(text=text)))
-                continue
-            rank, number = ranks[change.slot], change.buffer
-            part = {"part": change.part, "parts": change.parts}
-            if change.fresh:
-                out.append(commands.MakeBuffer(number, change.num_bytes))
-            if change.sent:
-                free = worker_protocol.BufferFree(buffer=number, **part)
-                out.append(commands.ToRank(group.generation, rank, free))
+            elif isinstance(change, Give):
+                assert group is not None
+                out.append(_given(group.generation, ranks[change.slot], change))
             else:
-                size = change.num_bytes
-                message = worker_protocol.Buffer(buffer=number, num_bytes=size, **part)
-                out.append(commands.ToRank(group.generation, rank, message, number))
+                out.append(change)
         return out
+
+
+def _given(generation: int, rank: int, give: Give) -> Command:
+    part = {"part": give.part, "parts": give.parts}
+    if give.sent:
+        free = worker_protocol.BufferFree(buffer=give.buffer, **part)
+        return commands.ToRank(generation, rank, free)
+    buffer = worker_protocol.Buffer(buffer=give.buffer, num_bytes=give.num_bytes, **part)
+    return commands.ToRank(generation, rank, buffer, give.buffer)
 
 
 def _no_shard(group: Generation, rank: int, shard: int, detail: str) -> Command:
@@ -520,8 +504,3 @@ def _differ_text(ranks: Sequence[int]) -> str:
         f"memory: ranks {listed} have one shard index and different state; each stages all of "
         "its own, which takes as many times the memory"
     )
-
-
-def _content(buffer: StagingBuffer) -> StagedShard:
-    assert buffer.content is not None
-    return buffer.content

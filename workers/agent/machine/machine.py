@@ -35,10 +35,9 @@ from .generation import (
     stage_result,
 )
 from .inputs import Input
-from .preemption import MachineTiming as MachineTiming
 from .preemption import Preemption
 from .script_progress import SECOND_NS
-from .standbys import Standbys
+from .standbys import REFILL_DELAY_S, SPARE_DELAY_S, Standbys
 
 RESENT = (
     m.Heartbeat | m.WorkerExited | m.ShardPersisted | m.StepCopied | m.GroupInspected
@@ -46,19 +45,19 @@ RESENT = (
 )  # fmt: skip
 """Messages that need not wait for a connection: every Welcome sends their newest state again, or
 they are worth nothing later."""
+STACK_MARGIN_S = 0.5
+"""Seconds after limits.STACK_TIMEOUT_S at which workers are killed without their stacks."""
 
 
 class AgentMachine:
     """One node. `slots` is the number of workers that fit here."""
 
-    def __init__(
-        self, *, job: str, node: str, token: str, slots: int, timing: MachineTiming | None = None
-    ) -> None:
+    def __init__(self, *, job: str, node: str, token: str, slots: int) -> None:
         self.job, self.node, self.slots = job, node, slots
         self.tiers = CheckpointTiers()
         self.group: Generation | None = None
         self.welcome: m.Welcome | None = None
-        self._timing, self._token = timing or MachineTiming(), token
+        self._token = token
         self._fence = 0
         """The highest generation that may not be launched (again)."""
         self._waiting: m.LaunchWorkers | None = None
@@ -72,7 +71,7 @@ class AgentMachine:
         self._heartbeat_ns: int | None = None
         self._standbys = Standbys()
         self._outbox: list[m.FromAgent] = []
-        self._stopped_ranks: frozenset[int] = frozenset()
+        self._stopped_ranks: tuple[int, ...] = ()
         self._port, self._cpu_pressure, self._ending = 0, 0.0, ""
         self._ending_ns: int | None = None
         self._ended, self._exit_code = False, 0
@@ -99,10 +98,6 @@ class AgentMachine:
         if self._preemption is not None and not self._ending:
             due += [self._preemption.due_ns(self._connected)]
         return None if self._ended else min((at for at in due if at is not None), default=None)
-
-    def lend(self, step: int, generation: int, shard: int) -> tuple[int, StagedShard] | None:
-        """(buffer, content) of a shard in memory, kept until ServeDone; None: it is not here."""
-        return self.tiers.lend(step, generation, shard)
 
     def accept_copy(
         self, staged: StagedShard, confirmed: int = -1
@@ -143,7 +138,7 @@ class AgentMachine:
             case inputs.ForkserverDied():
                 return [commands.Send(m.AgentEvent(text=f"forkserver: {given.detail}"))]
             case inputs.StoppedRanks():
-                self._stopped_ranks = frozenset(given.ranks)
+                self._stopped_ranks = given.ranks
                 return []
             case inputs.ActivityMeasured():
                 self._cpu_pressure = given.cpu_pressure
@@ -219,12 +214,11 @@ class AgentMachine:
     def _on_link_up(self, up: inputs.LinkUp) -> list[Command]:
         self._link_up, self._absent_since_ns, self._last_save_ns = True, None, None
         self._port = up.offered_port
-        group = self.group
-        runs = group is not None and not group.stopped
+        group = self._running
         joined = m.NodeJoined(
             facts=up.facts,
-            generation=group.generation if group and runs else 0,
-            ranks=tuple(w.seat.rank for w in group.alive) if group and runs else (),
+            generation=group.generation if group else 0,
+            ranks=tuple(w.seat.rank for w in group.alive) if group else (),
             staged=self.tiers.inventory(),
             offered_port=self._port,
         )
@@ -235,11 +229,10 @@ class AgentMachine:
         first, self.welcome, self._connected = self.welcome is None, message, True
         out: list[Command] = [commands.Configure()] if first else []
         if first:
-            self._standbys.schedule(now_ns, self._timing.spare_delay_s)
+            self._standbys.schedule(now_ns, SPARE_DELAY_S)
         pending, self._outbox = self._outbox, []
-        group = self.group
-        if group is not None and not group.stopped:
-            pending += exit_reports(group)
+        if self._running is not None:
+            pending += exit_reports(self._running)
         pending += self.tiers.unacknowledged.values()
         if self.tiers.rounds.report is not None:
             pending.append(self.tiers.rounds.report)
@@ -251,14 +244,13 @@ class AgentMachine:
     def _heartbeat(self, now_ns: int) -> list[Command]:
         assert self.welcome is not None
         self._heartbeat_ns = now_ns + int(self.welcome.heartbeat_interval_s * SECOND_NS)
-        group = self.group
-        alive = group.alive if group and not group.stopped else []
+        alive = self._running.alive if self._running else []
         return [self._beat([w.beat(now_ns, w.seat.rank in self._stopped_ranks) for w in alive])]
 
     def _beat(self, beats: list[WorkerBeat]) -> Command:
         group = self.group
         heartbeat = m.Heartbeat(
-            generation=group.generation if group and not group.stopped else 0,
+            generation=self._running.generation if self._running else 0,
             workers=tuple(beats),
             staged_step=self.tiers.staged_step(),
             stage_every_steps=group.stage_every[0] if group else 0,
@@ -317,21 +309,21 @@ class AgentMachine:
 
     # -- launch -------------------------------------------------------------------------------
     def _launch(self, now_ns: int, message: m.LaunchWorkers) -> list[Command]:
-        generation, group = message.membership.generation, self.group
-        busy = message.membership.ahead and group is not None and not group.stopped
+        generation, running = message.membership.generation, self._running
+        busy = message.membership.ahead and running is not None
         if self._ending or generation <= self._fence or busy:
             over = f"generation {generation} is over; the fence is {self._fence}"
             detail = self._ending or ("workers run here" if busy else over)
             return [launched(message.action_id, generation, ok=False, detail=detail)]
         if message.membership.ahead:
             return self._begin_ahead(now_ns, message)
-        if group is not None and not group.stopped:
-            if group.generation == generation:
-                group.launch_ids.append(message.action_id)
-                return self._answer_launch(group, ok=True) if group.launched else []
+        if running is not None:
+            if running.generation == generation:
+                running.launch_ids.append(message.action_id)
+                return self._answer_launch(running, ok=True) if running.launched else []
             # The controller started a new generation while this node was disconnected.
             self._waiting, self._fence = message, generation - 1
-            return group.kill_all()
+            return running.kill_all()
         return self._begin(now_ns, message)
 
     def _begin(self, now_ns: int, message: m.LaunchWorkers) -> list[Command]:
@@ -341,7 +333,7 @@ class AgentMachine:
         out = before.end_kept(kept) if before is not None else []
         group = self._new_group(now_ns, message)
         group.stage_every = (message.stage_every_steps, 0)
-        self._stopped_ranks = frozenset()
+        self._stopped_ranks = ()
         out += self.tiers.launch(group)
         return [*out, *self._forks(group, kept), commands.OfferPort()]
 
@@ -374,14 +366,12 @@ class AgentMachine:
 
     def _forks(self, group: Generation, kept: dict[int, tuple[int, int]]) -> list[Command]:
         launch, twins, out = group.launch, group.twins(), list[Command]()
-        interval = launch.stage_every_steps
         for seat in launch.seats:
+            place = group.workers[seat.rank].process_of = kept.get(seat.rank)
             # A packet holds the sources of one shard; this machine keeps those of all of them.
             for_rank = group.membership.with_sources_of([seat.shard])
-            shared = twins[seat.shard]
-            fork = commands.Fork(for_rank, launch.node_rank, seat, interval, shared, launch.code)
-            group.workers[seat.rank].process_of = place = kept.get(seat.rank)
-            out.append(msgspec.structs.replace(fork, kept=place))
+            at = (launch.node_rank, seat, launch.stage_every_steps, twins[seat.shard])
+            out.append(commands.Fork(for_rank, *at, launch.code, place))
         return out
 
     def _forked(self, given: inputs.WorkerForked) -> list[Command]:
@@ -427,7 +417,7 @@ class AgentMachine:
     def _not_built(self, now_ns: int, group: Generation, rank: int, detail: str) -> list[Command]:
         """A worker that was started ahead cannot continue; the others of its node end with it. They
         had taken the place of standbys."""
-        self._standbys.schedule(now_ns, self._timing.refill_delay_s)
+        self._standbys.schedule(now_ns, REFILL_DELAY_S)
         group.workers[rank].kept = False
         out = self._answer_launch(group, ok=False, detail=f"rank {rank}: {detail}")
         return [*out, *group.end_kept({})]
@@ -435,9 +425,8 @@ class AgentMachine:
     # -- standbys -----------------------------------------------------------------------------
     def _fork_standbys(self, now_ns: int) -> list[Command]:
         """Standbys for a launch as large as the running one."""
-        group = self.group
-        running = group is not None and not group.stopped
-        return self._standbys.fork(now_ns, len(group.workers) if group and running else self.slots)
+        running = self._running
+        return self._standbys.fork(now_ns, len(running.workers) if running else self.slots)
 
     # -- workers ------------------------------------------------------------------------------
     def _from_rank(self, now_ns: int, given: inputs.FromRank) -> list[Command]:
@@ -471,7 +460,7 @@ class AgentMachine:
             case worker_protocol.Leaving():
                 return lingers(group, given.rank, message.waits_for)
             case worker_protocol.ImportsReported():  # it trains: standbys can be made ready
-                self._standbys.schedule(now_ns, self._timing.refill_delay_s)
+                self._standbys.schedule(now_ns, REFILL_DELAY_S)
                 return self._standbys.learned(message.modules, by_rank=given.rank)
             case _:
                 return []
@@ -482,7 +471,7 @@ class AgentMachine:
         if group.advanced or (group.min_step() <= group.after_step and not group.communicates()):
             return []
         group.advanced = True
-        self._standbys.schedule(now_ns, self._timing.refill_delay_s)
+        self._standbys.schedule(now_ns, REFILL_DELAY_S)
         return self._heartbeat(now_ns) if self._connected else []
 
     def _worker_ended(self, now_ns: int, given: inputs.WorkerEnded) -> list[Command]:
@@ -589,7 +578,7 @@ class AgentMachine:
         if group is None or group.stopped:
             return [self._stopped(message.action_id, generation, group)]
         if group.stop is None:
-            limit_s = limits.STACK_TIMEOUT_S + self._timing.stack_margin_s
+            limit_s = limits.STACK_TIMEOUT_S + STACK_MARGIN_S
             out = group.begin_stop(now_ns, message, limit_s)
             return [*out, *self._settle_stop(now_ns, group)]
         group.stop.repeated(now_ns, message)
@@ -638,11 +627,11 @@ class AgentMachine:
     def _terminated(self, now_ns: int, given: inputs.Terminated) -> list[Command]:
         if self._preemption is not None or self._ending:
             return []  # a container runtime may send SIGTERM more than once
-        self._preemption = Preemption(given.detail, now_ns, given.grace_s, self._timing)
+        self._preemption = Preemption(given.detail, now_ns, given.grace_s)
         self._standbys.leave()
         if self._connected:
             return [commands.Send(self._preemption.message(now_ns))]
-        used = (self.group is not None and not self.group.stopped) or self.tiers.inventory()
+        used = self._running is not None or self.tiers.inventory()
         return [] if used else self._end(now_ns, given.detail)
 
     def _leave_in_time(self, now_ns: int) -> list[Command]:
@@ -660,13 +649,13 @@ class AgentMachine:
             return []
         self._ending = detail or "shut down"
         self._waiting = None
-        group = self.group
-        if group is None or group.stopped or not group.alive:
+        running = self._running
+        if running is None or not running.alive:
             return self._end_node()
         self._ending_ns = now_ns + int(limits.STOP_TIMEOUT_S * SECOND_NS)
         if self._preemption is not None:
             self._ending_ns = min(self._ending_ns, max(now_ns, self._preemption.end_ns))
-        return group.kill_all()
+        return running.kill_all()
 
     def _with_mesh(self, command: commands.WriteStorage) -> commands.WriteStorage:
         """The command with the note by which the next controller can commit it."""
@@ -678,6 +667,11 @@ class AgentMachine:
     def _end_node(self) -> list[Command]:
         self._ended = True
         return [commands.EndNode(self._ending, self._exit_code)]
+
+    @property
+    def _running(self) -> Generation | None:
+        """The group, until it is stopped."""
+        return None if self.group is None or self.group.stopped else self.group
 
     def _group_of(self, generation: int) -> Generation | None:
         """The group if it is of this generation, running or stopped."""

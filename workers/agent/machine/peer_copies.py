@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from holdfast.orchestrator.protocol.facts import StagedShard
 
-from .buffer_states import Version, version
+from .buffer_states import Holder, Version
 
 
 @dataclass
-class PeerCopy:
+class PeerCopy(Holder):
     """A buffer for a shard of another node."""
 
     number: int
@@ -33,14 +33,12 @@ class PeerCopies:
     def begin(self, staged: StagedShard) -> tuple[int, bool, list[int]]:
         """A buffer for a copy: (number, whether it must be allocated, buffers to free)."""
         freed = self._discard_old()
-        idle = [c for c in self.copies.values() if not (c.content or c.arriving or c.pins)]
+        idle = self._idle()
         for copy in idle:
             if copy.num_bytes >= staged.num_bytes:
                 copy.arriving = staged
                 return copy.number, False, freed
-        for copy in idle:
-            del self.copies[copy.number]
-            freed.append(copy.number)
+        freed += self._free(idle)
         copy = PeerCopy(next(self._numbers), staged.num_bytes, arriving=staged)
         self.copies[copy.number] = copy
         return copy.number, True, freed
@@ -63,12 +61,9 @@ class PeerCopies:
     def release(self, kept: Version | None) -> list[int]:
         """Give up all copies but this version: memory lacks."""
         for copy in self.copies.values():
-            if copy.content is not None and version(copy.content) != kept:
+            if copy.version != kept:
                 copy.content = None
-        idle = [c for c in self.copies.values() if not (c.content or c.arriving or c.pins)]
-        for copy in idle:
-            del self.copies[copy.number]
-        return [copy.number for copy in idle]
+        return self._free(self._idle())
 
     def inventory(self) -> tuple[StagedShard, ...]:
         return tuple(c.content for c in self.copies.values() if c.content is not None)
@@ -81,14 +76,17 @@ class PeerCopies:
                 shard = (copy.content.shard, copy.content.num_shards)
                 by_shard.setdefault(shard, []).append(copy)
         for held in by_shard.values():
-            held.sort(key=lambda c: version(c.content) if c.content else (0, 0), reverse=True)
-            wanted = [c for c in held if c.content and version(c.content) == self.confirmed]
+            held.sort(key=lambda copy: copy.version, reverse=True)
+            wanted = [copy for copy in held if copy.version == self.confirmed]
             kept = [*held[:1], *wanted] if wanted else held[:2]
             for old in [copy for copy in held if all(copy is not new for new in kept)]:
                 old.content = None
-        idle = [c for c in self.copies.values() if not (c.content or c.arriving or c.pins)]
-        freed = []
-        for copy in idle[max(1, len(by_shard)) :]:
+        return self._free(self._idle()[max(1, len(by_shard)) :])
+
+    def _idle(self) -> list[PeerCopy]:
+        return [c for c in self.copies.values() if not (c.content or c.arriving or c.pins)]
+
+    def _free(self, copies: list[PeerCopy]) -> list[int]:
+        for copy in copies:
             del self.copies[copy.number]
-            freed.append(copy.number)
-        return freed
+        return [copy.number for copy in copies]

@@ -11,23 +11,12 @@ from holdfast.orchestrator.protocol import messages as m
 
 from .script_progress import SECOND_NS
 
-
-@dataclass(frozen=True)
-class MachineTiming:
-    refill_delay_s: float = 1.0
-    """Time from a generation's first step to the fork of standbys: start-up needs the cores."""
-    spare_delay_s: float = 4.0
-    """Time from Welcome to the fork of standbys on a node without ranks. A spare often joins
-    because another node was just lost, and where nodes share cores its warm-up would delay the
-    recovery."""
-    stack_margin_s: float = 0.5
-    """Seconds after limits.STACK_TIMEOUT_S at which workers are killed without their stacks."""
-    save_share: float = 0.5
-    """Share of the grace after which a node without a controller writes what it has staged. A
-    restarted controller is back within seconds and plans better; storage needs time too."""
-    margin_s: float = 2.0
-    """End of the workers before the end of the grace: to reap them, and for the container runtime
-    to notice. Half of it is kept for a worker that cannot be killed."""
+SAVE_SHARE = 0.5
+"""Share of the grace after which a node without a controller writes what it has staged. A restarted
+controller is back within seconds and plans better; storage needs time too."""
+MARGIN_S = 2.0
+"""End of the workers before the end of the grace: to reap them, and for the container runtime to
+notice. Half of it is kept for a worker that cannot be killed."""
 
 
 @dataclass
@@ -42,12 +31,11 @@ class Preemption:
     detail: str
     began_ns: int
     grace_s: float
-    timing: MachineTiming
     saved: bool = False
 
     @property
     def _margin_s(self) -> float:
-        return min(self.timing.margin_s, self.grace_s / 4)
+        return min(MARGIN_S, self.grace_s / 4)
 
     @property
     def kill_ns(self) -> int:
@@ -61,7 +49,7 @@ class Preemption:
 
     @property
     def save_ns(self) -> int:
-        return self.began_ns + int(self.timing.save_share * self.grace_s * SECOND_NS)
+        return self.began_ns + int(SAVE_SHARE * self.grace_s * SECOND_NS)
 
     def due_ns(self, connected: bool) -> int:
         return self.kill_ns if connected or self.saved else min(self.save_ns, self.kill_ns)

@@ -22,18 +22,17 @@ Layouts of files tell it, and checksums of the same few bytes.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol.facts import StagedShard
 
-from .buffer_states import STEPS_KNOWN, Ask, Change, Differ, Filling, Slot, idle, version
-from .buffer_states import Drop as Drop
+from .buffer_states import NOTHING, STEPS_KNOWN, Ask, Change, Differ, Filling, Slot
 from .buffer_states import Give as Give
-from .buffer_states import Make as Make
 from .buffer_states import StagingBuffer as StagingBuffer
 from .buffer_states import Version as Version
+from .commands import FreeBuffer, MakeBuffer
 
 
 def _last(steps: deque[int]) -> int:
@@ -54,7 +53,7 @@ def _give(buffer: StagingBuffer, slot: Slot, rank: int, ask: Ask) -> Give:
     buffer.sharers.add(rank)
     del slot.asks[rank]
     part = (slot.members.index(rank), len(slot.members))
-    return Give(buffer.number, rank, buffer.num_bytes, False, is_known, *part)
+    return Give(buffer.number, rank, buffer.num_bytes, is_known, *part)
 
 
 class StagingBuffers:
@@ -93,7 +92,7 @@ class StagingBuffers:
                 buffer.content = None
             if buffer.slot not in self.slots and buffer.content is None and not buffer.pins:
                 done.append(self.drop(buffer))
-        present = {version(b.content)[0] for b in self.buffers.values() if b.content}
+        present = {buffer.version[0] for buffer in self.buffers.values()}
         self._seats = {g: n for g, n in self._seats.items() if g in present or g == generation}
         return done
 
@@ -147,7 +146,7 @@ class StagingBuffers:
             raise ValueError(f"buffer {number} is not writable by slot {rank}")
         else:
             buffer.content, buffer.writable, buffer.ranks = content, False, (rank,)
-        slot.latest = version(content)
+        slot.latest = buffer.version
         slot.steps.append(content.step)
         return True
 
@@ -221,11 +220,10 @@ class StagingBuffers:
 
     def complete(self) -> list[Version]:
         """Versions that every worker of this node has staged, newest first."""
-        count: dict[Version, int] = {}
+        count = Counter[Version]()
         for buffer in self.buffers.values():
             if buffer.content is not None:
-                key = version(buffer.content)
-                count[key] = count.get(key, 0) + len(buffer.ranks)
+                count[buffer.version] += len(buffer.ranks)
         # The restored version is complete over all nodes, even if this node has only a part.
         whole = [
             v for v, n in count.items() if v == self._restored or n >= self._seats.get(v[0], 1)
@@ -250,7 +248,7 @@ class StagingBuffers:
                     continue
                 if buffer.holder == slot.generation:
                     buffer.writable, slot.waits = True, False
-                    done.append(Give(buffer.number, number, buffer.num_bytes, False, sent=True))
+                    done.append(Give(buffer.number, number, buffer.num_bytes, sent=True))
             if not slot.wanted and self._stuck(number):
                 slot.wanted.append(max(b.num_bytes for b in self.of_slot(number)))
             done += self._answer(number, slot)
@@ -267,14 +265,15 @@ class StagingBuffers:
             fitting, dropped = self.fitting(number, num_bytes)
             done += dropped
             if fitting:
-                buffer, fresh = min(fitting, key=lambda b: b.num_bytes), False
+                buffer = min(fitting, key=lambda b: b.num_bytes)
             elif self._may_grow(number):
-                buffer, fresh = self.make(number, num_bytes), True
+                done.append(new := self.make(number, num_bytes))
+                buffer = self.buffers[new.buffer]
             else:
                 break
             buffer.holder, buffer.writable, slot.waits = slot.generation, True, False
             slot.wanted.pop(0)
-            done.append(Give(buffer.number, number, buffer.num_bytes, fresh, sent=False))
+            done.append(Give(buffer.number, number, buffer.num_bytes, sent=False))
         return done
 
     def _too_early(self, number: int, slot: Slot) -> bool:
@@ -291,14 +290,14 @@ class StagingBuffers:
 
     def fitting(self, number: int, num_bytes: int) -> tuple[list[StagingBuffer], list[Change]]:
         """Idle buffers of a slot that are large enough; smaller ones are freed."""
-        unused = [b for b in self.of_slot(number) if idle(b)]
+        unused = [b for b in self.of_slot(number) if b.is_idle]
         small: list[Change] = [self.drop(b) for b in unused if b.num_bytes < num_bytes]
         return [b for b in unused if b.num_bytes >= num_bytes], small
 
-    def make(self, number: int, num_bytes: int) -> StagingBuffer:
+    def make(self, number: int, num_bytes: int) -> MakeBuffer:
         buffer = StagingBuffer(next(self._numbers), number, num_bytes)
         self.buffers[buffer.number] = buffer
-        return buffer
+        return MakeBuffer(buffer.number, num_bytes)
 
     def _may_grow(self, number: int) -> bool:
         owned = len(list(self.of_slot(number)))
@@ -316,16 +315,12 @@ class StagingBuffers:
         if not slot.waits or self.most is None or len(owned) < self.most or free:
             return []
         whole = self.complete()
-        newest = whole[0] if whole else (0, -1)
-        spare = [
-            b
-            for b in owned
-            if b.content is not None and not b.pins and not self.is_agreed(b)
-            and (self.most == 1 or version(b.content) < newest)
-        ]  # fmt: skip
+        newest = whole[0] if whole else NOTHING
+        spare = [b for b in owned if b.content and not (b.pins or self.is_agreed(b))]
+        spare = [b for b in spare if self.most == 1 or b.version < newest]
         if not spare:
             return []
-        oldest = min(spare, key=lambda b: version(b.content) if b.content else (0, 0))
+        oldest = min(spare, key=lambda b: b.version)
         oldest.content = None
         if len(owned) > self.most and not oldest.holder:
             return [self.drop(oldest), *self.make_room(number, slot)]
@@ -340,27 +335,24 @@ class StagingBuffers:
         owned = list(self.of_slot(number))
         most = limits.STAGING_BUFFERS + len(self.agreed)
         return (
-            (limits.STAGING_BUFFERS <= len(owned) <= most or any(idle(b) for b in owned))
+            (limits.STAGING_BUFFERS <= len(owned) <= most or any(b.is_idle for b in owned))
             and any(b.pins or self.is_agreed(b) for b in owned)
             and not any(b.writable for b in owned)
             and (any(b.holder for b in owned) or bool(self.slots[number].wanted))
         )
 
     def is_agreed(self, buffer: StagingBuffer) -> bool:
-        return buffer.content is not None and version(buffer.content) in self.agreed
+        return buffer.version in self.agreed
 
     def _discard_old(self) -> None:
         whole = self.complete()
-        kept, newest = set(whole[:2]), whole[0] if whole else (0, -1)
+        kept, newest = {*whole[:2], *self.agreed}, whole[0] if whole else NOTHING
         for buffer in self.buffers.values():
             if buffer.filling is not None:
                 self._release(buffer)
-            if buffer.content is None:
-                continue
-            key = version(buffer.content)
-            if key in kept or key in self.agreed or (key > newest and self.may_complete(key)):
-                continue
-            buffer.content = None
+            key = buffer.version
+            if not (key in kept or (key > newest and self.may_complete(key))):
+                buffer.content = None
 
     def may_complete(self, key: Version) -> bool:
         """True if each slot has staged this version or may still stage it."""
@@ -370,14 +362,14 @@ class StagingBuffers:
                     return False
                 continue
             passed = slot.latest is not None and slot.latest >= key
-            has = any(b.content and version(b.content) == key for b in self.of_slot(number))
+            has = any(buffer.version == key for buffer in self.of_slot(number))
             if passed and not has:
                 return False
         return True
 
-    def drop(self, buffer: StagingBuffer) -> Drop:
+    def drop(self, buffer: StagingBuffer) -> FreeBuffer:
         del self.buffers[buffer.number]
-        return Drop(buffer.number)
+        return FreeBuffer(buffer.number)
 
     # -- twins --------------------------------------------------------------------------------
     def _staged_part(
@@ -417,8 +409,8 @@ class StagingBuffers:
         """True if the twins have staged this version or may still stage it."""
         late = set(slot.members)
         for buffer in self.of_slot(number):
-            content, filling = buffer.content, buffer.filling
-            if content is not None and (content.generation, content.step) == key:
+            filling = buffer.filling
+            if buffer.version == key:
                 return True
             if filling is not None and not filling.void and filling.step == key[1]:
                 late = filling.waiting
@@ -448,12 +440,12 @@ class StagingBuffers:
             wanted = limits.STAGING_BUFFERS if self.knows_memory else 1
             wanted = wanted if self.most is None else min(wanted, self.most)
             for _ in range(wanted - len(list(self.of_slot(number)))):
-                done.append(self._make_change(number, slot.reserve_bytes))
+                done.append(self.make(number, slot.reserve_bytes))
         for rank in sorted(slot.early):
             for buffer in self.of_slot(number):
                 if rank not in buffer.sharers and buffer.num_bytes >= slot.reserve_bytes:
                     buffer.sharers.add(rank)
-                    done.append(Give(buffer.number, rank, buffer.num_bytes, False, False, 0, 0))
+                    done.append(Give(buffer.number, rank, buffer.num_bytes, False, 0, 0))
         return done
 
     def _for_step(
@@ -475,8 +467,8 @@ class StagingBuffers:
             return min(fitting, key=lambda one: one.num_bytes), done
         if not self._twins_may_grow(number):
             return None, done
-        change = self._make_change(number, ask.num_bytes)
-        return self.buffers[change.buffer], [*done, change]
+        new = self.make(number, ask.num_bytes)
+        return self.buffers[new.buffer], [*done, new]
 
     def _void_and_separate(self, number: int) -> Change:
         """Drop what the twins are writing now, which does not become complete."""
@@ -493,6 +485,3 @@ class StagingBuffers:
         kept = any(buffer.pins or self.is_agreed(buffer) for buffer in owned)
         most = limits.STAGING_BUFFERS + (len(self.agreed) + 1 if kept else 0)
         return len(owned) < most
-
-    def _make_change(self, number: int, num_bytes: int) -> Make:
-        return Make(self.make(number, num_bytes).number, num_bytes)

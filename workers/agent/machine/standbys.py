@@ -14,6 +14,12 @@ from . import commands
 from .commands import Command
 from .script_progress import SECOND_NS
 
+REFILL_DELAY_S = 1.0
+"""Time from a generation's first step to the fork of standbys: start-up needs the cores."""
+SPARE_DELAY_S = 4.0
+"""Time from Welcome to the fork of standbys on a node without ranks. A spare often joins because
+another node was just lost, and where nodes share cores its warm-up would delay the recovery."""
+
 
 @dataclass
 class Standbys:

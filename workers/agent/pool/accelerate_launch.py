@@ -62,6 +62,8 @@ def variables(words: list[str]) -> dict[str, str]:
 @contextlib.contextmanager
 def _stopped(launch: Any) -> Iterator[None]:
     """The places where the launcher would start processes raise _Reached instead."""
+    from unittest import mock
+
     import torch.distributed.run as torchrun
 
     def run(_arguments: Any) -> None:
@@ -78,17 +80,11 @@ def _stopped(launch: Any) -> Iterator[None]:
             "one for this machine; choose another --config_file"
         )
 
-    kept = [(torchrun, "run", torchrun.run)]
-    kept.append((launch, "simple_launcher", launch.simple_launcher))
-    torchrun.run, launch.simple_launcher = run, simple
-    for name in ("tpu_launcher", "tpu_pod_launcher", "sagemaker_launcher"):
-        kept.append((launch, name, getattr(launch, name)))
-        setattr(launch, name, refused)
-    try:
+    names = ("tpu_launcher", "tpu_pod_launcher", "sagemaker_launcher")
+    others: dict[str, Any] = dict.fromkeys(names, refused)
+    starts = mock.patch.multiple(launch, simple_launcher=simple, **others)
+    with mock.patch.object(torchrun, "run", run), starts:
         yield
-    finally:
-        for owner, name, value in kept:
-            setattr(owner, name, value)
 
 
 def main(options: str, command: list[str]) -> NoReturn:

@@ -31,7 +31,8 @@ class LearnedImports:
     def __init__(self) -> None:
         self.preload: tuple[str, ...] = ()
         self._modules: tuple[str, ...] = ()
-        self._left_out: tuple[str, ...] = ()
+        self.left_out: tuple[str, ...] = ()
+        """Modules after whose import a process must not fork; `known` reads them."""
         self._file: Path | None = None
 
     def keep_in(self, cache_directory: str, job: TrainingJob) -> None:
@@ -46,12 +47,8 @@ class LearnedImports:
             # A damaged file is as good as none: what it says saves time only.
             with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
                 kept = msgspec.json.decode(self._file.read_bytes(), type=_Kept)
-                self._modules, self._left_out = kept.modules, kept.left_out
+                self._modules, self.left_out = kept.modules, kept.left_out
         return self.preload + self._modules
-
-    def left_out(self) -> tuple[str, ...]:
-        """Modules after whose import a process must not fork."""
-        return self._left_out
 
     def learned(self, modules: tuple[str, ...]) -> None:
         """Add modules that a worker had imported when it trained: ranks may differ in them."""
@@ -62,7 +59,7 @@ class LearnedImports:
 
     def leave_out(self, modules: tuple[str, ...]) -> None:
         """A template could not fork after it had imported the first one."""
-        self._left_out += tuple(name for name in modules if name not in set(self._left_out))
+        self.left_out += tuple(name for name in modules if name not in set(self.left_out))
         self._write()
 
     def _write(self) -> None:
@@ -71,5 +68,5 @@ class LearnedImports:
         with contextlib.suppress(OSError):  # a full disk
             self._file.parent.mkdir(parents=True, exist_ok=True)
             part = self._file.with_suffix(f".{os.getpid()}")
-            part.write_bytes(msgspec.json.encode(_Kept(self._modules, self._left_out)))
+            part.write_bytes(msgspec.json.encode(_Kept(self._modules, self.left_out)))
             part.replace(self._file)

@@ -65,11 +65,6 @@ def _end_threads() -> None:
     threading._shutdown()  # type: ignore[attr-defined]
 
 
-def _threads() -> list[threading.Thread]:
-    main = threading.main_thread()
-    return [t for t in threading.enumerate() if t is not main and not t.daemon and t.is_alive()]
-
-
 def tell_if_it_lingers(tell: Callable[[str], None]) -> None:
     """Call `tell` after LINGER_S with what the process waits for."""
     timer = threading.Timer(LINGER_S, lambda: tell(waits_for()))
@@ -82,10 +77,11 @@ def tell_if_it_lingers(tell: Callable[[str], None]) -> None:
 
 def waits_for() -> str:
     """Threads that keep this process from ending, or else the exit function that does."""
-    frames = sys._current_frames()
-    threads = _threads()
+    frames, main = sys._current_frames(), threading.main_thread()
+    others = (thread for thread in threading.enumerate() if thread is not main)
+    threads = [thread for thread in others if not thread.daemon and thread.is_alive()]
     if not threads:
-        return f"an exit function, {_place(frames.get(threading.main_thread().ident or 0))}"
+        return f"an exit function, {_place(frames.get(main.ident or 0))}"
     names = [f"{thread.name} {_place(frames.get(thread.ident or 0))}" for thread in threads[:3]]
     more = f" and {len(threads) - 3} more" if len(threads) > 3 else ""
     return f"the thread{'s' if len(threads) > 1 else ''} {', '.join(names)}{more}"

@@ -80,10 +80,6 @@ def waits_for_peers(kind: StackActivity) -> bool:
     return kind in ("peers", "device")
 
 
-def in_collective(text: str) -> bool:
-    return waits_for_peers(activity(text))
-
-
 def in_one_form(frame: str) -> str:
     """`function (file:line)`, of a frame that faulthandler or py-spy has written."""
     match = _FAULTHANDLER.search(frame) or _PY_SPY.search(frame)

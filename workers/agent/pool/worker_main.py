@@ -300,10 +300,8 @@ def _print_traceback(error: BaseException) -> None:
 
 
 def _report_failure(link: socket.socket, error: BaseException) -> None:
-    try:
+    with contextlib.suppress(OSError):  # the agent has ended, so this process ends too
         worker_transport.send(link, failure_report(error))
-    except OSError:
-        return  # the agent has ended, so this process ends too
 
 
 def failure_report(error: BaseException) -> worker_protocol.Failed:

@@ -61,7 +61,6 @@ class WorkerProcess:
     """Local rank that a standby is prepared for."""
     imported: bool = False
     """True for a standby that has imported what the script imports."""
-    reading: bool = False
     signalled: bool = False
     was_ending: bool = False
     """True if the process was ending when our first signal was sent."""
@@ -222,13 +221,12 @@ class WorkerPool:
             worker=process.number,
             local_rank=local_rank,
             modules=self.imports.known(),
-            left_out=self.imports.left_out(),
+            left_out=self.imports.left_out,
         )
         self._request(fork, (theirs.fileno(), stack_fd, asks.fileno()))
         theirs.close()
         asks.close()
         self._loop.add_reader(ours, self._from_worker, process)
-        process.reading = True
         return process
 
     def _request(self, message: fork_protocol.ForkMessage, fds: tuple[int, ...] = ()) -> None:
@@ -359,9 +357,8 @@ class WorkerPool:
 
     # -- sockets ------------------------------------------------------------------------------
     def _from_worker(self, process: WorkerProcess) -> None:
-        if not self._drain(process) and process.reading:
+        if not self._drain(process):
             self._loop.remove_reader(process.link)
-            process.reading = False
 
     def _drain(self, process: WorkerProcess) -> bool:
         """Receive all waiting messages; False when the worker has closed its end."""
@@ -394,13 +391,11 @@ class WorkerPool:
             elif isinstance(message, Audited):
                 if process.seat is not None:
                     self.audited(process.seat, message)
-            elif isinstance(message, worker_protocol.Failed) and process.seat is not None:
-                self._give(inputs.FromRank(*process.seat, self._received(message)))
-            elif isinstance(message, worker_protocol.ImportsReported):
-                self.imports.learned(message.modules)
-                if process.seat is not None:
-                    self._give(inputs.FromRank(*process.seat, message))
             elif process.seat is not None and isinstance(message, worker_protocol.FromWorker):
+                if isinstance(message, worker_protocol.Failed):
+                    message = self._received(message)
+                elif isinstance(message, worker_protocol.ImportsReported):
+                    self.imports.learned(message.modules)
                 self._give(inputs.FromRank(*process.seat, message))
 
     def _received(self, failed: worker_protocol.Failed) -> worker_protocol.Failed:
@@ -427,9 +422,7 @@ class WorkerPool:
             )
 
     def _close(self, process: WorkerProcess) -> None:
-        if process.reading:
-            self._loop.remove_reader(process.link)
-            process.reading = False
+        self._loop.remove_reader(process.link)
         if process.answer is not None and not process.answer.done():
             process.answer.set_result(Inspection(process.stack_text))
         process.link.close()

@@ -1,22 +1,22 @@
 """Connects to the controller: reads its endpoints, resolves names (IPv4 and IPv6), races addresses.
 
 With several operator replicas only the leader listens; the others refuse, which costs a round trip.
-An address that does not answer (a lost machine) delays the next one by `stagger_s` only. The race
-is written here because those of asyncio and aiohappyeyeballs know one name each and end with the
-TCP connection, while a stuck controller may accept it and never finish the TLS handshake.
+An address that does not answer (a lost machine) delays the next one by STAGGER_S only. Those of
+asyncio.open_connection and aiohappyeyeballs know one name each and end with the TCP connection,
+while a stuck controller may accept it and never finish the TLS handshake.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import socket
 import ssl
+from asyncio.staggered import staggered_race
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from holdfast.orchestrator import limits
@@ -26,16 +26,10 @@ from holdfast.orchestrator.protocol.messages import Endpoint
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 NUM_RESOLVERS = 4
-
-
-@dataclass(frozen=True)
-class ConnectTiming:
-    timeout_s: float = limits.CONNECT_TIMEOUT_S
-    """Limit for all addresses, with name resolution and TLS handshake."""
-    resolve_timeout_s: float = 2.0
-    """Seconds after which the previous addresses of a name are used."""
-    stagger_s: float = 0.25
-    """Time from the start of one attempt to the next (RFC 8305)."""
+RESOLVE_TIMEOUT_S = 2.0
+"""Seconds after which the previous addresses of a name are used."""
+STAGGER_S = 0.25
+"""Time from the start of one attempt to the next (RFC 8305)."""
 
 
 def endpoint_in(file: Path) -> Callable[[], tuple[Endpoint, ...]]:
@@ -60,11 +54,9 @@ class Connector:
         server_name: str = "",
         *,
         resolve: Callable[[str, int], list[Endpoint]] | None = None,
-        timing: ConnectTiming | None = None,
     ) -> None:
         self._endpoints, self._context, self._server_name = endpoints, context, server_name
         self._resolve = resolve or addresses_of
-        self._timing = timing or ConnectTiming()
         self._resolved: dict[Endpoint, list[Endpoint]] = {}
         """Last addresses of each name: the operator stays reachable while DNS is down."""
         # Separate threads: a resolver that does not answer must not delay other work.
@@ -75,13 +67,13 @@ class Connector:
 
         Raises OSError with the error of every address, and what `endpoints` raises.
         """
-        endpoints, timing = self._endpoints(), self._timing
+        endpoints, limit_s = self._endpoints(), limits.CONNECT_TIMEOUT_S
         try:
-            async with asyncio.timeout(timing.timeout_s):
+            async with asyncio.timeout(limit_s):
                 return await self._race(await self._addresses(endpoints))
         except TimeoutError:
             names = ", ".join(f"{host}:{port}" for host, port in endpoints)
-            raise OSError(f"{names}: no connection within {timing.timeout_s:g} s") from None
+            raise OSError(f"{names}: no connection within {limit_s:g} s") from None
 
     async def _addresses(self, endpoints: tuple[Endpoint, ...]) -> list[Endpoint]:
         """All addresses of all names, in order. Raises OSError if there is none."""
@@ -90,13 +82,13 @@ class Connector:
             endpoint: loop.run_in_executor(self._threads, self._resolve, *endpoint)
             for endpoint in endpoints
         }
-        await asyncio.wait(lookups.values(), timeout=self._timing.resolve_timeout_s)
+        await asyncio.wait(lookups.values(), timeout=RESOLVE_TIMEOUT_S)
         addresses: dict[Endpoint, None] = {}
         problems = []
         for endpoint, lookup in lookups.items():
             if not lookup.done():
                 lookup.cancel()
-                limit = f"{self._timing.resolve_timeout_s:g} s"
+                limit = f"{RESOLVE_TIMEOUT_S:g} s"
                 problems.append(f"{endpoint[0]}: its name was not resolved within {limit}")
             elif isinstance(error := lookup.exception(), OSError):
                 problems.append(f"{endpoint[0]}: {_text(error)}")
@@ -108,29 +100,18 @@ class Connector:
         return list(addresses)
 
     async def _race(self, addresses: list[Endpoint]) -> Streams:
-        """An attempt starts when all earlier ones have failed, or after `stagger_s`."""
-        problems: list[str] = []
-        waiting = list(addresses)
-        attempts: dict[asyncio.Task[Streams], Endpoint] = {}
-        try:
-            while waiting or attempts:
-                if waiting:
-                    address = waiting.pop(0)
-                    attempts[asyncio.create_task(self._attempt(*address))] = address
-                timeout_s = self._timing.stagger_s if waiting else None
-                done, _ = await asyncio.wait(
-                    attempts, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-                )
-                for task in done:
-                    host, _port = attempts.pop(task)
-                    error = task.exception()
-                    if not isinstance(error, OSError):
-                        return task.result()
-                    problems.append(f"{host}: {_text(error)}")
-        finally:
-            for task in attempts:
-                task.cancel()
-                task.add_done_callback(_close_late)
+        """An attempt starts when the one before has failed, or after STAGGER_S."""
+        attempts = [partial(self._attempt, *address) for address in addresses]
+        streams: Streams | None
+        streams, _, errors = await staggered_race(attempts, STAGGER_S)
+        if streams is not None:
+            return streams
+        problems = []
+        for (host, _port), error in zip(addresses, errors, strict=True):
+            assert error is not None
+            if not isinstance(error, OSError):
+                raise error
+            problems.append(f"{host}: {_text(error)}")
         raise OSError("; ".join(problems))
 
     async def _attempt(self, host: str, port: int) -> Streams:
@@ -156,13 +137,6 @@ def addresses_of(host: str, port: int) -> list[Endpoint]:
     """All addresses of a name, IPv4 and IPv6, from the system. Blocks; raises OSError."""
     answer = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
     return [(str(entry[4][0]), int(entry[4][1])) for entry in answer]
-
-
-def _close_late(task: asyncio.Task[Streams]) -> None:
-    """Close the connection of an attempt that succeeded just before it was cancelled."""
-    with contextlib.suppress(asyncio.CancelledError):
-        if task.exception() is None:
-            task.result()[1].close()
 
 
 def _text(error: OSError) -> str:

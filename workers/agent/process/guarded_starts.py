@@ -101,9 +101,15 @@ class GuardedStarts:
         checkpoints = first.membership.own_checkpoints
         written = [Path(checkpoint.path) for checkpoint in checkpoints]
         failed = [Path(checkpoint.path) for checkpoint in checkpoints if checkpoint.failed]
-        look = asyncio.get_running_loop().run_in_executor(
-            self._thread, _look, job, directory, since_ns, ranks, written, failed
-        )
+        named = checkpoint_guard.may_name(job)
+
+        def in_thread() -> Findings:
+            where = checkpoint_guard.roots(job, directory)
+            return checkpoint_guard.look(
+                where, since_ns, ranks, written, named=named, failed=failed
+            )
+
+        look = asyncio.get_running_loop().run_in_executor(self._thread, in_thread)
         try:
             timeout_s = checkpoint_guard.LOOK_TIMEOUT_S + 1.0
             findings = await asyncio.wait_for(asyncio.shield(look), timeout_s)
@@ -128,19 +134,6 @@ class GuardedStarts:
                     text = f"{path} comes before {other}, with which a start failed"
                     self._send(m.NodeRemarked(text=text))
         return str(path)
-
-
-def _look(
-    job: TrainingJob,
-    directory: str,
-    since_ns: int,
-    ranks: tuple[int, int, int],
-    written: list[Path],
-    failed: list[Path],
-) -> Findings:
-    where = checkpoint_guard.roots(job, directory)
-    named = checkpoint_guard.may_name(job)
-    return checkpoint_guard.look(where, since_ns, ranks, written, named=named, failed=failed)
 
 
 def _describe(path: Path, written_ns: int) -> str:

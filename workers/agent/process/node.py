@@ -117,16 +117,6 @@ class ThreadPools:
         return await self._loop.run_in_executor(self._pools[kind], work, *arguments)
 
 
-WorkerCommand = (
-    commands.Fork
-    | commands.RefillStandbys
-    | commands.Kill
-    | commands.Halt
-    | commands.TakeStacks
-    | commands.ToRank
-)
-
-
 class AgentProcess:
     """One agent."""
 
@@ -140,7 +130,7 @@ class AgentProcess:
         self._machine = AgentMachine(
             job=options.job, node=options.node, token=token, slots=options.slots
         )
-        self._memory = memfd.MemfdPool()
+        self._memory: dict[int, memfd.Memfd] = {}
         self._fetches = SharedFetches()
         self._workers = WorkerPool(self._loop, self._give)
         self._workers.attach(server)
@@ -235,7 +225,8 @@ class AgentProcess:
     def _memory_measured(self) -> Input:
         limit, available = hardware.memory_bytes(), inventory.available_bytes()
         on_cpu = self._job is not None and not self._job.spec.resources.num_gpus
-        return inputs.MemoryMeasured(limit, available, self._memory.allocated_bytes, on_cpu)
+        held = sum(memory.allocated_bytes for memory in self._memory.values())
+        return inputs.MemoryMeasured(limit, available, held, on_cpu)
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -297,19 +288,19 @@ class AgentProcess:
             case commands.MakeBuffer():
                 self._make_buffer(command)
             case commands.FreeBuffer():
-                self._memory.free(command.buffer)
+                del self._memory[command.buffer]
             case commands.SealBuffer():
                 self._seal(command)
             case commands.WriteStorage():
-                self._tasks.start(self._write(command, self._memory.copy_of_fd(command.buffer)))
+                self._tasks.start(self._write(command, self._memory[command.buffer]))
             case commands.PushToBuddy():
-                self._tasks.start(self._push(command, self._memory.copy_of_fd(command.buffer)))
+                self._tasks.start(self._push(command, self._memory[command.buffer]))
             case commands.FetchFromPeer():
                 self._tasks.start(self._fetch(command))
             case _:
                 self._command_workers(command)
 
-    def _command_workers(self, command: WorkerCommand) -> None:
+    def _command_workers(self, command: Command) -> None:
         match command:
             case commands.Fork():
                 welcome, job = self._machine.welcome, self._job
@@ -325,7 +316,7 @@ class AgentProcess:
             case commands.TakeStacks():
                 self._tasks.start(self._take_stacks(command))
             case commands.ToRank():
-                fd = None if command.buffer is None else self._memory.fd(command.buffer)
+                fd = None if command.buffer is None else self._memory[command.buffer].fd
                 self._workers.send(command.generation, command.rank, command.message, fd)
 
     def _configure(self) -> None:
@@ -436,22 +427,21 @@ class AgentProcess:
         return str(directory)
 
     def _make_buffer(self, make: commands.MakeBuffer) -> None:
-        self._memory.make(make.buffer, make.num_bytes)
-        fd = self._memory.copy_of_fd(make.buffer)
-        self._tasks.start(self._touch(fd, make.num_bytes))
+        memory = self._memory[make.buffer] = memfd.Memfd(f"{make.buffer}", make.num_bytes)
+        self._tasks.start(self._touch(memory))
 
     def _seal(self, command: commands.SealBuffer) -> None:
         try:
-            memfd.seal(self._memory.fd(command.buffer))
+            memfd.seal(self._memory[command.buffer].fd)
         except DamagedCheckpoint as error:  # its readers refuse it
             print(f"staging buffer {command.buffer}: {error}", file=sys.stderr)
 
     # -- work in threads ----------------------------------------------------------------------
-    async def _touch(self, fd: int, num_bytes: int) -> None:
+    async def _touch(self, memory: memfd.Memfd) -> None:
         try:
-            await self._pools.run("touch", memfd.touch, fd, num_bytes)
+            await self._pools.run("touch", memory.touch)
         except OSError as error:
-            text = f"staging buffer of {num_bytes} bytes: {error.strerror}"
+            text = f"staging buffer of {memory.num_bytes} bytes: {error.strerror}"
             print(text, file=sys.stderr)
             self._link.send(m.AgentEvent(text=text))
 
@@ -463,7 +453,7 @@ class AgentProcess:
         taken = await take(alive, partial(self._workers.inspect, generation))
         self._give(inputs.StacksTaken(generation, taken, command.by_signal))
 
-    async def _write(self, command: commands.WriteStorage, fd: int) -> None:
+    async def _write(self, command: commands.WriteStorage, memory: memfd.Memfd) -> None:
         assert self._machine.welcome is not None
         path = self._machine.welcome.checkpoint_path
         done = inputs.WriteDone(command.buffer, command.staged, command.file)
@@ -471,7 +461,7 @@ class AgentProcess:
         try:
             where = (path, command.directory, command.file)
             written = await self._pools.run(
-                "upload", persist.write_shard, fd, command.staged.num_bytes, *where
+                "upload", persist.write_shard, memory, command.staged.num_bytes, *where
             )
             if command.mesh is not None:
                 note = persist.note_of(command.staged, command.file, written, command.mesh)
@@ -484,8 +474,8 @@ class AgentProcess:
             sums = {"checksum": written.checksum, "coverage": written.coverage}
             self._give(replace(done, **sums, seconds=seconds))
 
-    async def _push(self, command: commands.PushToBuddy, fd: int) -> None:
-        target = (command.address, command.port, self._credentials, command.staged, fd)
+    async def _push(self, command: commands.PushToBuddy, memory: memfd.Memfd) -> None:
+        target = (command.address, command.port, self._credentials, command.staged, memory)
         share = self._job.spec.checkpoint.memory.buddy_network_percent / 100 if self._job else 1.0
         detail, begin = "", time.monotonic()
         try:
@@ -503,11 +493,9 @@ class AgentProcess:
         if isinstance(fetched, str):
             message: worker_protocol.ToWorker = worker_protocol.NoShard(shard=shard, detail=fetched)
         else:
-            fd, num_bytes = fetched
-            message = worker_protocol.Shard(shard=shard, num_bytes=num_bytes)
+            message = worker_protocol.Shard(shard=shard, num_bytes=fetched.num_bytes)
+            fd = fetched.fd
         self._workers.send(command.generation, command.rank, message, fd)
-        if fd is not None:
-            os.close(fd)
 
     async def _fetch_from_any(self, command: commands.FetchFromPeer) -> Fetched:
         details = []
@@ -521,7 +509,7 @@ class AgentProcess:
 
     # -- other agents -------------------------------------------------------------------------
     def _on_get(self, get: peer_transfer.Get) -> peer_transfer.Answer:
-        lent = self._machine.lend(get.step, get.generation, get.shard)
+        lent = self._machine.tiers.lend(get.step, get.generation, get.shard)
         if lent is None:
             return f"shard {get.shard} of {state_after(get.step)} is not in this node's memory"
         buffer, staged = lent
@@ -540,8 +528,8 @@ class AgentProcess:
     def _hold(
         self, buffer: int, staged: StagedShard, done: Callable[[bool], None]
     ) -> peer_transfer.TransferBuffer:
-        fd = self._memory.copy_of_fd(buffer)
-        return peer_transfer.TransferBuffer(fd, staged.num_bytes, staged.num_shards, done)
+        memory = self._memory[buffer]
+        return peer_transfer.TransferBuffer(memory, staged.num_bytes, staged.num_shards, done)
 
     def _failed(self, error: BaseException) -> None:
         if not self.ended.done():

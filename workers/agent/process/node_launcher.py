@@ -190,8 +190,7 @@ class NodeLauncher:
         os.close(pidfd)
         del self._nodes[node]
         self._orphans.end()  # workers die with their agent, but what they started may not
-        code = os.waitstatus_to_exitcode(status)
-        end = processes.describe_end(code if code >= 0 else None, -code if code < 0 else None)
+        end = processes.describe_end(os.waitstatus_to_exitcode(status))
         self._broadcast(p.NodeEnded(node=node, detail=end))
         self._devices.pop(node, None)
         waiting, self._waiting = self._waiting, {}

@@ -3,46 +3,30 @@
 from __future__ import annotations
 
 import os
+import weakref
 
 from holdfast.workers.checkpoint import layout
 
 
-class MemfdPool:
-    """Buffers by number, reused over generations."""
+class Memfd:
+    """A memory file, which is closed with the last reference to it: a thread that uses a buffer
+    keeps its memory when the buffer is freed."""
 
-    def __init__(self) -> None:
-        self._fds: dict[int, int] = {}
+    def __init__(self, name: str, num_bytes: int) -> None:
+        """Pages exist after `touch` or after they are written."""
+        self.num_bytes, self.fd = num_bytes, os.memfd_create(f"holdfast-{name}", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.fd)
+        os.ftruncate(self.fd, num_bytes)
 
     @property
     def allocated_bytes(self) -> int:
         """Pages that exist."""
-        return sum(os.fstat(fd).st_blocks * 512 for fd in self._fds.values())
+        return os.fstat(self.fd).st_blocks * 512
 
-    def make(self, number: int, num_bytes: int) -> int:
-        """A new buffer; its pages exist after `touch` or after they are written."""
-        fd = os.memfd_create(f"holdfast-{number}", os.MFD_CLOEXEC)
-        os.ftruncate(fd, num_bytes)
-        self._fds[number] = fd
-        return fd
-
-    def fd(self, number: int) -> int:
-        return self._fds[number]
-
-    def copy_of_fd(self, number: int) -> int:
-        """A copy for a thread: it stays valid when the buffer is freed. The caller closes it."""
-        return os.dup(self._fds[number])
-
-    def free(self, number: int) -> None:
-        os.close(self._fds.pop(number))
-
-
-def touch(fd: int, num_bytes: int) -> None:
-    """Allocate all pages: staging into fresh pages takes 4-5x the time of a warm copy. Takes over
-    `fd`. Raises OSError when the memory is not there."""
-    try:
-        os.posix_fallocate(fd, 0, num_bytes)
-    finally:
-        os.close(fd)
+    def touch(self) -> None:
+        """Allocate all pages: staging into fresh pages takes 4-5x the time of a warm copy. Raises
+        OSError when the memory is not there."""
+        os.posix_fallocate(self.fd, 0, self.num_bytes)
 
 
 def seal(fd: int) -> None:

@@ -41,6 +41,8 @@ from holdfast.orchestrator.protocol.framing import (
 )
 from holdfast.orchestrator.protocol.strangers import ConnectionLimit, listen
 
+from .memfd import Memfd
+
 R = TypeVar("R")
 
 LOOPBACK = "127.0.0.1"
@@ -117,9 +119,9 @@ def credentials(token: str, directory: Path | None, name: str) -> PeerCredential
 
 @dataclass(frozen=True)
 class TransferBuffer:
-    """A buffer for a transfer: a descriptor, which the transfer closes, and its callback."""
+    """A buffer for a transfer, and its callback."""
 
-    fd: int
+    memory: Memfd
     num_bytes: int
     num_shards: int
     done: Callable[[bool], None]
@@ -202,16 +204,13 @@ class DataPort:
             await self._in_thread(work, sock, answer)
             ok = True
         finally:
-            os.close(answer.fd)
             answer.done(ok)
         if isinstance(request, Put):
             await self._in_thread(_send, sock, Yes())
 
 
-def fetch(
-    address: str, port: int, credentials: PeerCredentials, wanted: StagedShard
-) -> tuple[int, int]:
-    """(memfd, bytes) of a shard in another agent's memory. Blocks. Raises PeerError."""
+def fetch(address: str, port: int, credentials: PeerCredentials, wanted: StagedShard) -> Memfd:
+    """A copy of a shard in another agent's memory. Blocks. Raises PeerError."""
     get = Get(
         token=credentials.token,
         step=wanted.step,
@@ -224,14 +223,9 @@ def fetch(
             answer = _expect_yes(_receive(sock))
             if answer.num_shards != wanted.num_shards:
                 raise PeerError(f"it has one of {answer.num_shards} shards")
-            fd = os.memfd_create(f"holdfast-shard-{wanted.shard}", os.MFD_CLOEXEC)
-            try:
-                os.ftruncate(fd, answer.num_bytes)
-                _receive_into(sock, fd, answer.num_bytes)
-            except BaseException:
-                os.close(fd)
-                raise
-            return fd, answer.num_bytes
+            memory = Memfd(f"shard-{wanted.shard}", answer.num_bytes)
+            _receive_into(sock, memory.fd, answer.num_bytes)
+            return memory
     except OSError as error:
         raise PeerError(f"{address}:{port}: {error}") from None
 
@@ -263,22 +257,20 @@ def push(
     port: int,
     credentials: PeerCredentials,
     staged: StagedShard,
-    fd: int,
+    memory: Memfd,
     share: float = 1.0,
     confirmed: int = -1,
 ) -> None:
-    """Copy a shard to another agent's memory, with a share of the network. Takes over `fd`. Blocks.
-    Raises PeerError."""
+    """Copy a shard to another agent's memory, with a share of the network. Blocks. Raises
+    PeerError."""
     try:
         with _connect(address, port, credentials) as sock:
             _send(sock, Put(token=credentials.token, staged=staged, confirmed=confirmed))
             _expect_yes(_receive(sock))
-            _send_file(sock, fd, staged.num_bytes, NetworkShare(share))
+            _send_file(sock, memory.fd, staged.num_bytes, NetworkShare(share))
             _expect_yes(_receive(sock))
     except OSError as error:
         raise PeerError(f"{address}:{port}: {error}") from None
-    finally:
-        os.close(fd)
 
 
 # -- connections ------------------------------------------------------------------------------
@@ -308,12 +300,12 @@ def _expect_yes(message: PeerMessage) -> Yes:
 
 def _send_bytes(sock: socket.socket, hold: TransferBuffer) -> None:
     _send(sock, Yes(num_bytes=hold.num_bytes, num_shards=hold.num_shards))
-    _send_file(sock, hold.fd, hold.num_bytes)
+    _send_file(sock, hold.memory.fd, hold.num_bytes)
 
 
 def _take_bytes(sock: socket.socket, hold: TransferBuffer) -> None:
     _send(sock, Yes())
-    _receive_into(sock, hold.fd, hold.num_bytes)
+    _receive_into(sock, hold.memory.fd, hold.num_bytes)
 
 
 def _send_file(

@@ -19,6 +19,8 @@ from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.checkpoint.coverage import coverage_of_file
 from holdfast.workers.checkpoint.shard_sources import CheckpointFiles
 
+from .memfd import Memfd
+
 CHUNK_BYTES = 4 * 2**20
 
 
@@ -30,20 +32,17 @@ class Written(NamedTuple):
 
 
 def write_shard(
-    fd: int, num_bytes: int, checkpoint_path: str, directory: str, name: str
+    memory: Memfd, num_bytes: int, checkpoint_path: str, directory: str, name: str
 ) -> Written:
-    """Copy the first `num_bytes` of `fd` to a durable file. Takes over `fd`.
+    """Copy the first `num_bytes` of `memory` to a durable file.
 
     Raises OSError, or what the store's library raises, when the file is not durable.
     """
-    try:
-        store = CheckpointFiles(checkpoint_path)
-        checksum = _write(fd, num_bytes, store, directory, name)
-        if store.is_local:
-            sync_directory(Path(store.root))
-        return Written(checksum, coverage_of_file(fd))
-    finally:
-        os.close(fd)
+    store = CheckpointFiles(checkpoint_path)
+    checksum = _write(memory.fd, num_bytes, store, directory, name)
+    if store.is_local:
+        sync_directory(Path(store.root))
+    return Written(checksum, coverage_of_file(memory.fd))
 
 
 def note_of(staged: StagedShard, file: str, done: Written, mesh: Mesh) -> bytes:

@@ -14,6 +14,7 @@ from holdfast.orchestrator.protocol.manifest import directory_name, shard_file_n
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.orchestrator.runtime.checkpoint_store import store as store_module
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore, NotCovered
+from holdfast.workers.agent.storage.memfd import Memfd
 from holdfast.workers.agent.storage.persist import write_shard
 from holdfast.workers.checkpoint.coverage import coverage_sum
 from holdfast.workers.checkpoint.layout import (
@@ -48,11 +49,11 @@ def _shard(shard: int, num_shards: int, boxes: dict[str, Box]) -> bytes:
 
 def _persist(path: Path, shard: int, num_shards: int, content: bytes) -> ShardFile:
     """Write and report it like an agent."""
-    fd = os.memfd_create("test")
-    os.write(fd, content)
+    memory = Memfd("test", len(content))
+    os.write(memory.fd, content)
     name = shard_file_name(shard, num_shards)
     directory = directory_name(STEP, GENERATION)
-    done = write_shard(fd, len(content), str(path), directory, name)
+    done = write_shard(memory, len(content), str(path), directory, name)
     return ShardFile(
         STEP, GENERATION, shard, num_shards, name, len(content), done.checksum, done.coverage
     )

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.orchestrator.protocol.facts import Membership
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.agent.pool.failures import is_secondary
 from holdfast.workers.session import distributed, groups
 from holdfast.workers.session.distributed import rank_env
 from holdfast.workers.session.groups import Groups, NotKept, SwitchStore
+from tests.unit.workers.members import membership
 
 pytestmark = pytest.mark.skipif(bool(groups.why_not_formed()), reason=groups.why_not_formed())
 
@@ -99,10 +99,7 @@ def test_a_collective_that_waits_is_cut_and_the_group_is_formed_again() -> None:
     in_two_processes(work)
 
 
-MEMBERSHIP = Membership(
-    generation=1, mesh=Mesh(2, 1), num_nodes=1, workers_per_node=2, master_address="127.0.0.1",
-    master_port=1, restart_count=0,
-)  # fmt: skip
+MEMBERSHIP = membership(mesh=Mesh(2, 1), workers_per_node=2)
 
 
 def test_a_world_of_a_scripts_own_size_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

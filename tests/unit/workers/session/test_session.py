@@ -18,7 +18,6 @@ from holdfast import session
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.api.v1alpha1.resilience import Checkpoint, MemoryTier, StorageTier
 from holdfast.orchestrator.errors import UserError
-from holdfast.orchestrator.protocol.facts import Membership, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.checkpoint.shard_sources import UnreadableCheckpoint
@@ -32,6 +31,7 @@ from holdfast.workers.session.distributed import (
     rank_env,
 )
 from holdfast.workers.session.loss import LossReport
+from tests.unit.workers.members import assigned
 
 
 @pytest.fixture
@@ -185,13 +185,7 @@ def test_the_session_knows_from_the_job_whether_a_gpu_is_required(
     monkeypatch: pytest.MonkeyPatch, ends: tuple[socket.socket, AgentChannel]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    membership = Membership(
-        generation=1, restart_count=0, num_nodes=1, workers_per_node=1, mesh=Mesh(),
-        master_address="127.0.0.1", master_port=1,
-    )  # fmt: skip
-    seat = WorkerSeat(rank=0, local_rank=0, shard=0, persists=True)
-    assign = worker_protocol.Assign(membership=membership, seat=seat, node_rank=0, environment={})
-    attached = worker_transport.Attached(link=ends[0], assign=assign, job=eight_workers(1))
+    attached = worker_transport.Attached(link=ends[0], assign=assigned(), job=eight_workers(1))
     monkeypatch.setattr(worker_transport, "attached", attached)
     with pytest.raises(DeviceMissing):
         session.init()
@@ -256,12 +250,16 @@ def attached(ends: tuple[socket.socket, AgentChannel]) -> tuple[socket.socket, S
     found = Session(RankEnv(), torch.device("cpu"), Mesh())
     found._channel, found._checkpoint = link, Checkpoint(memory=MemoryTier(every_steps=100))
     found.restore(*build())
-    for number in range(3):
+    give_buffers(agent, range(3))
+    return agent, found
+
+
+def give_buffers(agent: socket.socket, numbers: range) -> None:
+    for number in numbers:
         fd = os.memfd_create("buffer")
         os.truncate(fd, 1 << 20)
         worker_transport.send(agent, worker_protocol.Buffer(buffer=number, num_bytes=1 << 20), fd)
         os.close(fd)
-    return agent, found
 
 
 def received(agent: socket.socket) -> list[worker_protocol.WorkerMessage]:
@@ -334,11 +332,7 @@ def test_the_interval_changes_at_the_step_that_the_agent_names(
     found._checkpoint = Checkpoint(storage=StorageTier(every_steps=10))
     found.step(0)
     worker_transport.send(agent, worker_protocol.SetStagingInterval(every_steps=4, from_step=2))
-    for number in range(3, 5):
-        fd = os.memfd_create("buffer")
-        os.truncate(fd, 1 << 20)
-        worker_transport.send(agent, worker_protocol.Buffer(buffer=number, num_bytes=1 << 20), fd)
-        os.close(fd)
+    give_buffers(agent, range(3, 5))
     for step in range(1, 11):
         found.step(step)
     # Every step before step 2; then every 4th, and step 9 because it goes to storage.

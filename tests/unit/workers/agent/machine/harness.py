@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from holdfast.orchestrator.protocol import messages as m
-from holdfast.orchestrator.protocol.facts import Membership, NodeFacts, WorkerSeat
+from holdfast.orchestrator.protocol.facts import NodeFacts, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands, inputs
 from holdfast.workers.agent.machine.commands import Command
 from holdfast.workers.agent.machine.machine import AgentMachine
+from tests.unit.workers.members import membership
 
 SECOND_NS = 1_000_000_000
 FACTS = NodeFacts(hostname="h", address="127.0.0.1", data_port=1, slots=2)
@@ -32,6 +33,11 @@ class AgentHarness:
     def receive(self, message: m.ToAgent) -> tuple[Command, ...]:
         return self.give(inputs.Received(message))
 
+    def after(self, seconds: float) -> tuple[Command, ...]:
+        """Give a tick so many seconds later."""
+        self.now_ns += int(seconds * SECOND_NS)
+        return self.give(inputs.ClockTick())
+
     def join(self) -> tuple[Command, ...]:
         self.give(inputs.LinkUp(FACTS, 29500))
         return self.receive(
@@ -44,23 +50,11 @@ class AgentHarness:
             )
         )
 
-    def launch(self, generation: int = 1, **more: object) -> tuple[Command, ...]:
-        restore, mesh = more.pop("restore", None), more.pop("mesh", Mesh(shard=2))
-        kept_from, ahead = more.pop("kept_from", 0), bool(more.pop("ahead", False))
-        first = int(more.pop("first_rank", 0))  # type: ignore[call-overload]
-        assert isinstance(mesh, Mesh)
-        membership = Membership(
-            generation=generation,
-            mesh=mesh,
-            num_nodes=1,
-            workers_per_node=2,
-            master_address="127.0.0.1",
-            master_port=1,
-            restart_count=0,
-            restore=restore,  # type: ignore[arg-type]
-            kept_from=kept_from,  # type: ignore[arg-type]
-            ahead=ahead,
-        )
+    def launch(self, generation: int = 1, **more: Any) -> tuple[Command, ...]:
+        mesh, first = more.pop("mesh", Mesh(shard=2)), more.pop("first_rank", 0)
+        names = ("restore", "kept_from", "ahead")
+        at = {name: more.pop(name) for name in names if name in more}
+        group = membership(generation=generation, mesh=mesh, workers_per_node=2, **at)
         seats = tuple(
             WorkerSeat(first + local, local, mesh.shard_index(first + local), True)
             for local in range(2)
@@ -68,10 +62,10 @@ class AgentHarness:
         out = self.receive(
             m.LaunchWorkers(
                 action_id=10 + generation,
-                membership=membership,
+                membership=group,
                 node_rank=0,
                 seats=seats,
-                **more,  # type: ignore[arg-type]
+                **more,
             )
         )
         for rank in range(2):
@@ -99,6 +93,15 @@ class AgentHarness:
 
     def staged(self) -> set[tuple[int, int, int]]:
         return {(s.generation, s.step, s.shard) for s in self.machine.tiers.inventory()}
+
+
+def running(generation: int = 1, *, buffers: bool = False, **more: Any) -> AgentHarness:
+    """A harness whose workers run, and have requested buffers or not."""
+    harness = AgentHarness()
+    harness.launch(generation, **more)
+    if buffers:
+        request_buffers(harness, generation)
+    return harness
 
 
 T = TypeVar("T")

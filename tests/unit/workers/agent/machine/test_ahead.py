@@ -6,10 +6,10 @@ from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol
-from holdfast.workers.agent.machine import commands, inputs
+from holdfast.workers.agent.machine import commands
 from holdfast.workers.agent.machine.commands import Command
 
-from .harness import SECOND_NS, AgentHarness, of
+from .harness import AgentHarness, of, running
 
 DDP = Mesh(replicate=2)
 
@@ -36,8 +36,7 @@ def places(out: tuple[Command, ...]) -> list[tuple[int, int] | None]:
 
 def test_they_wait_for_the_next_generation_and_no_heartbeat_shows_them() -> None:
     agent = building()
-    agent.now_ns += SECOND_NS
-    (beat,) = of(m.Heartbeat, agent.give(inputs.ClockTick()))
+    (beat,) = of(m.Heartbeat, agent.after(1))
     assert (beat.generation, beat.workers) == (0, ())
     assert not built(agent, 0)
     (answer,) = built(agent, 1)
@@ -75,8 +74,7 @@ def test_one_that_fails_ends_the_others_and_answers_why() -> None:
 def test_one_that_ends_is_no_exit_of_the_job_and_standbys_take_its_place() -> None:
     agent = building()
     assert not of(m.WorkerExited, agent.worker_ends(0, code=1, generation=4))
-    agent.now_ns += 60 * SECOND_NS
-    assert of(commands.RefillStandbys, agent.give(inputs.ClockTick()))
+    assert of(commands.RefillStandbys, agent.after(60))
     agent = building()
     (answer,) = of(m.Launched, agent.worker_ends(1, code=0, generation=4))
     assert answer.detail == "rank 1: its process has ended"
@@ -94,13 +92,11 @@ def test_the_same_seats_are_built_once_and_others_not_beside_what_still_ends() -
 
 
 def test_a_node_whose_workers_train_builds_nothing() -> None:
-    agent = AgentHarness()
-    agent.launch(3, mesh=DDP)
+    agent = running(3, mesh=DDP)
     out = agent.launch(4, mesh=DDP, ahead=True)
     assert [answer.detail for answer in of(m.Launched, out)] == ["workers run here"]
 
 
 def test_they_do_not_wait_for_ever() -> None:
     agent = building()
-    agent.now_ns += int(2 * limits.JOIN_WAIT_S * SECOND_NS)
-    assert kills(agent.give(inputs.ClockTick())) == [0, 1]
+    assert kills(agent.after(2 * limits.JOIN_WAIT_S)) == [0, 1]

@@ -9,11 +9,12 @@ import pytest
 
 from holdfast.orchestrator.core.copy_rounds import CopyScheduler
 from holdfast.orchestrator.protocol import messages as m
-from holdfast.orchestrator.protocol.facts import Membership, NodeFacts, StagedShard, WorkerSeat
+from holdfast.orchestrator.protocol.facts import NodeFacts, StagedShard, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands, inputs
 from holdfast.workers.agent.machine.machine import AgentMachine
+from tests.unit.workers.members import membership
 
 from ....core.harness import Transcript, spec
 
@@ -53,14 +54,11 @@ class Pair:
             self.launch(index)
 
     def launch(self, index: int) -> None:
-        membership = Membership(
-            generation=1, mesh=Mesh(shard=2), num_nodes=2, workers_per_node=1,
-            master_address="a", master_port=1, restart_count=0,
-        )  # fmt: skip
+        group = membership(mesh=Mesh(shard=2), num_nodes=2)
         self.give(index, inputs.LinkUp(FACTS, 1))
         self.welcome(index)
         launch = m.LaunchWorkers(
-            action_id=1, membership=membership, node_rank=index,
+            action_id=1, membership=group, node_rank=index,
             seats=(WorkerSeat(index, 0, index, True),), buddy=NAMES[1 - index],
             buddy_address="x", buddy_port=1,
         )  # fmt: skip

@@ -7,28 +7,25 @@ from holdfast.orchestrator.protocol import messages as m
 from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands, inputs
 
-from .harness import SECOND_NS, AgentHarness, of
+from .harness import SECOND_NS, of, running
 
 LINGERS = worker_protocol.Leaving(waits_for="the thread upload in send (hub.py:7)")
 
 
 def test_a_worker_that_is_done_is_shown_to_leave_until_it_reports_a_step() -> None:
-    harness = AgentHarness()
-    harness.launch()
+    harness = running()
     for message, leaves in (
         (worker_protocol.Leaving(), True),
         (worker_protocol.Pulse(), True),
         (worker_protocol.Progress(step=3), False),
     ):
         harness.from_worker(0, message)
-        harness.now_ns += SECOND_NS
-        (beat,) = of(m.Heartbeat, harness.give(inputs.ClockTick()))
+        (beat,) = of(m.Heartbeat, harness.after(1))
         assert [worker.leaves for worker in beat.workers] == [leaves, False]
 
 
 def test_of_workers_that_do_not_leave_each_node_names_one() -> None:
-    harness = AgentHarness()
-    harness.launch()
+    harness = running()
     (note,) = of(m.NodeRemarked, harness.from_worker(1, LINGERS))
     assert note.shown
     assert note.text == (
@@ -49,8 +46,7 @@ def failed(*, secondary: bool = False) -> worker_protocol.Failed:
 
 
 def test_an_error_is_reported_before_its_process_has_ended_and_once() -> None:
-    harness = AgentHarness()
-    harness.launch()
+    harness = running()
     harness.from_worker(0, worker_protocol.Progress(step=3))
     out = harness.from_worker(0, failed())
     (report,) = of(m.WorkerExited, out)
@@ -60,8 +56,7 @@ def test_an_error_is_reported_before_its_process_has_ended_and_once() -> None:
 
 
 def test_a_worker_that_cleans_up_after_its_error_has_the_grace_of_a_save() -> None:
-    harness = AgentHarness()
-    harness.launch()
+    harness = running()
     harness.from_worker(0, failed())
     kills = of(commands.Kill, harness.receive(STOP))
     assert [(kill.rank, kill.signal) for kill in kills] == [(1, 9)]
@@ -80,8 +75,7 @@ def test_a_worker_that_cleans_up_after_its_error_has_the_grace_of_a_save() -> No
 
 
 def test_a_worker_that_lost_a_peer_has_no_such_grace() -> None:
-    harness = AgentHarness()
-    harness.launch()
+    harness = running()
     harness.from_worker(0, worker_protocol.PhaseChanged(phase="save"))
     harness.from_worker(1, failed(secondary=True))
     kills = of(commands.Kill, harness.receive(STOP))

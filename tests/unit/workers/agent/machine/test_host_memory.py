@@ -9,7 +9,7 @@ from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands, inputs
 
-from .harness import AgentHarness, of, request_buffers
+from .harness import AgentHarness, of, request_buffers, running
 
 BUFFER, GIB = 100, 2**30
 UNIT = 2 * BUFFER
@@ -19,8 +19,7 @@ BUDDY = {"buddy": "b", "buddy_address": "x", "buddy_port": 1}
 
 def harness_with(units: float, **launch: object) -> AgentHarness:
     """Launched on a node with usable memory for so many buffers of each worker."""
-    harness = AgentHarness()
-    harness.launch(1, **launch)
+    harness = running(**launch)
     measure(harness, units)
     return harness
 
@@ -81,8 +80,7 @@ def test_with_two_buffers_both_workers_stage_step_after_step() -> None:
 
 
 def test_without_memory_for_one_buffer_the_worker_gets_the_reason() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
+    harness = running()
     harness.give(inputs.MemoryMeasured(1000, UNIT - 1, 0))
     out = harness.from_worker(0, worker_protocol.BufferRequest(num_bytes=BUFFER))
     (refusal,) = [
@@ -129,16 +127,14 @@ def test_own_buffers_count_as_free_in_the_next_generation() -> None:
 
 
 def test_nodes_of_one_machine_share_what_is_free() -> None:
-    harness = AgentHarness()
-    harness.launch(1, nodes_on_machine=2)
+    harness = running(nodes_on_machine=2)
     harness.give(inputs.MemoryMeasured(1000, 10 * UNIT, 0))
     planned = report(request_buffers(harness))
     assert (planned.memory.room.limit_bytes, planned.memory.room.available_bytes) == (500, 5 * UNIT)
 
 
 def test_without_a_measurement_nothing_is_limited() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
+    harness = running()
     out = request_buffers(harness)
     assert num_buffers(harness) == [3, 3] and not of(m.NodeMemoryPlanned, out)
 

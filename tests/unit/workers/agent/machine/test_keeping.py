@@ -10,22 +10,20 @@ from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands, inputs
 from holdfast.workers.agent.machine.commands import Command
 
-from .harness import SECOND_NS, AgentHarness
+from .harness import SECOND_NS, AgentHarness, running
 
 DDP = Mesh(replicate=2)
 
 
 def training(*keepable: int, mesh: Mesh = DDP) -> AgentHarness:
-    agent = AgentHarness()
-    agent.launch(mesh=mesh)
+    agent = running(mesh=mesh)
     for rank in keepable:
         agent.from_worker(rank, worker_protocol.KeepReported(why_not=""))
     return agent
 
 
 def beats(agent: AgentHarness) -> list[bool | str]:
-    agent.now_ns += SECOND_NS
-    (sent,) = (c.message for c in agent.give(inputs.ClockTick()) if isinstance(c, commands.Send))
+    (sent,) = (c.message for c in agent.after(1) if isinstance(c, commands.Send))
     assert isinstance(sent, m.Heartbeat)
     return [worker.keeps for worker in sent.workers]
 
@@ -98,8 +96,7 @@ def test_a_worker_that_cannot_be_kept_is_killed_at_once_and_one_that_halts_late_
     agent = training(0)
     assert kills(stop(agent)) == [(1, 1)]
     assert not agent.worker_ends(1, signal=9)
-    agent.now_ns += SECOND_NS
-    out = agent.give(inputs.ClockTick())
+    out = agent.after(1)
     assert kills(out) == [(1, 0)]
     why = "it did not wait for a seat in time"
     assert commands.Note(f"rank 0 is not kept: {why}") in out
@@ -159,8 +156,7 @@ def test_a_kept_worker_whose_seat_is_not_given_after_all_is_killed() -> None:
 def test_a_kept_worker_that_gets_no_seat_is_killed_after_two_minutes() -> None:
     agent = waiting()
     for waits_s, killed in ((100, []), (21, [(1, 0), (1, 1)]), (200, [])):
-        agent.now_ns += waits_s * SECOND_NS
-        assert kills(agent.give(inputs.ClockTick())) == killed
+        assert kills(agent.after(waits_s)) == killed
         due = agent.machine.next_deadline_ns()
         assert due is not None and due > agent.now_ns
     agent.worker_ends(0, signal=9)

@@ -12,9 +12,9 @@ from holdfast.orchestrator.protocol.facts import Restore, ShardLocation, Stack, 
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands, inputs
-from holdfast.workers.agent.machine.preemption import MachineTiming
+from holdfast.workers.agent.machine.standbys import REFILL_DELAY_S, SPARE_DELAY_S
 
-from .harness import FACTS, SECOND_NS, AgentHarness, of, request_buffers
+from .harness import FACTS, SECOND_NS, AgentHarness, of, request_buffers, running
 
 
 def test_a_launch_forks_every_seat_and_answers_once_all_are_forked() -> None:
@@ -25,16 +25,14 @@ def test_a_launch_forks_every_seat_and_answers_once_all_are_forked() -> None:
 
 
 def test_the_same_launch_twice_forks_nothing_more() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
+    harness = running()
     out = harness.launch(1)
     assert not of(commands.Fork, out)
     assert [r.ok for r in of(m.Launched, out)] == [True]
 
 
 def test_a_launch_of_an_older_generation_is_refused() -> None:
-    harness = AgentHarness()
-    harness.launch(3)
+    harness = running(3)
     out = harness.launch(2)
     assert not of(commands.Fork, out)
     assert [r.ok for r in of(m.Launched, out)] == [False]
@@ -48,8 +46,7 @@ def test_a_stopped_generation_cannot_be_launched_again() -> None:
 
 
 def test_a_newer_launch_first_kills_the_workers_of_the_older_generation() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
+    harness = running()
     out = harness.launch(2)
     assert [(k.generation, k.signal) for k in of(commands.Kill, out)] == [(1, 9), (1, 9)]
     assert not of(commands.Fork, out)
@@ -59,8 +56,7 @@ def test_a_newer_launch_first_kills_the_workers_of_the_older_generation() -> Non
 
 
 def test_a_stop_kills_at_once_and_reports_when_the_last_worker_is_reaped() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
+    harness = running()
     died = of(m.WorkerExited, harness.worker_ends(0, signal=11))
     assert [(e.exit.rank, e.exit.signal, e.exit.by_us) for e in died] == [(0, 11, False)]
     out = harness.receive(m.StopWorkers(action_id=7, generation=1))
@@ -74,8 +70,7 @@ def test_a_stop_kills_at_once_and_reports_when_the_last_worker_is_reaped() -> No
 
 
 def test_a_death_before_the_stop_that_is_reported_after_it_is_not_ours() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
+    harness = running()
     harness.receive(m.StopWorkers(action_id=7, generation=1))
     harness.give(inputs.WorkerEnded(1, 0, None, 9, before_ours=True))
     (stopped,) = of(m.GroupStopped, harness.worker_ends(1, signal=9))
@@ -83,8 +78,7 @@ def test_a_death_before_the_stop_that_is_reported_after_it_is_not_ours() -> None
 
 
 def test_a_repeated_stop_gets_the_same_report() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
+    harness = running()
     harness.receive(m.StopWorkers(action_id=7, generation=1))
     harness.worker_ends(0, signal=9)
     harness.worker_ends(1, signal=9)
@@ -94,31 +88,26 @@ def test_a_repeated_stop_gets_the_same_report() -> None:
 
 
 def test_a_stop_with_grace_sends_sigterm_and_then_sigkill() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
+    harness = running()
     out = harness.receive(m.StopWorkers(action_id=7, generation=1, grace_s=2.0))
     assert {k.signal for k in of(commands.Kill, out)} == {15}
     harness.worker_ends(0, code=0)
-    harness.now_ns += 2 * SECOND_NS
-    out = harness.give(inputs.ClockTick())
+    out = harness.after(2)
     assert [(k.rank, k.signal) for k in of(commands.Kill, out)] == [(1, 9)]
     (stopped,) = of(m.GroupStopped, harness.worker_ends(1, signal=9))
     assert all(e.by_us for e in stopped.exits)
 
 
 def test_stacks_are_taken_before_the_kill_and_never_block_it_for_long() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
+    harness = running()
     out = harness.receive(m.StopWorkers(action_id=7, generation=1, stacks=True))
     assert [(t.ranks, t.by_signal) for t in of(commands.TakeStacks, out)] == [((0, 1), True)]
     assert not of(commands.Kill, out)
-    harness.now_ns += 3 * SECOND_NS
-    assert {k.signal for k in of(commands.Kill, harness.give(inputs.ClockTick()))} == {9}
+    assert {k.signal for k in of(commands.Kill, harness.after(3))} == {9}
 
 
 def test_an_inspection_reports_what_workers_do_and_leaves_them_alone() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
+    harness = running()
     (asked,) = of(commands.TakeStacks, harness.receive(m.Inspect(generation=1)))
     assert (asked.ranks, asked.by_signal) == ((0, 1), False)
     waits = Stack(0, "a collective", True, "S", "peers")
@@ -133,8 +122,7 @@ def test_an_inspection_reports_what_workers_do_and_leaves_them_alone() -> None:
 
 
 def test_a_heartbeat_has_the_activity_of_the_processes_until_the_next_progress() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
+    harness = running()
     harness.now_ns += SECOND_NS
     group = harness.machine.group
     assert group is not None and group.quiet_ranks(harness.now_ns) == [0, 1]
@@ -150,8 +138,7 @@ def test_a_heartbeat_has_the_activity_of_the_processes_until_the_next_progress()
 
 
 def test_a_worker_without_memory_says_so_with_its_exit() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
+    harness = running()
     failed = worker_protocol.Failed(
         error_type="MemoryError", message="", traceback="", out_of_memory=True
     )
@@ -160,8 +147,7 @@ def test_a_worker_without_memory_says_so_with_its_exit() -> None:
 
 
 def test_a_worker_that_the_watchdog_aborted_has_lost_a_peer() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
+    harness = running()
     line = "Watchdog caught collective operation timeout"
     crash = worker_protocol.Failed(error_type="", message=line, traceback="", secondary=True)
     out = harness.give(inputs.WorkerEnded(1, 1, None, 6, crash=crash))
@@ -170,8 +156,7 @@ def test_a_worker_that_the_watchdog_aborted_has_lost_a_peer() -> None:
 
 
 def test_a_python_error_is_reported_with_the_exit() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
+    harness = running()
     harness.from_worker(1, worker_protocol.Progress(step=4))
     out = harness.from_worker(
         1, worker_protocol.Failed(error_type="ValueError", message="bad", traceback="Traceback ...")
@@ -181,15 +166,13 @@ def test_a_python_error_is_reported_with_the_exit() -> None:
 
 
 def test_a_worker_that_fails_before_its_first_step_names_the_step_it_resumed_after() -> None:
-    harness = AgentHarness()
-    harness.launch(2, restore=Restore(step=12, generation=1, num_shards=2))
+    harness = running(2, restore=Restore(step=12, generation=1, num_shards=2))
     (exited,) = of(m.WorkerExited, harness.worker_ends(0, code=1, generation=2))
     assert exited.exit.step == 12
 
 
 def test_the_first_step_of_a_generation_is_sent_at_once_and_later_ones_with_the_heartbeat() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
+    harness = running()
     assert not of(m.Heartbeat, harness.from_worker(0, worker_protocol.Progress(step=0)))
     (beat,) = of(m.Heartbeat, harness.from_worker(1, worker_protocol.Progress(step=0)))
     assert [w.step for w in beat.workers] == [0, 0]
@@ -202,8 +185,7 @@ def test_the_first_step_of_a_generation_is_sent_at_once_and_later_ones_with_the_
 
 
 def test_after_a_reconnect_the_exits_of_the_running_generation_are_sent_again() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
+    harness = running()
     harness.give(inputs.LinkDown())
     assert not of(m.WorkerExited, harness.worker_ends(0, signal=9))
     (hello,) = of(m.Hello, harness.give(inputs.LinkUp(FACTS, 29501)))
@@ -215,11 +197,9 @@ def test_after_a_reconnect_the_exits_of_the_running_generation_are_sent_again() 
 
 
 def test_a_node_without_a_controller_ends_its_workers_and_itself() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
+    harness = running()
     harness.give(inputs.LinkDown())
-    harness.now_ns += int(CONTROLLER_ABSENCE_S * SECOND_NS)
-    assert {k.signal for k in of(commands.Kill, harness.give(inputs.ClockTick()))} == {9}
+    assert {k.signal for k in of(commands.Kill, harness.after(CONTROLLER_ABSENCE_S))} == {9}
     harness.worker_ends(0, signal=9)
     assert of(commands.EndNode, harness.worker_ends(1, signal=9))
 
@@ -233,28 +213,21 @@ def absent(harness: AgentHarness, seconds: float | None) -> None:
 
 
 def test_a_node_trains_on_without_a_controller_for_as_long_as_the_spec_allows() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
+    harness = running()
     absent(harness, None)
-    harness.now_ns += int(1000 * CONTROLLER_ABSENCE_S * SECOND_NS)
-    assert not of(commands.Kill, harness.give(inputs.ClockTick()))
+    assert not of(commands.Kill, harness.after(1000 * CONTROLLER_ABSENCE_S))
     assert harness.machine.next_deadline_ns() is None
-    other = AgentHarness()
-    other.launch(1)
+    other = running()
     absent(other, 5.0)
-    other.now_ns += 5 * SECOND_NS
-    assert of(commands.Kill, other.give(inputs.ClockTick()))
+    assert of(commands.Kill, other.after(5))
 
 
 def test_a_node_that_gives_up_its_controller_writes_its_last_two_steps_first() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
-    request_buffers(harness)
+    harness = running(buffers=True)
     absent(harness, 10.0)
     for step in (0, 1):
         harness.stage(step)
-    harness.now_ns += 10 * SECOND_NS
-    out = harness.give(inputs.ClockTick())
+    out = harness.after(10)
     writes = of(commands.WriteStorage, out)
     assert {(w.staged.step, w.staged.shard) for w in writes} == {
         (s, k) for s in (0, 1) for k in (0, 1)
@@ -269,13 +242,10 @@ def test_a_node_that_gives_up_its_controller_writes_its_last_two_steps_first() -
 
 
 def test_a_node_whose_storage_does_not_answer_ends_all_the_same() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
-    request_buffers(harness)
+    harness = running(buffers=True)
     absent(harness, 10.0)
     harness.stage(0)
-    harness.now_ns += 10 * SECOND_NS
-    assert of(commands.WriteStorage, harness.give(inputs.ClockTick()))
+    assert of(commands.WriteStorage, harness.after(10))
     due = harness.machine.next_deadline_ns()
     assert due is not None
     harness.now_ns = due
@@ -283,16 +253,13 @@ def test_a_node_whose_storage_does_not_answer_ends_all_the_same() -> None:
 
 
 def test_with_a_controller_no_note_is_written() -> None:
-    harness = AgentHarness()
-    harness.launch(1, persist_every_steps=1)
-    request_buffers(harness)
+    harness = running(persist_every_steps=1, buffers=True)
     writes = of(commands.WriteStorage, harness.stage(0))
     assert writes and all(w.mesh is None for w in writes)
 
 
 def test_the_last_two_complete_steps_are_kept_while_the_next_is_written() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
+    harness = running()
     assert len(of(commands.MakeBuffer, request_buffers(harness))) == 6
     for step in range(5):
         harness.stage(step)
@@ -300,9 +267,7 @@ def test_the_last_two_complete_steps_are_kept_while_the_next_is_written() -> Non
 
 
 def test_a_torn_step_never_displaces_the_last_complete_one() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
-    request_buffers(harness)
+    harness = running(buffers=True)
     harness.stage(0)
     harness.stage(1)
     free = next(b for b in harness.machine.tiers.buffers.of_slot(0) if b.writable)
@@ -311,9 +276,7 @@ def test_a_torn_step_never_displaces_the_last_complete_one() -> None:
 
 
 def test_buffers_of_the_previous_generation_are_reused_without_loss_of_its_state() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
-    request_buffers(harness)
+    harness = running(buffers=True)
     for step in range(3):
         harness.stage(step)
     harness.receive(m.StopWorkers(action_id=7, generation=1))
@@ -333,9 +296,7 @@ def test_buffers_of_the_previous_generation_are_reused_without_loss_of_its_state
 
 
 def test_steps_after_the_restored_one_are_discarded() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
-    request_buffers(harness)
+    harness = running(buffers=True)
     harness.stage(0)
     harness.stage(1)
     harness.receive(m.StopWorkers(action_id=7, generation=1))
@@ -346,9 +307,7 @@ def test_steps_after_the_restored_one_are_discarded() -> None:
 
 
 def test_an_upload_keeps_its_buffer_and_training_gets_another_one() -> None:
-    harness = AgentHarness()
-    harness.launch(1, persist_every_steps=2)
-    request_buffers(harness)
+    harness = running(persist_every_steps=2, buffers=True)
     harness.stage(0)
     writes = of(commands.WriteStorage, harness.stage(1))
     assert [w.directory for w in writes] == ["step-00000001.gen-1"] * 2
@@ -363,9 +322,7 @@ def test_an_upload_keeps_its_buffer_and_training_gets_another_one() -> None:
 
 
 def test_a_persist_request_writes_the_same_step_on_every_node() -> None:
-    harness = AgentHarness()
-    harness.launch(1)
-    request_buffers(harness)
+    harness = running(buffers=True)
     harness.stage(0)
     assert not of(
         commands.WriteStorage, harness.receive(m.Persist(action_id=3, generation=1, step=1))
@@ -378,9 +335,7 @@ def test_a_persist_request_writes_the_same_step_on_every_node() -> None:
 
 
 def test_the_last_step_is_persisted_when_the_training_loop_ends() -> None:
-    harness = AgentHarness()
-    harness.launch(1, persist_every_steps=100)
-    request_buffers(harness)
+    harness = running(persist_every_steps=100, buffers=True)
     harness.stage(7)
     writes = of(commands.WriteStorage, harness.from_worker(0, worker_protocol.Finished(step=7)))
     assert [(w.staged.step, w.staged.shard) for w in writes] == [(7, 0)]
@@ -399,8 +354,7 @@ def test_a_shard_that_is_not_here_is_fetched_from_a_peer_that_has_it() -> None:
 
 
 def test_buddy_copies_keep_two_versions_and_refuse_an_older_generation() -> None:
-    harness = AgentHarness()
-    harness.launch(2)
+    harness = running(2)
     for step in range(4):
         buffer, _ = harness.machine.accept_copy(StagedShard(step, 2, 5, 8, 100))
         assert isinstance(buffer, int)
@@ -436,8 +390,7 @@ def test_the_end_of_a_push_of_an_earlier_generation_is_not_taken_for_a_newer_one
 
 def test_a_push_carries_the_confirmed_step_to_the_buddy() -> None:
     """Seed 5002521: the order that confirmed step 1 was lost, and step 2 replaced its copy."""
-    harness = AgentHarness()
-    harness.launch(1, buddy="node-1")
+    harness = running(buddy="node-1")
     harness.receive(m.CopyStep(generation=1, step=1, confirmed=0))
     for step in range(3):
         buffer, _ = harness.machine.accept_copy(StagedShard(step, 1, 5, 8, 100), step - 1)
@@ -447,8 +400,7 @@ def test_a_push_carries_the_confirmed_step_to_the_buddy() -> None:
 
 
 def test_messages_of_a_worker_of_another_generation_change_nothing() -> None:
-    harness = AgentHarness()
-    harness.launch(2)
+    harness = running(2)
     assert not harness.from_worker(0, worker_protocol.Finished(step=3), generation=1)
     assert not harness.worker_ends(0, signal=9, generation=1)
     assert harness.machine.group is not None
@@ -467,16 +419,15 @@ def refills(harness: AgentHarness, until_s: float) -> list[tuple[float, int]]:
 
 
 def test_a_node_without_ranks_forks_standbys_after_the_start_of_the_others() -> None:
-    assert refills(AgentHarness(), until_s=30) == [(MachineTiming().spare_delay_s, 2)]
+    assert refills(AgentHarness(), until_s=30) == [(SPARE_DELAY_S, 2)]
 
 
 def test_a_node_with_ranks_forks_standbys_after_its_first_step_and_not_before() -> None:
-    harness = AgentHarness()
-    harness.launch()
+    harness = running()
     assert refills(harness, until_s=10) == []
     for rank in range(2):
         harness.from_worker(rank, worker_protocol.Progress(step=0, step_s=0.1))
-    assert refills(harness, until_s=30) == [(10 + MachineTiming().refill_delay_s, 2)]
+    assert refills(harness, until_s=30) == [(10 + REFILL_DELAY_S, 2)]
 
 
 def reports(out: Iterable[object]) -> list[bool]:
@@ -488,7 +439,7 @@ def test_the_controller_is_notified_when_standbys_have_imported_what_the_script_
     harness.give(inputs.LinkUp(FACTS, 29500))
     harness.join()
     assert reports(harness.give(inputs.JobConfigured(must_import=True))) == [False]
-    assert refills(harness, until_s=10) == [(MachineTiming().spare_delay_s, 2)]
+    assert refills(harness, until_s=10) == [(SPARE_DELAY_S, 2)]
     assert reports(harness.give(inputs.StandbysReady())) == [True]
     assert reports(harness.give(inputs.StandbysReady())) == [], "it is known"
 
@@ -508,7 +459,7 @@ def test_standbys_for_the_next_launch_are_ready_after_their_fork_only() -> None:
     learned = worker_protocol.ImportsReported(modules=("transformers",))
     assert reports(harness.from_worker(0, learned)) == [False]
     assert reports(harness.give(inputs.StandbysReady())) == [], "those that are to come are not"
-    assert refills(harness, until_s=10) == [(MachineTiming().refill_delay_s, 2)]
+    assert refills(harness, until_s=10) == [(REFILL_DELAY_S, 2)]
     assert reports(harness.give(inputs.StandbysReady())) == [True]
 
 
@@ -524,8 +475,7 @@ def test_each_controller_is_notified() -> None:
 
 
 def test_the_controller_receives_what_rank_0_imported_for_nodes_that_join() -> None:
-    harness = AgentHarness()
-    harness.launch()
+    harness = running()
     learned = worker_protocol.ImportsReported(modules=("transformers", "peft"))
     sent = m.ImportsLearned(modules=("transformers", "peft"))
     assert of(m.ImportsLearned, harness.from_worker(1, learned)) == [], "of one rank in the job"

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.facts import StagedShard
 from holdfast.workers.agent.machine import commands, inputs
-from holdfast.workers.agent.machine.preemption import MachineTiming
+from holdfast.workers.agent.machine.preemption import MARGIN_S
+from holdfast.workers.agent.machine.preemption import SAVE_SHARE as SAVE_AT
 
 from .harness import SECOND_NS, AgentHarness, T, of, request_buffers
 
 GRACE_S = 30.0
-MARGIN_S, SAVE_AT = MachineTiming().margin_s, MachineTiming().save_share
 
 
 def trained(harness: AgentHarness, step: int = 3) -> None:
@@ -61,13 +61,13 @@ def test_memory_is_served_and_stops_are_obeyed_until_shutdown() -> None:
     harness = AgentHarness()
     trained(harness)
     harness.give(inputs.Terminated(GRACE_S))
-    assert harness.machine.lend(step=3, generation=1, shard=0)
+    assert harness.machine.tiers.lend(step=3, generation=1, shard=0)
     stop = harness.receive(m.StopWorkers(action_id=5, generation=1))
     assert len([o for o in stop if isinstance(o, commands.Kill)]) == 2
     for rank in range(2):
         last = harness.give(inputs.WorkerEnded(1, rank, None, 9))
     assert {s.step for s in one(m.GroupStopped, last).staged} == {3}
-    assert harness.machine.lend(step=3, generation=1, shard=1)
+    assert harness.machine.tiers.lend(step=3, generation=1, shard=1)
     assert (
         one(commands.EndNode, harness.receive(m.Shutdown(detail="free to go"))).detail
         == "free to go"
@@ -97,8 +97,7 @@ def test_a_controller_that_reconnects_in_time_gets_the_reports_of_written_shards
     trained(harness)
     harness.give(inputs.LinkDown())
     harness.give(inputs.Terminated(GRACE_S))
-    harness.now_ns += int(SAVE_AT * GRACE_S * SECOND_NS)
-    for order in harness.give(inputs.ClockTick()):
+    for order in harness.after(SAVE_AT * GRACE_S):
         assert isinstance(order, commands.WriteStorage)
         harness.give(inputs.WriteDone(order.buffer, order.staged, order.file, checksum="aa"))
     reported = [report.shard.shard for report in of(m.ShardPersisted, harness.join())]

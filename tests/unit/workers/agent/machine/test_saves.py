@@ -10,7 +10,7 @@ from holdfast.orchestrator.protocol.facts import Stack
 from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands, inputs
 
-from .harness import SECOND_NS, AgentHarness, of
+from .harness import SECOND_NS, AgentHarness, of, running
 
 STOP = m.StopWorkers(action_id=7, generation=1, save_grace_s=limits.SAVE_GRACE_S)
 SAVES = worker_protocol.PhaseChanged(phase="save")
@@ -18,8 +18,7 @@ TRAINS = worker_protocol.PhaseChanged(phase="train")
 
 
 def saving() -> AgentHarness:
-    harness = AgentHarness()
-    harness.launch()
+    harness = running()
     harness.from_worker(0, SAVES)
     harness.from_worker(1, TRAINS)
     return harness
@@ -35,8 +34,7 @@ def test_only_the_rank_that_saves_lives_on_until_its_save_ends() -> None:
     assert killed(out) == [(1, 9)]
     assert [(one.ranks, one.by_signal) for one in of(commands.TakeStacks, out)] == [((0,), False)]
     harness.worker_ends(1, signal=9)
-    harness.now_ns += 3 * SECOND_NS
-    assert killed(harness.give(inputs.ClockTick())) == []
+    assert killed(harness.after(3)) == []
     assert killed(harness.from_worker(0, TRAINS)) == [(0, 9)]
     answer = of(m.GroupStopped, harness.worker_ends(0, signal=9))
     assert [one.action_id for one in answer] == [7]
@@ -62,8 +60,7 @@ def test_the_grace_for_a_save_is_bounded() -> None:
 
 
 def test_without_a_declared_save_all_are_killed_at_once() -> None:
-    harness = AgentHarness()
-    harness.launch()
+    harness = running()
     out = harness.receive(STOP)
     assert killed(out) == [(0, 9), (1, 9)] and not of(commands.TakeStacks, out)
 

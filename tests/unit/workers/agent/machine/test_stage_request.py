@@ -10,7 +10,7 @@ from holdfast.orchestrator.protocol import messages as m
 from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands
 
-from .harness import AgentHarness, of, request_buffers
+from .harness import AgentHarness, of, running
 
 REQUEST = m.Stage(action_id=9, generation=1, step=12, hold=True)
 
@@ -18,9 +18,7 @@ REQUEST = m.Stage(action_id=9, generation=1, step=12, hold=True)
 @pytest.fixture
 def harness() -> AgentHarness:
     """Agent whose workers have finished step 11."""
-    harness = AgentHarness()
-    harness.launch(1)
-    request_buffers(harness)
+    harness = running(buffers=True)
     finish(harness, 11)
     return harness
 

@@ -9,7 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.orchestrator.protocol.facts import StagedShard
-from holdfast.workers.agent.machine.staging_buffers import Drop, Give, StagingBuffers, version
+from holdfast.workers.agent.machine.buffer_states import Change, Give, version
+from holdfast.workers.agent.machine.staging_buffers import StagingBuffers
 
 SLOTS = 2
 
@@ -40,7 +41,7 @@ class StagingRun:
             for _ in range(3):
                 self.take(self.buffers.request(slot, 100))
 
-    def take(self, changes: list[Give | Drop]) -> None:
+    def take(self, changes: list[Change]) -> None:
         for change in changes:
             if isinstance(change, Give):
                 self.free[change.slot].append(change.buffer)
@@ -73,7 +74,7 @@ class StagingRun:
         """An upload of the newest version begins; one at a time, as in the agent."""
         held = [b for b in self.buffers.of_slot(slot) if b.content]
         if held and not self.pins:
-            newest = max(held, key=lambda b: version(b.content) if b.content else (0, 0))
+            newest = max(held, key=lambda buffer: buffer.version)
             self.buffers.pin(newest.number)
             self.pins.append(newest.number)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.workers import worker_protocol
-from holdfast.workers.agent.machine import commands, inputs
+from holdfast.workers.agent.machine import commands
 
-from .harness import SECOND_NS, AgentHarness, of
+from .harness import AgentHarness, of, running
 
 
 def shown(harness: AgentHarness) -> tuple[int, int]:
-    harness.now_ns += SECOND_NS
-    (beat,) = of(m.Heartbeat, harness.give(inputs.ClockTick()))
+    (beat,) = of(m.Heartbeat, harness.after(1))
     return beat.stage_every_steps, beat.stage_from_step
 
 
@@ -24,8 +23,7 @@ def test_workers_are_forked_with_the_interval_of_their_launch() -> None:
 
 
 def test_an_order_goes_to_every_worker_and_is_shown() -> None:
-    harness = AgentHarness()
-    harness.launch(1, stage_every_steps=1)
+    harness = running(stage_every_steps=1)
     out = harness.receive(m.StageEvery(generation=1, every_steps=8, from_step=40))
     word = worker_protocol.SetStagingInterval(every_steps=8, from_step=40)
     assert [(o.rank, o.message) for o in of(commands.ToRank, out)] == [(0, word), (1, word)]
@@ -37,7 +35,6 @@ def test_an_order_goes_to_every_worker_and_is_shown() -> None:
 
 
 def test_an_order_for_another_generation_changes_nothing() -> None:
-    harness = AgentHarness()
-    harness.launch(2, stage_every_steps=1)
+    harness = running(2, stage_every_steps=1)
     assert not harness.receive(m.StageEvery(generation=1, every_steps=8, from_step=40))
     assert shown(harness) == (1, 0)

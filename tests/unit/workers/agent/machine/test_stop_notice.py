@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.workers import worker_protocol
-from holdfast.workers.agent.machine import commands, inputs
+from holdfast.workers.agent.machine import commands
 
-from .harness import SECOND_NS, AgentHarness, of
+from .harness import AgentHarness, of, running
 
 STOP = m.StopWorkers(action_id=7, generation=1, grace_s=20.0, after_step=12)
 
 
 def training(*, wanted_by: tuple[int, ...] = (0, 1), step: int = 5) -> AgentHarness:
-    harness = AgentHarness()
-    harness.launch()
+    harness = running()
     for rank in range(2):
         if rank in wanted_by:
             harness.from_worker(rank, worker_protocol.StopNoticeWanted())
@@ -31,8 +30,7 @@ def test_workers_that_asked_get_a_notice_and_their_exit_is_of_the_stop() -> None
     ]
     assert not of(commands.Kill, out)
     harness.worker_ends(0, code=0)
-    harness.now_ns += 20 * SECOND_NS
-    out = harness.give(inputs.ClockTick())
+    out = harness.after(20)
     assert [(one.rank, one.signal) for one in of(commands.Kill, out)] == [(1, 9)]
     (stopped,) = of(m.GroupStopped, harness.worker_ends(1, signal=9))
     assert all(exit.by_us for exit in stopped.exits)

@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.orchestrator.protocol import messages as m
-from holdfast.orchestrator.protocol.facts import Membership, StagedShard, WorkerSeat
+from holdfast.orchestrator.protocol.facts import StagedShard, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands
 from holdfast.workers.agent.machine.buffer_states import Ask
 from holdfast.workers.agent.machine.commands import Command
-from holdfast.workers.agent.machine.staging_buffers import Differ, Drop, Give, Make, StagingBuffers
+from holdfast.workers.agent.machine.staging_buffers import Differ, Give, StagingBuffers
+from tests.unit.workers.members import membership
 
 from .harness import AgentHarness, of
 
@@ -48,10 +49,8 @@ class TwinRun:
                     self.asked.discard(change.slot)
                     self.granted[change.slot] = change
                     self.expect_alone(change)
-                case Drop():
+                case commands.FreeBuffer():
                     assert all(grant.buffer != change.buffer for grant in self.granted.values())
-                case Make() | Differ():
-                    pass
 
     def expect_alone(self, own: Give) -> None:
         """No other twin writes these bytes, and none reads them."""
@@ -208,13 +207,10 @@ class TwinHarness(AgentHarness):
     """One node with two ranks of DDP; the second one persists."""
 
     def launch_twins(self, **more: object) -> tuple[Command, ...]:
-        membership = Membership(
-            generation=1, mesh=Mesh(replicate=2), num_nodes=1, workers_per_node=2,
-            master_address="127.0.0.1", master_port=1, restart_count=0,
-        )  # fmt: skip
+        group = membership(mesh=Mesh(replicate=2), workers_per_node=2)
         seats = tuple(WorkerSeat(rank, rank, 0, rank == 1) for rank in range(2))
         launch = m.LaunchWorkers(
-            action_id=11, membership=membership, node_rank=0, seats=seats, **more,  # type: ignore[arg-type]
+            action_id=11, membership=group, node_rank=0, seats=seats, **more,  # type: ignore[arg-type]
         )  # fmt: skip
         out = self.receive(launch)
         for rank in range(2):

@@ -41,7 +41,7 @@ def test_all_that_was_learned_is_kept_and_what_a_process_must_not_fork_with(tmp_
     first.leave_out(("wandb", "grpc"))
     second = _kept(tmp_path)
     assert second.known() == ("transformers", "wandb", "peft")
-    assert second.left_out() == ("wandb", "grpc")
+    assert second.left_out == ("wandb", "grpc")
 
 
 def test_an_unwanted_file_is_not_written_and_a_damaged_one_is_none(tmp_path: Path) -> None:

@@ -16,8 +16,6 @@ import pytest
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.errors import HoldfastError, UserError
-from holdfast.orchestrator.protocol.facts import Membership, WorkerSeat
-from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.agent.linux import processes
 from holdfast.workers.agent.pool import (
@@ -29,6 +27,7 @@ from holdfast.workers.agent.pool import (
 )
 from holdfast.workers.agent.pool.entrypoint import Descriptors
 from tests.documents import job_document
+from tests.unit.workers.members import assigned
 
 
 def job(**entry: Any) -> TrainingJob:
@@ -280,15 +279,6 @@ def test_wrong_options_of_accelerate_are_the_users_mistake(monkeypatch: pytest.M
 
 
 # -- the session in another program -------------------------------------------------------------
-def assigned() -> worker_protocol.Assign:
-    membership = Membership(
-        generation=3, mesh=Mesh(), num_nodes=1, workers_per_node=1, master_address="127.0.0.1",
-        master_port=1, restart_count=2,
-    )  # fmt: skip
-    seat = WorkerSeat(rank=0, local_rank=0, shard=0, persists=True)
-    return worker_protocol.Assign(membership=membership, seat=seat, node_rank=0, environment={})
-
-
 def test_a_program_in_the_place_of_a_worker_inherits_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.workers.agent.pool.stack_activity import activity, in_collective
+from holdfast.workers.agent.pool.stack_activity import activity, waits_for_peers
 
 
 def stack(*frames: tuple[str, str]) -> str:
@@ -51,7 +51,7 @@ STACKS = {
 def test_the_innermost_frames_show_what_the_main_thread_is_in(kind: str) -> None:
     for text in STACKS[kind]:
         assert activity(text, line_of=lambda file, line: "y = f(x)") == kind
-        assert in_collective(text) == (kind in ("peers", "device"))
+        assert waits_for_peers(activity(text)) == (kind in ("peers", "device"))
 
 
 @pytest.mark.parametrize("line", ["total += loss.item()", "print(float(loss))", "x.tolist()"])

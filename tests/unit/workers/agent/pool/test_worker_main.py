@@ -9,7 +9,7 @@ import pytest
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.agent.pool.failures import is_out_of_memory, is_secondary
-from holdfast.workers.agent.pool.stack_activity import in_collective
+from holdfast.workers.agent.pool.stack_activity import activity
 from holdfast.workers.agent.pool.stacks import shorten
 from holdfast.workers.agent.pool.worker_main import failure_report, script_part
 from holdfast.workers.session.distributed import rank_env
@@ -120,12 +120,13 @@ Thread 14 (idle): "holdfast-pulse"
 
 
 def test_a_main_thread_in_a_collective_is_recognised() -> None:
-    assert in_collective(FAULTHANDLER)
+    assert activity(FAULTHANDLER) == "peers"
 
 
 def test_only_the_main_thread_counts_as_in_a_collective() -> None:
-    assert not in_collective(PY_SPY)
-    assert in_collective(PY_SPY.replace("load (train.py:12)", "barrier (torch/distributed/c.py:1)"))
+    assert activity(PY_SPY) == "nothing"
+    peers = PY_SPY.replace("load (train.py:12)", "barrier (torch/distributed/c.py:1)")
+    assert activity(peers) == "peers"
 
 
 def test_a_stack_shows_the_users_frames_without_those_that_start_a_worker() -> None:

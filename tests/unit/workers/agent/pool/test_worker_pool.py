@@ -8,37 +8,41 @@ import os
 import select
 import socket
 import subprocess
+from collections.abc import Callable
 
 import msgspec
 import pytest
 
-from holdfast.orchestrator.protocol.facts import GroupProgress, Membership, WorkerSeat
-from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.orchestrator.protocol.facts import GroupProgress, WorkerSeat
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.agent.machine import commands, inputs
 from holdfast.workers.agent.pool import fork_protocol
 from holdfast.workers.agent.pool.stack_activity import Inspection
 from holdfast.workers.agent.pool.worker_pool import WorkerPool
+from tests.unit.workers.members import assigned
 
-MEMBERSHIP = Membership(
-    generation=1,
-    mesh=Mesh(),
-    num_nodes=1,
-    workers_per_node=1,
-    master_address="127.0.0.1",
-    master_port=1,
-    restart_count=0,
-)
-ASSIGN = worker_protocol.Assign(
-    membership=MEMBERSHIP, seat=WorkerSeat(0, 0, 0, True), node_rank=0, environment={}
-)
+ASSIGN = assigned()
+
+
+def make_pool(
+    give: Callable[[inputs.Input], object] = lambda given: None,
+) -> tuple[WorkerPool, socket.socket]:
+    """A pool, and its forkserver's end of the socket."""
+    ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pool = WorkerPool(asyncio.get_running_loop(), give)
+    pool.attach(ours)
+    return pool, server
+
+
+def requested(server: socket.socket) -> tuple[fork_protocol.ForkWorker, list[int]]:
+    request, fds = fork_protocol.receive(server)
+    assert isinstance(request, fork_protocol.ForkWorker)
+    return request, fds
 
 
 def test_a_standby_is_kept_for_each_local_rank_and_given_to_that_rank() -> None:
     async def scene() -> tuple[list[int], dict[int, int]]:
-        ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pool = WorkerPool(asyncio.get_running_loop(), lambda given: None)
-        pool.attach(ours)
+        pool, server = make_pool()
         pool.refill(3)
         given = {}
         for rank in (2, 0):
@@ -52,8 +56,7 @@ def test_a_standby_is_kept_for_each_local_rank_and_given_to_that_rank() -> None:
         forked = []
         with contextlib.suppress(BlockingIOError):
             while True:
-                request, fds = fork_protocol.receive(server)
-                assert isinstance(request, fork_protocol.ForkWorker)
+                request, fds = requested(server)
                 forked.append(request.local_rank)
                 for fd in fds:
                     os.close(fd)
@@ -64,16 +67,13 @@ def test_a_standby_is_kept_for_each_local_rank_and_given_to_that_rank() -> None:
 
 def test_a_rank_does_not_wait_for_a_standby_whose_libraries_are_still_imported() -> None:
     async def scene() -> list[int]:
-        ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pool = WorkerPool(asyncio.get_running_loop(), lambda given: None)
-        pool.attach(ours)
+        pool, server = make_pool()
         pool.imports.learned(("transformers",))
         pool.refill(1)
         pool.assign(ASSIGN, None)
         asked = []
         for _ in range(2):
-            request, fds = fork_protocol.receive(server)
-            assert isinstance(request, fork_protocol.ForkWorker)
+            request, fds = requested(server)
             asked.append(request.local_rank)
             for fd in fds:
                 os.close(fd)
@@ -94,12 +94,9 @@ def test_messages_of_a_worker_come_before_its_exit_even_if_it_never_read_its_soc
             if isinstance(given, inputs.WorkerEnded):
                 ended.set()
 
-        ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pool = WorkerPool(asyncio.get_running_loop(), note)
-        pool.attach(ours)
+        pool, server = make_pool(note)
         pool.assign(ASSIGN, None)
-        request, fds = fork_protocol.receive(server)
-        assert isinstance(request, fork_protocol.ForkWorker)
+        request, fds = requested(server)
         fork_protocol.send(server, fork_protocol.Forked(worker=request.worker, pid=1))
         with socket.socket(fileno=fds[0]) as link:
             worker_transport.send(link, worker_protocol.Staged(buffer=1, step=4, num_bytes=8))
@@ -125,16 +122,12 @@ def test_who_was_ending_before_our_signal_was_not_ended_by_it(
     injected: bool, dies_first: bool
 ) -> None:
     async def scene() -> bool:
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[inputs.Input] = loop.create_future()
-        pool = WorkerPool(
-            loop, lambda given: isinstance(given, inputs.WorkerEnded) and ended.set_result(given)
+        ended: asyncio.Future[inputs.Input] = asyncio.get_running_loop().create_future()
+        pool, server = make_pool(
+            lambda given: isinstance(given, inputs.WorkerEnded) and ended.set_result(given)
         )
-        ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pool.attach(ours)
         pool.assign(ASSIGN, None)
-        request, _fds = fork_protocol.receive(server)
-        assert isinstance(request, fork_protocol.ForkWorker)
+        request, _fds = requested(server)
         worker, child = request.worker, subprocess.Popen(["sleep", "600"])
         fork_protocol.send(server, fork_protocol.Forked(worker=worker, pid=child.pid))
         while not await asyncio.sleep(0.01, any(p.pid for p in pool._processes.values())):
@@ -158,12 +151,9 @@ def test_an_inspection_gets_what_the_pulse_thread_reports_and_no_more_than_came_
     group = GroupProgress("0", "default_pg", 7, "gloo:all_reduce", done=False)
 
     async def scene() -> list[Inspection]:
-        ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pool = WorkerPool(asyncio.get_running_loop(), lambda given: None)
-        pool.attach(ours)
+        pool, server = make_pool()
         pool.assign(ASSIGN, None)
-        request, fds = fork_protocol.receive(server)
-        assert isinstance(request, fork_protocol.ForkWorker)
+        _, fds = requested(server)
         found = [await pool.inspect(1, 5, 9.0)]
         with socket.socket(fileno=fds[0]) as link, socket.socket(fileno=fds[2]) as asked:
             first = asyncio.ensure_future(pool.inspect(1, 0, 30.0))
@@ -210,10 +200,8 @@ def test_programs_that_a_worker_has_left_running_are_named_if_it_ended_well(
 ) -> None:
     async def scene() -> list[str]:
         notes: list[str] = []
-        ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pool = WorkerPool(asyncio.get_running_loop(), lambda given: None)
+        pool, server = make_pool()
         pool.noted = notes.append
-        pool.attach(ours)
         pool.assign(ASSIGN, None)
         ended = fork_protocol.ProcessEnded(
             worker=1, code=code, signal=9 if code is None else None, killed=("sh -c cp", "b")

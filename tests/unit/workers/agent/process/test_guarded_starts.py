@@ -17,16 +17,16 @@ from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.protocol import code_archive
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.environment import RESUME_FROM, RESUME_SINCE
-from holdfast.orchestrator.protocol.facts import Membership, OwnCheckpoint, WorkerSeat
+from holdfast.orchestrator.protocol.facts import OwnCheckpoint, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.agent.machine import commands, inputs
 from holdfast.workers.agent.pool.file_audit import OWN_CHECKPOINTS
-from holdfast.workers.agent.process import guarded_starts
 from holdfast.workers.agent.process.guarded_starts import GuardedStarts, StartSetting
 from holdfast.workers.agent.process.uploaded_code import UploadedCode
 from holdfast.workers.agent.storage import checkpoint_guard
 from tests.unit.api.wrong_jobs import job as document
 from tests.unit.api.wrong_jobs import script
+from tests.unit.workers.members import membership
 
 WELCOME = m.Welcome(
     spec={}, spec_directory="/here", checkpoint_path="", log_directory="-", heartbeat_interval_s=1
@@ -35,17 +35,10 @@ WELCOME = m.Welcome(
 
 def fork(rank: int, code: str = "", restarts: int = 0, written: str = "") -> commands.Fork:
     own = (OwnCheckpoint(path=written, generation=1),) if written else ()
-    membership = Membership(
-        generation=1,
-        mesh=Mesh(replicate=2),
-        num_nodes=1,
-        workers_per_node=2,
-        master_address="127.0.0.1",
-        master_port=1,
-        restart_count=restarts,
-        own_checkpoints=own,
+    at = membership(
+        mesh=Mesh(replicate=2), workers_per_node=2, restart_count=restarts, own_checkpoints=own
     )
-    return commands.Fork(membership, 0, WorkerSeat(rank, rank, 0, rank == 0), code=code)
+    return commands.Fork(at, 0, WorkerSeat(rank, rank, 0, rank == 0), code=code)
 
 
 class Node:
@@ -150,7 +143,7 @@ async def test_workers_start_although_a_file_system_does_not_answer_and_an_event
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(guarded_starts, "_look", lambda *_: answers.wait(30))
+    monkeypatch.setattr(checkpoint_guard, "look", lambda *_, **__: answers.wait(30))
     monkeypatch.setattr(checkpoint_guard, "LOOK_TIMEOUT_S", -0.99)
     given = job_from_mapping(document(script()))
     welcome = msgspec.structs.replace(WELCOME, submitted_ns=1)

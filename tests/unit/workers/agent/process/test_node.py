@@ -21,6 +21,7 @@ from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.agent.machine import commands, inputs
 from holdfast.workers.agent.pool import fork_protocol
 from holdfast.workers.agent.process.node import MIN_THREADS, AgentProcess, NodeOptions, ThreadPools
+from holdfast.workers.agent.storage.memfd import Memfd
 from tests.unit.workers.agent.machine.harness import FACTS
 from tests.unit.workers.agent.pool.test_worker_pool import ASSIGN
 from tests.unit.workers.agent.storage.test_peer_transfer import DATA, SHARD, Agent
@@ -83,7 +84,8 @@ async def test_uploads_that_wait_for_storage_delay_no_push_and_no_fetch(tmp_path
     peer = Agent(node._credentials)
     peer.port.open("127.0.0.1")
     for number in range(SLOTS + 1):
-        os.write(node._memory.make(number, len(DATA)), DATA)
+        memory = node._memory[number] = Memfd(f"{number}", len(DATA))
+        os.write(memory.fd, DATA)
     for number in range(SLOTS):
         staged = StagedShard(4, 2, number, SLOTS, len(DATA))
         node._carry_out(commands.WriteStorage(number, staged, "step-4.gen-2", f"shard-{number}"))

@@ -14,6 +14,7 @@ import pytest
 
 from holdfast.orchestrator.protocol.facts import StagedShard
 from holdfast.workers.agent.storage import peer_transfer
+from holdfast.workers.agent.storage.memfd import Memfd
 from tests.unit.runtime.certificates import make
 
 NAME = "job.jobs.holdfast.dev"
@@ -22,10 +23,10 @@ SHARD = StagedShard(step=4, generation=2, shard=1, num_shards=2, num_bytes=len(D
 pytestmark = pytest.mark.timeout(30)
 
 
-def memory_of(data: bytes) -> int:
-    fd = os.memfd_create("test", os.MFD_CLOEXEC)
-    os.write(fd, data)
-    return fd
+def memory_of(data: bytes) -> Memfd:
+    memory = Memfd("test", len(data))
+    os.write(memory.fd, data)
+    return memory
 
 
 class Agent:
@@ -44,16 +45,13 @@ class Agent:
         )
 
     def _put(self, put: peer_transfer.Put) -> peer_transfer.Answer:
-        fd = os.memfd_create("test", os.MFD_CLOEXEC)
-        os.ftruncate(fd, put.staged.num_bytes)
-        keep = os.dup(fd)
+        memory, size = Memfd("test", put.staged.num_bytes), put.staged.num_bytes
 
         def done(ok: bool) -> None:
-            self.received = os.pread(keep, put.staged.num_bytes, 0)
-            os.close(keep)
+            self.received = os.pread(memory.fd, size, 0)
             self.ended.append(ok)
 
-        return peer_transfer.TransferBuffer(fd, put.staged.num_bytes, put.staged.num_shards, done)
+        return peer_transfer.TransferBuffer(memory, size, put.staged.num_shards, done)
 
 
 @asynccontextmanager
@@ -76,8 +74,7 @@ async def fetch(
 ) -> bytes:
     port = agent.port.port
     fetched = await asyncio.to_thread(peer_transfer.fetch, address, port, credentials, wanted)
-    with os.fdopen(fetched[0], "rb") as file:
-        return file.read()
+    return os.pread(fetched.fd, fetched.num_bytes, 0)
 
 
 @pytest.fixture(params=["clear", "tls"])

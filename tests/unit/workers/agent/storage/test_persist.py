@@ -15,12 +15,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from holdfast.workers.agent.storage import persist
+from holdfast.workers.agent.storage.memfd import Memfd
 
 
-def _memory(content: bytes) -> int:
-    fd = os.memfd_create("test")
-    os.write(fd, content)
-    return fd
+def _memory(content: bytes) -> Memfd:
+    memory = Memfd("test", len(content))
+    os.write(memory.fd, content)
+    return memory
 
 
 def _full_disk(fd: int, num_bytes: int, file: object) -> str:
