@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from holdfast.orchestrator.core.context import SECOND_NS
+from holdfast.orchestrator.core.keeping import NOT_KEPT
 from holdfast.orchestrator.core.state import IncidentRecord
 from holdfast.workers.agent.machine import inputs
 
@@ -111,8 +112,9 @@ def fault(kind: Kind, seed: int, truth: Truth) -> Callable[[World], None]:
 
 
 def judged(world: World, truth: Truth) -> list[IncidentRecord]:
-    """Incidents since the fault that have a failure class."""
-    incidents = world.host.state.incidents
+    """Incidents since the fault that have a failure class; a second run that fails is a fault of its
+    own."""
+    incidents = [one for one in world.host.state.incidents if one.rule != NOT_KEPT]
     return [i for i in incidents if i.failure_class and (i.noticed_ns or i.at_ns) >= truth.at_ns]
 
 

@@ -50,7 +50,7 @@ OWN_GROUPS = {"deepspeed.comm.comm": "cdb", "megatron.core.parallel_state": "_MO
 TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _STDLIB = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _Setting = tuple[Callable[[], Any], Callable[[Any], object]]
-"""How something of the whole process is read and set."""
+"""Functions that read and set something of the whole process."""
 
 
 class Process:
