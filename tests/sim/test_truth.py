@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import pytest
 
 from holdfast.orchestrator.core.context import SECOND_NS
-from holdfast.orchestrator.core.keeping import NOT_KEPT
 from holdfast.orchestrator.core.state import IncidentRecord
 from holdfast.workers.agent.machine import inputs
 
@@ -105,16 +104,15 @@ def fault(kind: Kind, seed: int, truth: Truth) -> Callable[[World], None]:
         kind.act(world, worker, rng)
 
     def schedule(world: World) -> None:
-        world.poison, world.total_steps = None, TOTAL_STEPS
+        world.poison, world.total_steps, world.unfit_share = None, TOTAL_STEPS, 0.0
         world.after(rng.uniform(6.0, 12.0), lambda: act(world))
 
     return schedule
 
 
 def judged(world: World, truth: Truth) -> list[IncidentRecord]:
-    """Incidents since the fault that have a failure class; a second run that fails is a fault of its
-    own."""
-    incidents = [one for one in world.host.state.incidents if one.rule != NOT_KEPT]
+    """Incidents since the fault that have a failure class."""
+    incidents = world.host.state.incidents
     return [i for i in incidents if i.failure_class and (i.noticed_ns or i.at_ns) >= truth.at_ns]
 
 

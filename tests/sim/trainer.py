@@ -85,7 +85,8 @@ class SimWorker:
         self.send(worker_protocol.PhaseChanged(phase="build"))
         if self.world.runs_again:
             self.send(worker_protocol.RunsAgain())
-        if (self.membership.kept_from or self.again) and self.world.keeps.random() < 0.03:
+        goes_on = self.membership.kept_from or self.again
+        if goes_on and self.world.keeps.random() < self.world.unfit_share:
             self.fail("NotKept", "process groups were not formed again in time")
             return
         size = self.world.sizes.shard_bytes

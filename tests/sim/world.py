@@ -85,6 +85,8 @@ class World(VirtualTime):
         """Workers that were ready beside the running job, and those of them that got a seat."""
         self.differ_share = 0.0
         """Share of generations with kept processes in which replicas come to differ."""
+        self.unfit_share = 0.03
+        """Share of kept processes that cannot go on."""
         self.runs_again = random.Random(f"again {self.seed}").random() < 0.5
         """Processes that do not go on as they are run the script again."""
         self.num_kept = self.num_again = self.num_differed = 0
