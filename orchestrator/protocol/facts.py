@@ -155,7 +155,7 @@ def largest(reports: Sequence[StepReport]) -> dict[str, Any]:
 
 
 AGAIN = "survivors run the script again in their process"
-"""The end of a reason why they do not go on as they are."""
+"""End of the reason why survivors do not keep their state."""
 StepSource = Literal["", "session", "script", "counted", "posted", "collectives"]
 """Origin of a worker's step count: no one yet, a loop whose state Holdfast keeps (`Session.step`),
 a script that keeps its own checkpoints (`session.report`), a hook in the script's framework (each

@@ -178,9 +178,9 @@ class Recovery(Part):
     """true: standbys keep a CUDA context open, which saves 2 to 5 s of a recovery and takes about
     0.5 GB of each GPU; for resources.gpu 1."""
     keep_processes: Literal["auto", "never"] = "auto"
-    """auto, on CPUs: in a failure, preemption or resize, the other workers keep process and model
-    in loops over session.steps and under in_memory(trainer), with torch 2.15; after a failure other
-    scripts run again in their process; never: all restart."""
+    """auto: on CPUs, survivors keep process and model in loops over session.steps and under
+    in_memory(trainer), with torch 2.15. After a failure other scripts run again in their process.
+    never: all restart."""
     startup_timeout_s: Seconds = limits.STARTUP_TIMEOUT_S
     """Seconds from a launch to its first step; on one machine also for the start of nodes."""
     replacement_wait_s: Wait = limits.REPLACEMENT_WAIT_S

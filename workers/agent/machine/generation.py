@@ -87,7 +87,7 @@ class Worker:
     runs_again: bool = False
     """The script may run again in the process."""
     stateless: bool = False
-    """Nothing but that is left for a kept process."""
+    """A kept process has no state any more: it can only run the script again."""
     fixed_size: str = ""
     """Reason why a kept process cannot go on in a world of another size."""
     signals: set[int] = field(default_factory=set)
@@ -344,8 +344,8 @@ class Generation:
         }
 
     def _again_for(self, launch: LaunchWorkers) -> dict[int, tuple[int, int]]:
-        """The same of those that run the script again, with the same rank: torch has results in
-        its caches that hold for a rank."""
+        """The same for processes that run the script again. Their rank stays: torch's caches hold
+        results of a rank."""
         if launch.code != self.launch.code or self.membership.ahead:
             return {}
         seats = {(seat.rank, seat.local_rank) for seat in launch.seats}
