@@ -34,6 +34,7 @@ from holdfast.orchestrator.protocol.manifest import (
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 from holdfast.workers.agent.storage import persist
+from holdfast.workers.agent.storage.memfd import Memfd
 from holdfast.workers.checkpoint import inspect, repair
 from holdfast.workers.checkpoint.restore import restore
 from holdfast.workers.checkpoint.shard_sources import CheckpointFiles, ShardSource
@@ -134,9 +135,9 @@ def write_shards(
     for shard, content in layout.files(step).items():
         if only is not None and shard not in only:
             continue
-        fd, name = os.memfd_create("staged"), shard_file_name(shard, layout.shards)
-        os.write(fd, content)
-        done = persist.write_shard(fd, len(content), path, directory, name)
+        memory, name = Memfd("staged", len(content)), shard_file_name(shard, layout.shards)
+        os.pwrite(memory.fd, content, 0)
+        done = persist.write_shard(memory, len(content), path, directory, name)
         one = StagedShard(step, generation, shard, layout.shards, len(content))
         if note:
             persist.write_note(persist.note_of(one, name, done, layout.mesh), path, directory, name)
