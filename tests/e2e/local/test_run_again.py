@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,9 @@ import pytest
 from tests.documents import job_document
 
 from .local_rig import Job
+from .test_kept import started
+
+__all__ = ["started"]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -103,14 +105,6 @@ s.finish()
 with open(os.path.dirname(ended) + f"/moved-{s.rank}", "w") as log:
     log.write(str(round(first - model.weight[0, 0].item(), 6)))
 """
-
-
-@pytest.fixture
-def started() -> Iterator[list[Job]]:
-    jobs: list[Job] = []
-    yield jobs
-    for job in jobs:
-        job.end()
 
 
 def killed_once(place: Path, started: list[Job], way: str) -> Job:
