@@ -172,7 +172,7 @@ def test_a_process_in_which_something_stays_is_replaced(
         "starts a program": "child",
         "patches torch": "the script",
     }
-    assert f"does not run the script again: {reasons[way]}" in log.read_text()
+    assert f"the script does not run again here: {reasons[way]}" in log.read_text()
 
 
 def test_a_script_that_can_run_once_only_is_run_again_once_only(

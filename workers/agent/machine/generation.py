@@ -379,9 +379,8 @@ class Generation:
 
     def continue_stop(self, now_ns: int, stop: Stopping) -> list[Command]:
         """The next stage: HALT, SIGTERM or a notice, then SIGKILL."""
-        keep = [worker.keeps is True for worker in self.alive]
-        at_once = stop.grace_s <= 0 and (any(keep) or any(w.runs_again for w in self.alive))
-        if stop.keep and (at_once or (keep and all(keep))):
+        at_once = stop.grace_s <= 0 and any(w.keeps is True or w.runs_again for w in self.alive)
+        if stop.keep and (at_once or (self.alive and all(w.keeps is True for w in self.alive))):
             return self._halt(now_ns, stop)
         if stop.grace_s <= 0 and stop.save_grace_s > 0 and stop.stage in ("begin", "halt", "save"):
             return self._wait_for_saves(now_ns, stop)

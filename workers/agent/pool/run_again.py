@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import gc
 import importlib
 import logging
@@ -47,7 +48,6 @@ LOADERS = ("QueueFeederThread", "_pin_memory_loop")
 """Parts of the names of threads that a DataLoader starts."""
 OWN_GROUPS = {"deepspeed.comm.comm": "cdb", "megatron.core.parallel_state": "_MODEL_PARALLEL_GROUP"}
 """Module that keeps process groups -> its variable that is None before it has some."""
-TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _STDLIB = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 """Functions that read and set something of the whole process."""
@@ -103,7 +103,8 @@ class Process:
         except Exception as error:  # of a library's private function
             why = f"{type(error).__name__}: {error}"
         if why:
-            print(f"holdfast: this process does not run the script again: {why}", file=sys.stderr)
+            with contextlib.suppress(OSError, ValueError):  # a full disk, a closed stream
+                print(f"holdfast: the script does not run again here: {why}", file=sys.stderr)
             output.flush()
             self._channel.send(worker_protocol.KeepReported(why_not=why))
             time.sleep(2 * limits.HALT_S)  # the agent kills this process
@@ -118,7 +119,7 @@ class Process:
     def _why_not(self) -> str:
         """Have the process be as before the script. Returns a reason why it is not."""
         changed = self._changed()
-        for timer in TIMERS:
+        for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
             signal.setitimer(timer, 0)
         for (read, write), before in self._before:
             if not _equal(read(), before):
