@@ -64,10 +64,10 @@ def test_survivors_keep_their_process_and_the_trainer_ends_as_an_undisturbed_one
     ("variable", "why"),
     [
         ("COUNTS", "Result.count of the trainer or a callback"),
-        ("EVALUATES_FIRST", "collectives outside its attempts"),  # eval_on_start
+        ("EVALUATES_FIRST", "the script has collectives outside its attempts"),  # eval_on_start
     ],
 )
-def test_a_trainer_with_a_state_or_collectives_of_its_own_is_started_again(
+def test_the_script_of_a_trainer_with_a_state_or_collectives_of_its_own_runs_again(
     variable: str, why: str, start: Start, tmp_path: Path
 ) -> None:
     env = environment(tmp_path, IN_MEMORY["pace_s"]) | {variable: "1"}
@@ -76,11 +76,11 @@ def test_a_trainer_with_a_state_or_collectives_of_its_own_is_started_again(
     trained(log, job, 4)
     assert why in job.until(lambda v: bool(v.keeping)).keeping
     before = job.worker_pids()
-    os.kill(before[1], signal.SIGKILL)
-    view = job.running(incidents=1)
-    assert "keep their process" not in view.incidents[0].decision
-    assert not set(before.values()) & set(job.worker_pids().values())
+    os.kill(before.pop(1), signal.SIGKILL)
+    assert f"start again: {why}" in job.running(incidents=1).incidents[0].decision
+    assert before.items() < job.worker_pids().items()
     finish(job)
+    assert [result["step"] for result in results(tmp_path)] == [20] * 4
 
 
 def test_an_order_of_samples_that_is_drawn_over_epochs_keeps_no_process() -> None:
