@@ -80,9 +80,8 @@ class Process:
             self._exits.append(function)
             return register(function, *given, **named)
 
-        setting = _attribute(atexit, "register")
-        self._before.append((setting, register))
-        setting[1](register_noted)
+        self._before.append((_attribute(atexit, "register"), register))
+        vars(atexit)["register"] = register_noted
 
     def _report(self) -> None:
         """Say that the script may run again, unless a thread of it will stay, such as a logger's.
@@ -145,6 +144,7 @@ class Process:
         for function in self._exits:
             if str(getattr(function, "__module__", "")).partition(".")[0] not in libraries:
                 atexit.unregister(function)
+        self._exits.clear()
         for name, logger in logging.Logger.manager.loggerDict.items():  # each line would come twice
             if name.partition(".")[0] not in libraries and isinstance(logger, logging.Logger):
                 logger.handlers.clear()
