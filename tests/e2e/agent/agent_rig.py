@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import select
-import signal
 import socket
 import ssl
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import psutil
 
 from holdfast.orchestrator.protocol import launcher_protocol as h
 from holdfast.orchestrator.protocol import messages as m
@@ -152,19 +152,15 @@ class Rig:
         )
         self.controller.open()
         self.nodes: dict[str, int] = {}
+        self._started: list[psutil.Process] = []
         self.launcher: subprocess.Popen[bytes] | None = None
 
     # -- the launcher -------------------------------------------------------------------------
     def start_launcher(self) -> None:
         log = (self.directory / "logs" / "host.log").open("wb")
+        module = "holdfast.workers.agent.process.node_launcher"
         self.launcher = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "holdfast.workers.agent.process.node_launcher",
-                "--socket",
-                str(self.socket_path),
-            ],
+            [sys.executable, "-m", module, "--socket", str(self.socket_path)],
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=log,
@@ -206,6 +202,7 @@ class Rig:
             if isinstance(message, h.NodeList) and node in message.nodes:
                 break
         self.nodes[node] = message.nodes[node]
+        self._started.append(psutil.Process(message.nodes[node]))
         self.controller.wait(m.Hello, node)
         return self.nodes[node]
 
@@ -281,10 +278,11 @@ class Rig:
     def end(self) -> None:
         """Kill all remaining processes; tests look for orphans before this."""
         if self.launcher is not None:
-            for pid in [self.launcher.pid, *self.nodes.values()]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            self.launcher.kill()
             self.launcher.wait()
+            for process in self._started:  # the pid of an ended one may be this process's thread
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         self.controller.close()
 
 

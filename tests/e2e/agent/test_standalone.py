@@ -137,8 +137,7 @@ class Pod:
         os.kill(self.process.pid, signal.SIGTERM)
 
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
         self.controller.close()
 
