@@ -29,7 +29,7 @@ MAX_WORDS = 40000
 BUDGETS = {
     "orchestrator": 53390,
     "workers": 26448,
-    "tests": 90219,
+    "tests": 90218,
     "orchestrator/api": 4505,
     "orchestrator/backends": 6280,
     "orchestrator/catalogue": 987,

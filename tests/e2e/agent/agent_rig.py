@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import socket
 import ssl
 import subprocess
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import psutil
 
 from holdfast.orchestrator.protocol import launcher_protocol as h
 from holdfast.orchestrator.protocol import messages as m
@@ -152,7 +152,6 @@ class Rig:
         )
         self.controller.open()
         self.nodes: dict[str, int] = {}
-        self._started: list[psutil.Process] = []
         self.launcher: subprocess.Popen[bytes] | None = None
 
     # -- the launcher -------------------------------------------------------------------------
@@ -202,7 +201,6 @@ class Rig:
             if isinstance(message, h.NodeList) and node in message.nodes:
                 break
         self.nodes[node] = message.nodes[node]
-        self._started.append(psutil.Process(message.nodes[node]))
         self.controller.wait(m.Hello, node)
         return self.nodes[node]
 
@@ -278,11 +276,12 @@ class Rig:
     def end(self) -> None:
         """Kill all remaining processes; tests look for orphans before this."""
         if self.launcher is not None:
+            # Not all that have started: the pid of an ended one may be this process's thread.
+            for pid in children_of(self.launcher.pid) if self.launcher.poll() is None else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self.launcher.kill()
             self.launcher.wait()
-            for process in self._started:  # the pid of an ended one may be this process's thread
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
         self.controller.close()
 
 
